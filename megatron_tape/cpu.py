@@ -1,0 +1,75 @@
+"""megatron-core without CUDA: the few places where it names CUDA answer with the CPU. Inert where CUDA exists."""
+
+import contextlib
+
+import torch
+
+
+class _CpuRngTracker:
+    """Stands in for Megatron's `CudaRNGStatesTracker`: named random streams, here of torch's CPU generator."""
+
+    def __init__(self):
+        self._states: dict[str, torch.Tensor] = {}
+
+    def is_initialized(self) -> bool:
+        return bool(self._states)
+
+    def reset(self) -> None:
+        self._states = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        self._states[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng"):
+        if name not in self._states:
+            raise KeyError(f"random stream {name!r} was not added; it has {sorted(self._states)}")
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def enable_megatron_on_cpu() -> bool:
+    """Make megatron-core usable on this machine; call once per process, before a model is built.
+
+    Returns True where it changed something, False where CUDA exists (then nothing is touched). What it changes:
+    `torch.cuda.current_device()` (Megatron allocates its collectives' buffers there) and the random number tracker
+    and state functions of `megatron.core.tensor_parallel.random`, which activation recomputation calls.
+    """
+    if torch.cuda.is_available():
+        return False
+    from megatron.core.tensor_parallel import random
+
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    if not isinstance(random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
+        random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    return True
+
+
+def keep_deepspeed_from_compiling() -> None:
+    """Stop DeepSpeed from building its shared-memory collectives with a C++ compiler when it starts without CUDA.
+
+    They serve inference only, cost half a minute, and would make a compiler necessary. Inert where CUDA exists.
+    """
+    if torch.cuda.is_available():
+        return
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False

@@ -1,0 +1,27 @@
+"""TAPE's update of the position state, collapsed to one G x G matrix per token.
+
+Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. With g = silu(gate):
+    z' = z + A u,    z'' = z' + M z',    M = W_down diag(g) W_up  in R^(G x G).
+Forming M costs G*G*P and applying it G*G*D multiply-adds a token, against 2*P*G*D for projecting every frequency up and
+down, and the backward pass keeps G x G numbers a token instead of P x D. M for all tokens is one matrix product
+with the P x G*G table of the outer products of W_down's columns and W_up's rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
+    """Return z + A u, where `mixing` is A (G, H), or (H,) for one scale per head when G = H."""
+    if mixing.dim() == 1:
+        return torch.addcmul(z_NGD, u_NHD, mixing[:, None])
+    return torch.baddbmm(z_NGD, mixing.expand(u_NHD.shape[0], -1, -1), u_NHD)
+
+
+def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return z + W_down diag(silu(gate)) W_up z."""
+    G = z_NGD.shape[1]
+    outer = (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
+    M_NGG = (F.silu(gate_NP) @ outer).unflatten(1, (G, G))
+    return torch.baddbmm(z_NGD, M_NGG, z_NGD)

@@ -1,0 +1,22 @@
+"""Rotary positional encoding (Su et al., 2021), as Llama applies it, with linear position scaling."""
+
+import torch
+from torch import Tensor
+
+from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.position.base import PositionEncoding
+from megatron_tape.reference import rope_phases
+
+
+class RotaryPosition(PositionEncoding):
+    """Every layer rotates by the same phases exp(i s theta_f / scale)."""
+
+    def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the phases (S, B or 1, 1, D), computed in float32."""
+        model = self.model
+        phases = rope_phases(positions_SB, model.head_dim, model.rope_theta, model.rope_scaling_factor)
+        return phases.to(dtype).unsqueeze(2)
+
+    def rotate(self, query: Tensor, key: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query and key by the state of their group."""
+        return rotate_groups(query, state), rotate_groups(key, state)

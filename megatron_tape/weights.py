@@ -1,0 +1,88 @@
+"""Parameter names and shapes: whole weights by Hugging Face's Llama names, and one rank's share by Megatron's.
+
+The whole, unsharded names are those of `megatron_tape.reference.forward`. Megatron fuses q, k and v (per group: its
+queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config import ModelConfig
+
+_PLAIN = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "position_update.token_mixing": "position.token_mixing",
+    "position_update.x_proj": "position.x_proj",
+    "position_update.up_proj": "position.up_proj",
+    "position_update.down_proj": "position.down_proj",
+}
+
+
+def _split_layer(name: str) -> tuple[str, str, str]:
+    """Split a Megatron name into (Megatron prefix, Hugging Face prefix, rest)."""
+    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+        return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
+    return "", "", name
+
+
+def to_megatron(weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    """Return the whole tensor of the `GPTModel` parameter `name`; KeyError where `weights` lacks a part of it."""
+    _, prefix, rest = _split_layer(name)
+    if rest == "self_attention.linear_qkv.weight":
+        parts = [weights[f"{prefix}self_attn.{p}_proj.weight"] for p in "qkv"]
+        return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    if rest == "mlp.linear_fc1.weight":
+        return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    tensor = weights[prefix + _PLAIN[rest]]
+    if rest == "position_update.token_mixing" and model.token_mixing == "per_head":
+        if torch.count_nonzero(tensor - tensor.diag().diag()):
+            raise ValueError(f"{prefix + _PLAIN[rest]} mixes heads; it needs model.token_mixing: full")
+        return tensor.diag()
+    return tensor
+
+
+def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
+    _, prefix, rest = _split_layer(name)
+    if rest == "self_attention.linear_qkv.weight":
+        D, G = model.head_dim, model.query_groups
+        sizes = [model.num_attention_heads // G * D, D, D]
+        parts = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
+        return {f"{prefix}self_attn.{p}_proj.weight": part.flatten(0, 1) for p, part in zip("qkv", parts)}
+    if rest == "mlp.linear_fc1.weight":
+        return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
+    if rest == "position_update.token_mixing" and tensor.dim() == 1:
+        tensor = tensor.diag()
+    return {prefix + _PLAIN[rest]: tensor}
+
+
+def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
+    """Return tensor-parallel rank `rank`'s share of `whole`; `parameter` tells how Megatron cuts it."""
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
+
+
+def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
+    """Join all tensor-parallel ranks' shares: the inverse of `shard`."""
+    if len(parts) == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return parts[0]
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    pieces = [part.chunk(stride, dim=dim) for part in parts]
+    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
+
+
+@torch.no_grad()
+def load_weights(gpt: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> None:
+    """Fill a `GPTModel` on tensor-parallel rank `rank` of `size` from whole weights by Hugging Face's names."""
+    for name, parameter in gpt.named_parameters():
+        parameter.copy_(shard(to_megatron(weights, name, model), parameter, rank, size))

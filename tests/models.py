@@ -1,0 +1,94 @@
+"""Small models that tests share."""
+
+import torch
+from released import load
+
+from megatron_tape.config import ModelConfig
+from megatron_tape.model import LanguageModel, transformer_config
+from megatron_tape.parallel import initialize_distributed, seed_everything
+from megatron_tape.reference import ReferenceConfig
+from megatron_tape.weights import from_megatron, load_weights
+
+SMALL = dict(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    seq_length=16,
+    vocab_size=64,
+    position_mlp_size=6,
+    init_std=0.1,
+)
+
+
+def small_model(**changes):
+    return ModelConfig(**(SMALL | changes))
+
+
+def build(model, tp=1, recompute="none", seed=0, randomize=True, sequence_parallel=None, dtype=torch.float32):
+    """Build a model on this process's share; `randomize` moves TAPE's matrices away from their zero start."""
+    layout = initialize_distributed(tp)
+    seed_everything(seed, layout)
+    sp = tp > 1 if sequence_parallel is None else sequence_parallel
+    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups)
+    if randomize:
+        randomize_tape(built)
+    return built, layout
+
+
+@torch.no_grad()
+def randomize_tape(built):
+    generator = torch.Generator().manual_seed(99)
+    for update in built.position_updates():
+        for parameter in update.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+
+
+def whole_weights(built, model):
+    """Return a one-process model's weights by the reference's names."""
+    weights = {}
+    for name, parameter in built.gpt.named_parameters():
+        weights |= from_megatron(name, parameter.detach(), model)
+    return weights
+
+
+def reference_config(model):
+    return ReferenceConfig(
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        rope_theta=model.rope_theta,
+        rope_scaling_factor=model.rope_scaling_factor,
+        norm_epsilon=model.norm_epsilon,
+        gate_input=model.gate_input,
+    )
+
+
+def released_model(name, dtype=torch.float32, **changes):
+    """Build the released code's model `name` and return (model settings, module, the file's contents)."""
+    config, weights, gradients, rest = load(name)
+    model = ModelConfig(
+        position_encoding="tape" if config["rpe_type"] == "adape" else config["rpe_type"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_query_groups=config["num_key_value_heads"],
+        position_mlp_size=config["position_size"],
+        vocab_size=config["vocab_size"],
+        seq_length=24,
+        norm_epsilon=config["rms_norm_eps"],
+        rope_theta=config["rope_theta"],
+        rope_scaling_factor=(config["rope_scaling"] or {}).get("factor", 1.0),
+        **changes,
+    )
+    built, _ = build(model, dtype=dtype)
+    return model, built, weights, gradients, rest
+
+
+def load_whole(built, weights, model, layout):
+    load_weights(built.gpt, weights, model, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+
+
+def random_tokens(batch=2, length=16, vocabulary=64, seed=3):
+    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
