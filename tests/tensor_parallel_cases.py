@@ -1,0 +1,110 @@
+"""What test_tensor_parallel.py asks of two processes. Every value returned is checked there."""
+
+import torch
+import torch.distributed as dist
+from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_tape.parallel import sum_sequence_parallel_gradients
+from megatron_tape.weights import from_megatron, shard, to_megatron, unshard
+
+VARIANTS = {
+    "tape": {},
+    "tape_multi_head": {"num_query_groups": 4},
+    "tape_gate_from_attention": {"gate_input": "attention"},
+    "tape_per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
+    "tape_tied": {"tie_embeddings": True},
+    "rope": {"position_encoding": "rope"},
+    "nope": {"position_encoding": "nope"},
+}
+
+
+def gradients_of(built, model, size):
+    """Whole gradients by the reference's names, from all ranks' shares."""
+    gradients = {}
+    for name, parameter in built.gpt.named_parameters():
+        parts = [torch.empty_like(parameter.grad) for _ in range(size)]
+        if size > 1:
+            dist.all_gather(parts, parameter.grad.contiguous())
+        else:
+            parts = [parameter.grad]
+        gradients |= from_megatron(name, unshard(parts, parameter), model)
+    return gradients
+
+
+def run(built, ids, labels, **kwargs):
+    with torch.no_grad():
+        logits = built(ids, **kwargs)
+    loss = built(ids, labels, **kwargs)
+    loss.backward()
+    return logits, loss.detach()
+
+
+def compare(changes, recompute="none", sequence_parallel=True, **kwargs):
+    """Largest differences between one process and two, relative to the largest value."""
+    model = small_model(**changes)
+    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    alone, _ = build(model)
+    weights = whole_weights(alone, model)
+    logits, loss = run(alone, ids, labels, **kwargs)
+    expected = gradients_of(alone, model, 1)
+
+    fresh, _ = build(model, randomize=False)
+    initial = whole_weights(fresh, model)
+    parallel, layout = build(model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel)
+    same_start = all(
+        torch.equal(parameter, shard(to_megatron(initial, name, model), parameter, layout.rank, 2))
+        for name, parameter in parallel.gpt.named_parameters()
+    )
+    load_whole(parallel, weights, model, layout)
+    if sequence_parallel:
+        sum_sequence_parallel_gradients(parallel, layout.groups.tp)
+    parallel_logits, parallel_loss = run(parallel, ids, labels, **kwargs)
+    gradients = gradients_of(parallel, model, 2)
+    return {
+        "same_start": same_start,
+        "logits": ((parallel_logits - logits).abs().max() / logits.abs().max()).item(),
+        "loss": (parallel_loss - loss).abs().item(),
+        "gradients": {
+            name: ((gradients[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)).item()
+            for name in expected
+        },
+    }
+
+
+class CountCollectives(TorchDispatchMode):
+    """Adds up the numbers each collective moves: the size of its larger buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            sizes = []
+            torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: sizes.append(tensor.numel()), args)
+            kind = function._schema.name.split("::")[1]
+            self.numbers[kind] = self.numbers.get(kind, 0) + max(sizes, default=0)
+        return function(*args, **(kwargs or {}))
+
+
+def count(encoding):
+    model = small_model(position_encoding=encoding, num_query_groups=4)
+    built, _ = build(model, tp=2)
+    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    with CountCollectives() as forward:
+        loss = built(ids, labels)
+    with CountCollectives() as backward:
+        loss.backward()
+    return {"forward": forward.numbers, "backward": backward.numbers}
+
+
+def main(folder):
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+    results = {name: compare(changes) for name, changes in VARIANTS.items()}
+    results["tape_recompute"] = compare({}, recompute="full")
+    results["tape_packed"] = compare({}, documents=documents)
+    results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
+    results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope")}
+    results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
+    return results

@@ -1,0 +1,33 @@
+"""Two tensor-parallel processes against one: weights, logits, losses, every gradient, and what they send each other."""
+
+import pytest
+import tensor_parallel_cases
+from launch import run_group
+
+CASES = [*tensor_parallel_cases.VARIANTS, "tape_recompute", "tape_packed", "rope_without_sequence_parallel"]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_group("tensor_parallel_cases", 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(results, case):
+    result = results[case]
+    assert result["same_start"]
+    assert result["logits"] < 1e-5
+    assert result["loss"] < 1e-5
+    assert len(result["gradients"]) > 20
+    for name, difference in result["gradients"].items():
+        assert difference < 2e-5, name
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, direction):
+    """TAPE may add 2 * S*B*C/tp numbers a layer and direction to RoPE's collectives."""
+    shape = results["shape"]
+    tape, rope = (sum(results["numbers"][encoding][direction].values()) for encoding in ("tape", "rope"))
+    assert rope > 0
+    added = tape - rope
+    assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
