@@ -140,6 +140,7 @@ class Engine:
         no moments.
         """
         state = {}
+        self._show_moments()
         for index, (name, parameter) in enumerate(self.names.items()):
             for key in ("weight", *(MOMENTS if self.optimizer_steps else ())):
                 tensor = self._get(parameter, key)
@@ -189,8 +190,16 @@ class Engine:
                 "step": torch.tensor(float(steps)),
                 **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
             }
-        if self.zero_stage in (1, 2):
-            zero._lazy_init_hp_params_optimizer_state()
+        self._show_moments()
+
+    def _show_moments(self) -> None:
+        """Let ZeRO 1 and 2 find Adam's state by parameter.
+
+        DeepSpeed 0.19.8 links it once, after the first parameter group's first step, when the other groups have none.
+        """
+        if self.zero_stage in (1, 2) and self.optimizer_steps:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 class _torch_launcher_variables:

@@ -1,4 +1,4 @@
-"""What a run tells: one console line per logged step, a row in ``metrics.jsonl``, and TensorBoard.
+"""What a run tells: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
 
 Only one process writes. A resumed run continues its own file: rows past the step it resumes from are dropped first, so
 that the file reads as one uninterrupted run.
@@ -26,7 +26,7 @@ RECENT = 20
 
 
 class MetricsWriter:
-    """Writes metrics into ``directory``; TensorBoard files go into its folder ``tensorboard``."""
+    """Writes metrics into `directory`; TensorBoard files go into its folder `tensorboard`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class MetricsWriter:
         tensorboard: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Open the files, dropping what an earlier attempt wrote past ``resume_step`` (0: everything).
+        """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
-        ``clock`` gives seconds; the time left is the remaining steps times the mean of the recent ones.
+        `clock` gives seconds; the time left is the remaining steps times the mean of the recent ones.
         """
         self.total_steps = total_steps
         self._directory = Path(directory)
@@ -56,14 +56,14 @@ class MetricsWriter:
             self._tensorboard = SummaryWriter(str(self._directory / "tensorboard"), purge_step=resume_step + 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of ``step``.
+        """Record the scalars of `step`.
 
-        The usual names are ``loss, grad_norm, lr, tokens_per_second, tflops_per_second`` and, where evaluated,
-        ``validation_loss``, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands
-        (``position/state_norm/layer_00``). Numbers that are not finite become null in ``metrics.jsonl``.
+        The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, where evaluated,
+        `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands
+        (`position/state_norm/layer_00`). Numbers that are not finite become null in `metrics.jsonl`.
 
         Raises:
-            ValueError: if ``step`` does not come after the last one, which would make the file repeat itself.
+            ValueError: if `step` does not come after the last one, which would make the file repeat itself.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; log every step once, in order")
@@ -86,7 +86,7 @@ class MetricsWriter:
         print(self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show ``text``, as it stands, in TensorBoard under ``tag``: a sample, or the configuration."""
+        """Show `text`, as it stands, in TensorBoard under `tag`: a sample, or the configuration."""
         if self._tensorboard is not None:
             verbatim = "\n".join("    " + line for line in text.splitlines())
             self._tensorboard.add_text(tag, verbatim, step)
@@ -120,7 +120,7 @@ class MetricsWriter:
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Rewrite the file, atomically, without rows past ``step`` and without the torn line of a killed process."""
+    """Rewrite the file, atomically, without rows past `step` and without the torn line of a killed process."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -136,7 +136,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

@@ -6,14 +6,14 @@ from megatron_tape.config import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int) -> float:
-    """Learning rate of ``step``, counted from 1 to ``total_steps``.
+    """Learning rate of `step`, counted from 1 to `total_steps`.
 
-    It rises linearly to ``optimizer.lr`` at step ``schedule.warmup_steps`` and then, by ``schedule.kind``, falls to
-    ``optimizer.min_lr`` at ``total_steps`` along half a cosine or a power of the remaining share, stays (constant),
-    or stays until the last ``schedule.decay_steps`` and falls linearly (wsd). Past ``total_steps`` it stays.
+    It rises linearly to `optimizer.lr` at step `schedule.warmup_steps` and then, by `schedule.kind`, falls to
+    `optimizer.min_lr` at `total_steps` along half a cosine or a power of the remaining share, stays (constant),
+    or stays until the last `schedule.decay_steps` and falls linearly (wsd). Past `total_steps` it stays.
 
     Raises:
-        ValueError: if ``step`` is below 1 or the kind is unknown.
+        ValueError: if `step` is below 1 or the kind is unknown.
     """
     if step < 1:
         raise ValueError(f"step is {step}; steps count from 1")

@@ -1,0 +1,580 @@
+"""Every setting of a run, as documented dataclasses filled from YAML and the command line.
+
+A run reads `--config recipe.yaml` and then `--section.key value` overrides, later ones winning; an unknown key is
+an error. `validate` refuses what cannot work before a process group or a parameter exists, and
+`check_inputs` looks at the files. Nothing here imports torch.
+"""
+
+import dataclasses
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+POSITION_ENCODINGS = ("tape", "rope", "nope")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence naming the key, its value and the fix."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The shape of the model; saved with every checkpoint."""
+
+    position_encoding: Literal[POSITION_ENCODINGS] = "tape"
+    """How attention learns where tokens are."""
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the hidden states (C)."""
+    ffn_hidden_size: int
+    """Inner width of the SwiGLU MLP."""
+    num_attention_heads: int
+    """Query heads (H)."""
+    num_query_groups: int | None = None
+    """Key/value groups (G); null means one per head."""
+    seq_length: int
+    """Tokens per training sequence (S)."""
+    vocab_size: int
+    """Rows of the embedding: the tokenizer's pieces, rounded up as tensor parallelism needs."""
+    position_mlp_size: int | None = None
+    """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
+    gate_input: Literal["mlp", "attention"] = "mlp"
+    """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
+    token_mixing: Literal["full", "per_head"] = "full"
+    """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling_factor: float = 1.0
+    """Positions are divided by this (linear position scaling); 2 stretches a trained context twofold."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    tie_embeddings: bool = False
+    """Share one matrix between the input and the output embedding."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head (D)."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value groups (G)."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def position_mlp_width(self) -> int:
+        """Inner width of TAPE's position MLP (P)."""
+        return 4 * self.num_attention_heads if self.position_mlp_size is None else self.position_mlp_size
+
+    @property
+    def num_position_updates(self) -> int:
+        """Layers that rewrite the position state: under TAPE all but the last, whose update nothing would read."""
+        return self.num_layers - 1 if self.position_encoding == "tape" else 0
+
+    def parameter_count(self) -> int:
+        """Count the trainable numbers of the whole model."""
+        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
+        attention = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+        layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        mixing = heads * groups if self.token_mixing == "full" else heads
+        update = mixing + self.position_mlp_width * (hidden + 2 * groups)
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.num_position_updates * update + hidden
+
+    def flops_per_token(self) -> int:
+        """Matmul FLOPs of forward and backward for one token of a full sequence.
+
+        Two per multiply-add, the backward pass twice the forward one, `S / 2` keys per query (causal mean). TAPE
+        counts its widened value and the collapsed position MLP (form `M`, apply `M`) in every layer but the last.
+        """
+        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
+        inner, scores = self.position_mlp_width, heads * dim * self.seq_length // 2
+        projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+        layer = projections + 2 * scores + 3 * hidden * self.ffn_hidden_size
+        mixing = (heads * groups if self.token_mixing == "full" else heads) * dim
+        update = scores + mixing + inner * hidden + groups * groups * (inner + dim)
+        forward = self.num_layers * layer + self.num_position_updates * update + hidden * self.vocab_size
+        return 3 * 2 * forward
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """The tokens to train on, as Megatron's indexed datasets."""
+
+    prefix: dict[str, float] | list[float | str] | str
+    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: str | None = None
+    """Tokenizer that made the data; needed to sample text and to find document ends."""
+    reset_attention_mask: bool = False
+    """Keep packed documents from attending to each other."""
+    num_workers: int = 0
+    """Loader processes; 0 loads in the training process."""
+    cache_directory: str | None = None
+    """Where index maps are kept between runs; null means index_cache beside the first dataset."""
+
+    @property
+    def resolved_cache_directory(self) -> str:
+        """Directory of the index maps."""
+        return self.cache_directory or str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of the matrices."""
+    beta1: float = 0.9
+    """Decay of the gradient's mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's mean."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    clip_grad: float = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps: a linear warm-up, then one of four shapes."""
+
+    kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
+    """What follows the warm-up; wsd (warm-up, stable, decay) holds the peak and decays linearly at the end."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay_steps: int | None = None
+    """Length of wsd's final decay; null means 10 % of the steps."""
+    power: float = 1.0
+    """Exponent of the polynomial decay; 1 is linear."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How one copy of the model is spread over GPUs; what remains of the GPUs is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """GPUs that share every layer's matrices."""
+    sequence_parallel: bool | None = None
+    """Shard tokens, too, between matrices; null means exactly when tensor_model_parallel_size > 1."""
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether tokens are sharded over the tensor-parallel GPUs."""
+        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+@dataclass(kw_only=True)
+class DeepSpeedConfig:
+    """ZeRO over the data-parallel ranks."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """Shard nothing (0), optimizer state (1), gradients too (2), parameters too (3)."""
+    offload_optimizer: bool = False
+    """Keep optimizer state and its step in host memory."""
+    reduce_bucket_size: int = 500_000_000
+    """Numbers reduced at once; smaller takes less memory and more messages."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    steps: int
+    """Optimizer steps of the whole run."""
+    micro_batch_size: int = 1
+    """Sequences per GPU and forward pass."""
+    global_batch_size: int
+    """Sequences per optimizer step over all GPUs."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Arithmetic of the forward and backward pass."""
+    seed: int = 1234
+    """Seed of the weights and of the order of the data."""
+    recompute: Literal["none", "full"] = "none"
+    """Recompute every layer in the backward pass: a third more work for far fewer activations."""
+    eval_interval: int | None = None
+    """Steps between evaluations on the validation split; null means never."""
+    eval_steps: int = 10
+    """Global batches per evaluation."""
+    max_bad_steps: int = 5
+    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When the state is saved, and what a run starts from."""
+
+    directory: str | None = None
+    """Where checkpoints go; null means checkpoints inside logging.directory."""
+    interval: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    resume: str = "auto"
+    """auto continues from the newest whole checkpoint if there is one; none starts afresh; else a checkpoint's path."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What a run tells about itself."""
+
+    directory: str | None = None
+    """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
+    interval: int = 10
+    """Steps between logged steps."""
+    sample_tokens: int = 64
+    """Length of the text sampled at every evaluation; 0 means none."""
+    sample_prompt: str = "The"
+    """What the sampled text continues."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Train one model."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    train: TrainConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def parse_run_config(argv: list[str] | None = None) -> RunConfig:
+    """Read `--config` files and overrides from `argv` (`sys.argv` if None).
+
+    Ends the process with one line `error: ...` and status 2 where a key is unknown, missing or of the wrong type,
+    and with status 0 after `--help` or `--print_config`. Directories left open are filled from the recipe's name.
+    """
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        description="Train one model. Settings come from --config and then from --section.key overrides.",
+        exit_on_error=False,
+        allow_abbrev=False,
+        print_config=None,
+    )
+    parser.add_argument("--config", action="config", help="YAML file; may be given more than once, later files win.")
+    parser.add_argument("--print_config", action="store_true", help="Print the configuration that would run, and exit.")
+    parser.add_class_arguments(RunConfig)
+    try:
+        parsed = parser.parse_args(argv)
+        print_only, files = parsed.pop("print_config"), parsed.pop("config")
+        files = files or []
+        _refuse(None in files, "--config takes the path of a YAML file; give settings as --section.key value")
+        for file in files:
+            _check_sections(str(file))
+        config = RunConfig(**vars(parser.instantiate(parsed)))
+        fill_directories(config, Path(str(files[-1])).stem if files else "unnamed")
+        if print_only:
+            validate(config, world_size=config.parallel.tensor_model_parallel_size)
+    except (jsonargparse.ArgumentError, ConfigError) as error:
+        print(f"error: {_one_sentence(str(error))}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if print_only:
+        print(f"# {config.model.parameter_count():,} parameters, {config.model.flops_per_token():,} FLOPs per token")
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def fill_directories(config: RunConfig, name: str) -> None:
+    """Give every directory left open its place under `runs/<name>`, or beside the data."""
+    config.logging.directory = config.logging.directory or f"runs/{name}"
+    config.checkpoint.directory = config.checkpoint.directory or f"{config.logging.directory}/checkpoints"
+    config.data.cache_directory = config.data.resolved_cache_directory
+
+
+def _check_sections(path: str) -> None:
+    """Refuse sections and keys that the parser lets pass because they hold nothing."""
+    import yaml
+
+    sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
+    for name, keys in yaml.safe_load(Path(path).read_text(encoding="utf-8")).items():
+        _refuse(name not in sections, f"unknown key {name} in {path}; remove it")
+        _refuse(
+            not isinstance(keys, dict), f"{name} is {keys!r} in {path}; give it keys, or remove it for its defaults"
+        )
+        for key in keys:
+            known = key in {item.name for item in dataclasses.fields(sections[name])}
+            _refuse(not known, f"unknown key {name}.{key} in {path}; remove it")
+
+
+def _one_sentence(message: str) -> str:
+    """Turn the parser's messages, which span lines and name Python types, into one line that starts with the key."""
+    message = " ".join(message.split())
+    for pattern, replacement in (
+        (r"^Group '([^']*)' does not accept option '([^']*)'$", r"unknown key \1.\2"),
+        (r"^Option '([^']*)' is not accepted$", r"unknown key \1"),
+        (r"^unrecognized arguments:", "unknown key or argument"),
+        (r"^Parser key \"([^\"]*)\":", r"\1:"),
+        (r"Does not validate against any .*?Subtypes: \[(.*?)\] Errors: .* Given value: ", r"Expected \1. Got value: "),
+        (r"(?:typing\.)?Literal\[([^\]]*)\]", r"one of \1"),
+        (r"<class '(\w+)'>", r"\1"),
+        ("NoneType", "null"),
+        (r"Expected (?:a )?", "expected "),
+        (r"\. Got value: ", ", not "),
+    ):
+        message = re.sub(pattern, replacement, message)
+    return message
+
+
+def config_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain dictionaries of every setting."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting as YAML that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(config_dict(config), sort_keys=False)
+
+
+def blend(prefix: dict[str, float] | list[float | str] | str) -> tuple[list[str], list[float] | None]:
+    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size)."""
+    if isinstance(prefix, str):
+        prefixes, weights = [prefix], None
+    elif isinstance(prefix, dict):
+        prefixes, weights = list(prefix), list(prefix.values())
+    elif all(isinstance(item, str) for item in prefix):
+        prefixes, weights = list(prefix), None
+    else:
+        weights, prefixes = list(prefix[0::2]), list(prefix[1::2])
+    well_formed = bool(prefixes) and all(isinstance(item, str) and item for item in prefixes)
+    if weights is not None:
+        well_formed &= len(weights) == len(prefixes) and all(_is_positive(weight) for weight in weights)
+    if not well_formed:
+        raise ConfigError(
+            f"data.prefix is {prefix!r}; give a path, a list of paths, a mapping path: weight, or a list that "
+            "alternates weights and paths, with positive weights"
+        )
+    return prefixes, None if weights is None else [float(weight) for weight in weights]
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """Read `"969,30,1"` as the shares of training, validation and test, summing to 1."""
+    try:
+        numbers = [float(part) for part in str(split).split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or numbers[0] == 0:
+        raise ConfigError(
+            f"data.split is {split!r}; give three shares like 969,30,1 for training, validation and test, "
+            "none negative and the first above 0"
+        )
+    train, validation, test = (number / sum(numbers) for number in numbers)
+    return train, validation, test
+
+
+def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`.
+
+    A null that stands for a derived value equals that value spelled out.
+    """
+
+    def derived(model: dict[str, Any]) -> dict[str, Any]:
+        heads = model.get("num_attention_heads")
+        defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads if heads else None}
+        return {key: defaults.get(key) if value is None else value for key, value in model.items()}
+
+    a, b = derived(a), derived(b)
+    return [
+        f"model.{key}: checkpoint {a.get(key, 'absent')}, configuration {b.get(key, 'absent')}"
+        for key in {**a, **b}
+        if a.get(key, "absent") != b.get(key, "absent")
+    ]
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _refuse(refused: bool, sentence: str) -> None:
+    if refused:
+        raise ConfigError(sentence)
+
+
+def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
+    """Check choices and signs of one section; None passes, as it stands for a derived value."""
+    for item in dataclasses.fields(section):
+        value, choices = getattr(section, item.name), get_args(item.type)
+        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
+            raise ConfigError(f"{name}.{item.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+        if item.name in positive and value is not None and not _is_positive(value):
+            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to a number above 0")
+        if item.name in not_negative and value is not None and not (value == 0 or _is_positive(value)):
+            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to 0 or a number above")
+
+
+def validate_model(model: ModelConfig) -> None:
+    """Raise `ConfigError` where the model's sizes do not fit each other."""
+    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
+    numbers = "position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std"
+    _check_section("model", model, positive=(*sizes.split(), *numbers.split()))
+    heads, groups = model.num_attention_heads, model.query_groups
+    _refuse(
+        model.hidden_size % heads != 0,
+        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either",
+    )
+    _refuse(
+        model.head_dim % 2 != 0,
+        f"model.hidden_size {model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width "
+        f"{model.head_dim}, which has no rotary pairs; change either",
+    )
+    _refuse(
+        heads % groups != 0,
+        f"model.num_attention_heads {heads} is not divisible by model.num_query_groups {groups}; change either",
+    )
+    _refuse(
+        model.token_mixing == "per_head" and groups != heads,
+        f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
+        f"{heads}; use token_mixing full",
+    )
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Raise `ConfigError` with one sentence where `config` cannot run on `world_size` processes.
+
+    Needs no process group and reads no file; `check_inputs` looks at files.
+    """
+    validate_model(config.model)
+    _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
+    _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
+    _check_section("parallel", config.parallel, ("tensor_model_parallel_size",))
+    _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
+    steps = ("steps", "micro_batch_size", "global_batch_size", "eval_interval", "eval_steps", "max_bad_steps")
+    _check_section("train", config.train, steps, ("seed",))
+    _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
+    _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
+    _check_section("data", config.data, (), ("num_workers",))
+    _validate_parallel(config, world_size)
+    _validate_optimizer(config)
+    _validate_data(config)
+
+
+def _validate_parallel(config: RunConfig, world_size: int) -> None:
+    model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
+    tensor_key = f"parallel.tensor_model_parallel_size {tensor_size}"
+    _refuse(
+        world_size < 1 or world_size % tensor_size != 0,
+        f"the number of processes, {world_size}, is not divisible by {tensor_key}; start another number of processes "
+        "or change it",
+    )
+    shards = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
+    }
+    if config.parallel.uses_sequence_parallel:
+        shards["model.seq_length"] = model.seq_length
+    for key, size in shards.items():
+        _refuse(size % tensor_size != 0, f"{key} {size} is not divisible by {tensor_key}; change either")
+    _refuse(
+        tensor_size == 1 and config.parallel.uses_sequence_parallel,
+        f"parallel.sequence_parallel is true with {tensor_key}, so there is nothing to shard; set it to null",
+    )
+    _refuse(
+        tensor_size > 1 and model.position_encoding == "tape" and not config.parallel.uses_sequence_parallel,
+        f"model.position_encoding tape with {tensor_key} needs parallel.sequence_parallel, since its position update "
+        "runs where tokens are sharded; set that to true or null",
+    )
+    data_size, train = world_size // tensor_size, config.train
+    _refuse(
+        train.global_batch_size % (train.micro_batch_size * data_size) != 0,
+        f"train.global_batch_size {train.global_batch_size} is not divisible by train.micro_batch_size "
+        f"{train.micro_batch_size} times {data_size} data-parallel processes; change either",
+    )
+
+
+def _validate_optimizer(config: RunConfig) -> None:
+    optimizer, schedule, steps = config.optimizer, config.schedule, config.train.steps
+    stage = config.deepspeed.zero_stage
+    for key in ("beta1", "beta2"):
+        value = getattr(optimizer, key)
+        _refuse(not 0 <= value < 1, f"optimizer.{key} is {value}; set it to at least 0 and below 1")
+    _refuse(
+        optimizer.min_lr > optimizer.lr,
+        f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}; lower it",
+    )
+    _refuse(
+        schedule.warmup_steps > steps,
+        f"schedule.warmup_steps {schedule.warmup_steps} exceeds train.steps {steps}; lower it",
+    )
+    _refuse(
+        schedule.decay_steps is not None and schedule.kind != "wsd",
+        f"schedule.decay_steps {schedule.decay_steps} has no meaning for schedule.kind {schedule.kind}, which decays "
+        "until the last step; remove it or use kind wsd",
+    )
+    _refuse(
+        schedule.warmup_steps + (schedule.decay_steps or 0) > steps,
+        f"schedule.warmup_steps {schedule.warmup_steps} and schedule.decay_steps {schedule.decay_steps} together "
+        f"exceed train.steps {steps}; lower either",
+    )
+    _refuse(
+        config.train.precision == "bf16" and stage == 0,
+        "train.precision bf16 with deepspeed.zero_stage 0 keeps no fp32 copy of the weights; set zero_stage to 1, 2 "
+        "or 3, or precision to fp32",
+    )
+    _refuse(
+        config.deepspeed.offload_optimizer and stage == 0,
+        "deepspeed.offload_optimizer is true with deepspeed.zero_stage 0; set zero_stage to 1, 2 or 3",
+    )
+
+
+def _validate_data(config: RunConfig) -> None:
+    data, interval = config.data, config.train.eval_interval
+    blend(data.prefix)
+    validation_share = split_shares(data.split)[1]
+    _refuse(
+        interval is not None and validation_share == 0,
+        f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
+        "second share or set eval_interval to null",
+    )
+    _refuse(
+        data.reset_attention_mask and data.tokenizer is None,
+        "data.reset_attention_mask is true, but data.tokenizer, which knows the end-of-document id, is null; set it",
+    )
+    _refuse(
+        interval is not None and config.logging.sample_tokens > 0 and data.tokenizer is None,
+        f"logging.sample_tokens is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, "
+        "is null; set it or set sample_tokens to 0",
+    )
+    _refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise `ConfigError` naming the first input file that does not exist."""
+    for prefix in blend(config.data.prefix)[0]:
+        for suffix in (".idx", ".bin"):
+            _refuse(
+                not Path(prefix + suffix).is_file(),
+                f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or correct it",
+            )
+    tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
+    _refuse(
+        tokenizer is not None and not Path(tokenizer).exists(),
+        f"data.tokenizer {tokenizer} does not exist; train or fetch it, or correct the path",
+    )
+    _refuse(
+        resume not in ("auto", "none") and not Path(resume).is_dir(),
+        f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
+    )
