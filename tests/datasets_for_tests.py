@@ -1,0 +1,36 @@
+"""Indexed datasets and a tokenizer for tests, made in milliseconds."""
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+EOD = 63
+
+
+def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
+    """Write documents that a tiny model can learn: each counts upward in steps of its own, and ends in EOD."""
+    generator = torch.Generator().manual_seed(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(documents):
+        length, start, stride = (int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5)))
+        tokens = [(start + stride * i) % vocabulary for i in range(length)] + [EOD]
+        builder.add_document(torch.tensor(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def write_tokenizer(path):
+    """Write a tokenizer.json of 64 words, the last of which ends documents."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(EOD)} | {"<|endoftext|>": EOD}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
+def write_all(folder):
+    write_dataset(folder / "a", seed=0)
+    write_dataset(folder / "b", seed=1)
+    write_tokenizer(folder / "tokenizer.json")
+    return folder

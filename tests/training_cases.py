@@ -1,0 +1,88 @@
+"""Runs the training command again and again inside one process group; see test_training.py for what must hold."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from pretrain import train
+
+RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
+
+
+def run(folder, name, *overrides, expect=0):
+    """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit status."""
+    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *map(str, overrides)]
+    status = train.main(arguments)
+    assert status == expect, f"{name} ended with {status} instead of {expect}"
+    dist.barrier()
+    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
+    dist.barrier()
+    return rows
+
+
+def option(section_key, value):
+    return f"--{section_key}={value}"
+
+
+def tp(size):
+    return option("parallel.tensor_model_parallel_size", size)
+
+
+def zero(stage):
+    return option("deepspeed.zero_stage", stage)
+
+
+def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
+    """The same ten steps under every layout this many processes allow."""
+    prefix = option("data.prefix", f"{data}/a")
+    rows = {}
+    for size in sizes:
+        for stage in stages:
+            rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
+    last = sizes[-1]
+    blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
+    accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
+    rows["blend"] = run(folder, "blend", blend, tp(last))
+    rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
+    rows["recompute"] = run(folder, "recompute", prefix, tp(last), option("train.recompute", "full"))
+    rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
+    rows["tied"] = run(folder, "tied", prefix, tp(last), option("model.tie_embeddings", "true"))
+    rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
+    return rows
+
+
+def packed(data):
+    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json")]
+
+
+def resumed_run(folder, name, *overrides, then=()):
+    """Ten steps at once, and ten with an end after step 6 whose last checkpoint, at step 4, it continues from."""
+    whole = run(folder, f"{name}-whole", *overrides)
+    run(folder, name, *overrides, option("checkpoint.interval", 4))
+    for step in (10, 8):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(f"{folder}/{name}/checkpoints/step-{step:08d}")
+        dist.barrier()
+    continued = run(folder, name, *(then or overrides), option("checkpoint.interval", 4))
+    return {"whole": whole, "continued": continued}
+
+
+def main(folder, data, what):
+    size = int(__import__("os").environ["WORLD_SIZE"])
+    prefix = option("data.prefix", f"{data}/a")
+    if what == "equal":
+        return equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
+    results = {}
+    for tensor_size in (1, 2):
+        for stage in (0, 1, 2, 3):
+            name = f"tp{tensor_size}_zero{stage}"
+            results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
+    bf16 = [prefix, zero(2), option("train.precision", "bf16")]
+    results["bf16"] = resumed_run(folder, "bf16", *bf16)
+    offload = [prefix, zero(2), option("deepspeed.offload_optimizer", "true")]
+    results["offload"] = resumed_run(folder, "offload", *offload)
+    before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
+    results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
+    return results
