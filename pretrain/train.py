@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")  # that Transformer Engine and Apex, unused here, are absent
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed calls
     logger.info("loading torch, megatron-core and deepspeed")
     try:
         train(config)

@@ -1,0 +1,73 @@
+"""Steps with a loss or a gradient that is not finite, on one of two processes; see test_bad_steps.py."""
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from models import build, small_model, random_tokens
+
+from megatron_tape.config import (
+    DataConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_tape.engine import Engine
+
+
+def engine(tp, stage):
+    config = RunConfig(
+        model=small_model(),
+        data=DataConfig(prefix="unused"),
+        optimizer=OptimizerConfig(lr=1e-2),
+        parallel=ParallelConfig(tensor_model_parallel_size=tp),
+        deepspeed=DeepSpeedConfig(zero_stage=stage),
+        train=TrainConfig(steps=10, micro_batch_size=1, global_batch_size=4 // tp, precision="fp32"),
+    )
+    model, layout = build(config.model, tp=tp)
+    return Engine(model, config, layout)
+
+
+def batches(engine, seed, mask=1.0):
+    for i in range(engine.micro_batches):
+        tokens = random_tokens(batch=1, length=17, seed=seed + i + 100 * engine.layout.data_parallel_rank)
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.full((1, 16), mask)}
+
+
+def weights(engine):
+    return engine.training_state(lambda _: True)
+
+
+def trial(tp, stage, what):
+    e = engine(tp, stage)
+    e.train_step(batches(e, 0), 1e-2)
+    before = weights(e)
+    rank = dist.get_rank()
+    if what == "loss":
+        # A tensor-parallel group sees one loss; else rank 1 alone meets the bad one.
+        result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
+    else:
+        parameter = e.names["gpt.decoder.layers.1.mlp.linear_fc1.weight"]
+        handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)
+        result = e.train_step(batches(e, 10), 1e-2)
+        handle.remove()
+    after = weights(e)
+    unchanged = all(torch.equal(before[key], after[key]) for key in before)
+    good = e.train_step(batches(e, 20), 1e-2)
+    moved = any(not torch.equal(before[key], value) for key, value in weights(e).items())
+    mine = torch.tensor([result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]).int()
+    dist.all_reduce(mine, op=dist.ReduceOp.MIN)
+    return mine.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
+
+
+def main(folder):
+    assert os.environ["WORLD_SIZE"] == "2"
+    return {
+        f"tp{tp}_zero{stage}_{what}": trial(tp, stage, what)
+        for tp in (1, 2)
+        for stage in (0, 1, 2, 3)
+        for what in ("loss", "gradient")
+    }

@@ -1,0 +1,20 @@
+"""A loss or gradient that is not finite on one process costs all of them that step, and no weight."""
+
+import pytest
+from launch import run_group
+
+CASES = [f"tp{tp}_zero{stage}_{what}" for tp in (1, 2) for stage in (0, 1, 2, 3) for what in ("loss", "gradient")]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_group("bad_step_cases", 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
+    skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = results[case]
+    assert skipped and not norm_finite
+    assert unchanged
+    assert next_step_taken and next_step_moved and next_loss_finite
+    assert updates == 2
