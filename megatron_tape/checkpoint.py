@@ -127,7 +127,8 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     with _agreement(layout) as attempt:
         if layout.rank == 0:
             found[0] = None if resume == "none" else _choose(resume, Path(config.checkpoint.directory))
-            _refuse_later(Path(config.checkpoint.directory), found[0])
+            if resume != "auto":
+                _refuse_later(Path(config.checkpoint.directory), found[0])
     attempt.check("cannot start")
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:

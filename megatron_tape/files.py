@@ -1,50 +1,131 @@
-"""Output files that appear whole or not at all."""
+"""Output files that exist under their final name only when they are complete.
 
-import contextlib
+While `data.bin` is being written it is called `data.bin.partial`. Whoever writes holds a lock on that file, so two
+writers cannot meet, and a file that a killed process left behind is simply taken over by the next run.
+"""
+
+import errno
+import fcntl
 import os
-import tempfile
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+SUFFIX = ".partial"
 
 
-def fsync_directory(path: Path) -> None:
-    """Bring a directory's entries to disk."""
+class PartialFile:
+    """A file that is written beside its final place and moved there by `publish`.
+
+    `file` is open for reading and writing bytes. Raises ValueError when another process is writing the same output,
+    OSError when the place cannot be written.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.partial_path = self.path.with_name(self.path.name + SUFFIX)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a directory; name a file to write")
+        self.file = self._open()
+
+    def _open(self) -> IO[bytes]:
+        while True:
+            file = os.fdopen(os.open(self.partial_path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # Some network file systems know no locks: there, two writers of one output are the user's to avoid.
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    file.close()
+                    message = f"another process is writing {self.path}; wait for it or choose another output"
+                    raise ValueError(message) from None
+            # The previous holder may have renamed or removed the file between our open and our lock.
+            if self._is_ours(file):
+                file.truncate(0)
+                return file
+            file.close()
+
+    def _is_ours(self, file: IO[bytes]) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.partial_path))
+        except FileNotFoundError:
+            return False
+
+    def sync(self) -> None:
+        """Bring what was written to disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def publish(self) -> None:
+        """Give the file its final name, replacing what has it. Call `sync` before and `sync_directory` after."""
+        os.replace(self.partial_path, self.path)
+        self.file.close()
+
+    def discard(self) -> None:
+        """Remove the unfinished file; does nothing after `publish`."""
+        if not self.file.closed:
+            self.partial_path.unlink(missing_ok=True)
+            self.file.close()
+
+
+@contextmanager
+def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False) -> Iterator[IO[Any]]:
+    """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the block succeeds.
+
+    When this returns, the file survives a power cut. Raises FileExistsError before anything is written when `path`
+    exists and `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
+    """
+    if mode not in ("w", "wb"):
+        raise ValueError(f"mode {mode!r} is not supported; use 'w' or 'wb'")
+    if not overwrite:
+        refuse_existing(path)
+    partial = PartialFile(path)
+    try:
+        if mode == "wb":
+            yield partial.file
+        else:
+            with open(os.dup(partial.file.fileno()), "w", encoding="utf-8", newline="") as text:
+                yield text
+        partial.sync()
+        partial.publish()
+        sync_directory(partial.path.parent)
+    finally:
+        partial.discard()
+
+
+def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
+    """Raise FileExistsError, with `fix` as advice, when one of the paths exists."""
+    for path in paths:
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path} exists; {fix}")
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP take effect only after the block, which must be short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Bring renames and removals in a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def atomic_output(path: str | Path, overwrite: bool = False, mode: str = "wb") -> Iterator[IO]:
-    """Open a file that gets its name `path` when the block ends well, after a sync; else it is removed.
-
-    Raises FileExistsError at once when `path` exists and `overwrite` is false. What a killed process leaves is named
-    `.NAME.*.partial`.
-    """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; choose another name or pass --overwrite")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    encoding = None if "b" in mode else "utf-8"
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, mode, encoding=encoding) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-        fsync_directory(path.parent)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

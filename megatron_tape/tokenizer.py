@@ -1,120 +1,132 @@
-"""One small interface to SentencePiece models and Hugging Face tokenizers; imports neither until it is used."""
+"""One small interface over SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+import numpy as np
+
+_END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
+_BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
 
 
-class Tokenizer(ABC):
-    """Text to token ids and back. No id is added to mark a beginning or an end."""
+class Tokenizer(Protocol):
+    """What the tools and the evaluation ask of a tokenizer.
 
-    vocab_size: int
-    """Every id is below this."""
-    eod: int | None
-    """Id that ends a document, if the tokenizer has one."""
-    bos: int | None
-    """Id that begins a text, if the tokenizer has one."""
+    Encoding adds no special token, and no text encodes to one: those are placed by id.
+    """
 
-    @abstractmethod
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, computed in the calling thread."""
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
 
-    @abstractmethod
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids."""
+    @property
+    def eod(self) -> int | None:
+        """The id that ends a document, or None."""
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a text, or None."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text."""
-        return self.encode_batch([text])[0]
+        """Return the ids of a text."""
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of every text as an int32 array."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model`."""
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
 
+    In a directory `tokenizer.json` is preferred; the names of its special tokens come from `tokenizer_config.json` or
+    `special_tokens_map.json` beside it, otherwise common names are tried. Raises FileNotFoundError when there is
+    nothing at `path` and ValueError when it is no tokenizer.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"tokenizer {path} does not exist; give a .model, a tokenizer.json or their directory")
+    if path.is_dir():
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"{path} holds neither tokenizer.json nor tokenizer.model; download one of them into it")
+        path = found[0]
+    return _HuggingFace(path) if path.suffix == ".json" else _SentencePiece(path)
+
+
+class _SentencePiece:
     def __init__(self, path: Path):
         import sentencepiece
 
-        self._model = sentencepiece.SentencePieceProcessor()
         try:
-            loaded = self._model.Load(str(path))
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise ValueError(f"{path} is no SentencePiece model: {error}") from error
-        if not loaded or self._model.vocab_size() == 0:
-            raise ValueError(f"{path} is no SentencePiece model")
+            raise ValueError(
+                f"{path} is not a SentencePiece model; give a .model, a tokenizer.json or their directory"
+            ) from error
         self.vocab_size = self._model.vocab_size()
-        self.eod = self._model.eos_id() if self._model.eos_id() >= 0 else None
-        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.eod = _id_or_none(self._model.eos_id())
+        self.bos = _id_or_none(self._model.bos_id())
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        return [self._model.EncodeAsIds(text) for text in texts]
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids."""
-        return self._model.DecodeIds([int(i) for i in ids])
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return self._model.encode(texts, out_type="numpy", num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
 
 
-class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`; the files beside it, if any, name its special tokens."""
-
+class _HuggingFace:
     def __init__(self, path: Path):
         import tokenizers
 
         try:
             self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-        self._model.no_padding()
+        except Exception as error:  # the library raises the bare class
+            raise ValueError(
+                f"{path} is not a Hugging Face tokenizer.json ({error}); save the tokenizer again"
+            ) from error
         self._model.no_truncation()
-        ids = self._model.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values(), default=-1) + 1
-        named = _special_tokens(path.parent)
-        self.eod = next((ids[t] for t in (named.get("eos_token"), *END_OF_DOCUMENT) if t in ids), None)
-        self.bos = ids.get(named.get("bos_token") or "<s>")
+        self._model.no_padding()
+        # Without this a document that merely mentions <|endoftext|> would end there.
+        self._model.encode_special_tokens = True
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod = self._special(path.parent, "eos_token", _END_OF_DOCUMENT)
+        self.bos = self._special(path.parent, "bos_token", _BEGINNING)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        return [self._model.encode(text, add_special_tokens=False).ids for text in texts]
+    def _special(self, directory: Path, key: str, usual: tuple[str, ...]) -> int | None:
+        named = [_named_token(directory / name, key) for name in ("tokenizer_config.json", "special_tokens_map.json")]
+        ids = (self._model.token_to_id(token) for token in (*named, *usual) if token is not None)
+        return next((i for i in ids if i is not None), None)
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens included."""
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a SentencePiece `.model`, a `tokenizer.json`, or a directory that holds one of them.
-
-    Raises ValueError naming the path and the fix when it is none of these.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise ValueError(f"tokenizer {path} does not exist; train one with tools/train_tokenizer.py or correct the path")
-    if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
-        if not found:
-            raise ValueError(
-                f"{path} holds neither tokenizer.json nor tokenizer.model; save the tokenizer there in its fast form "
-                "(tokenizer.save_pretrained of a fast Hugging Face tokenizer writes tokenizer.json)"
-            )
-        path = found[0]
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+def _id_or_none(index: int) -> int | None:
+    """SentencePiece says -1 for a special piece that the model lacks."""
+    return None if index < 0 else index
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Read the names of special tokens that Hugging Face keeps beside tokenizer.json."""
-    named = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            continue
-        try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{folder / name} is no JSON: {error}") from error
-        for key in ("eos_token", "bos_token"):
-            token = content.get(key)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                named[key] = token
-    return named
+def _named_token(path: Path, key: str) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get(key)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a JSON object ({error}); save the tokenizer again or remove the file"
+        ) from error
+    return token.get("content") if isinstance(token, dict) else token

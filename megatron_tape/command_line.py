@@ -1,0 +1,111 @@
+"""What the command-line tools share: errors as one sentence, clean ends on signals, progress with an estimate."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NoReturn
+
+
+class Interrupted(BaseException):
+    """A signal asked the program to end; like KeyboardInterrupt it is no Exception."""
+
+    def __init__(self, number: int):
+        super().__init__(f"ended by {signal.Signals(number).name}; nothing unfinished was left behind")
+        self.number = number
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a tool's `main` and exit.
+
+    What a user can cause (ValueError, OSError) ends with one sentence on stderr and exit code 1. SIGINT, SIGTERM and
+    SIGHUP unwind the program, so that unfinished output is removed, and exit with 128 plus the signal's number.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    try:
+        main()
+    except Interrupted as interruption:
+        _fail(str(interruption), 128 + interruption.number)
+    except BrokenPipeError:
+        # The reader of our output, `head` for instance, has seen enough.
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error), 1)
+    except ValueError as error:
+        _fail(str(error), 1)
+    sys.exit(0)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    # A second signal must not interrupt the removal of unfinished files.
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def say(message: str) -> None:
+    """Tell the user, on stderr, what happens."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(description: str):
+    """Announce a step that shows no progress of its own, and say how long it took."""
+    say(f"{description} ...")
+    started = time.monotonic()
+    yield
+    say(f"{description}: done in {time.monotonic() - started:.1f} s")
+
+
+class Progress:
+    """A line on stderr about once a second on a terminal, every ten seconds in a log.
+
+    `total` is in the unit of `done`; the estimate of the remaining time follows from both. None: no estimate.
+    """
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._terminal = sys.stderr.isatty()
+        self._interval = 1.0 if self._terminal else 10.0
+        self._started = self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def update(self, done: int, message: Callable[[float], str]) -> None:
+        """Show `message(seconds since the start)` with the share done, unless the last line is too recent."""
+        now = time.monotonic()
+        if now - self._last < self._interval:
+            return
+        self._last = now
+        elapsed = now - self._started
+        line = message(elapsed)
+        if self._total and done:
+            share = min(done / self._total, 1.0)
+            line += f", {share:.1%}, {_duration(elapsed * (1 - share) / share)} left"
+        if self._terminal:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            say(line)
+
+    def end(self) -> None:
+        """Clear the line on a terminal."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,297 @@
+"""Texts out of JSON lines, parquet and text files, in bounded memory, with place and reason for every bad one.
+
+Reading happens in two steps, so that the expensive one can run in another process: `read_chunks` cuts files into
+chunks of raw bytes, `parse_chunk` makes texts of a chunk.
+"""
+
+import glob
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+FORMATS = """input formats, by the ending of the file's name:
+  .jsonl .json   JSON lines: one object per line, its text under --text-key
+  .parquet       one document per row, its text in the column --text-key
+  .txt           plain UTF-8 text: the whole file is one document
+.jsonl, .json and .txt may be compressed: .gz or .zst follows."""
+
+_COMPRESSED_BLOCK = 1 << 16
+_EXAMPLES = 3
+
+
+class UnreadableFile(ValueError):
+    """A file that cannot be read to its end; what was read before remains valid."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive documents of a file, unparsed: whole lines, or a list of raw texts.
+
+    `first` is the number, from 1, of the first line or row. `unit` is what the file counts: "line", "row", or "" for
+    a file that is one document. `position` is how many bytes of the inputs, as they lie on disk, have been read.
+    """
+
+    path: str
+    unit: str
+    first: int
+    payload: bytes | list[bytes | None]
+    position: int = 0
+
+    def place(self, number: int) -> str:
+        """Name a document of this file for a message."""
+        return {"line": f"{self.path}:{number}", "row": f"{self.path} row {number}", "": self.path}[self.unit]
+
+
+@dataclass
+class Problems:
+    """How many documents were bad, by reason, and the first few examples of each."""
+
+    counts: Counter = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, place: str) -> None:
+        """Count a bad document."""
+        self.counts[reason] += 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(place)
+
+    def merge(self, other: "Problems") -> None:
+        """Count the bad documents of a later chunk."""
+        self.counts.update(other.counts)
+        for reason, places in other.examples.items():
+            mine = self.examples.setdefault(reason, [])
+            mine.extend(places[: _EXAMPLES - len(mine)])
+
+    def first(self) -> tuple[str, str] | None:
+        """Return place and reason of the first bad document, or None."""
+        return next(((places[0], reason) for reason, places in self.examples.items()), None)
+
+    def report(self) -> Iterator[str]:
+        """Yield a sentence for every reason."""
+        for reason, count in self.counts.most_common():
+            more = ", ..." if count > len(self.examples[reason]) else ""
+            yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
+
+
+def find_inputs(patterns: list[str]) -> list[str]:
+    """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each, once.
+
+    Raises ValueError when a pattern matches no file or a file's format is unknown.
+    """
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        matches = [match for match in matches if not os.path.isdir(match)]
+        if not matches:
+            advice = f"try '{pattern.rstrip('/')}/*.jsonl'" if os.path.isdir(pattern) else "check the path"
+            raise ValueError(f"no file matches --input {pattern!r}; {advice}")
+        files.update(dict.fromkeys(matches))
+    for path in files:
+        if not _is_known(path):
+            raise ValueError(
+                f"the format of {path} is unknown; name it .jsonl, .json, .txt (also .gz, .zst) or .parquet"
+            )
+    return list(files)
+
+
+def read_chunks(paths: list[str], text_key: str, chunk_bytes: int) -> Iterator[Chunk | UnreadableFile]:
+    """Yield the documents of `paths` in order, in chunks of about `chunk_bytes`.
+
+    A file that ends too early or cannot be decompressed yields its whole lines, then an UnreadableFile.
+    """
+    position = 0
+    for path in paths:
+        try:
+            yield from _read_file(path, text_key, chunk_bytes, position)
+        except (UnreadableFile, OSError) as error:
+            yield UnreadableFile(f"{path} cannot be read to its end: {error}")
+        position += os.path.getsize(path)
+
+
+def parse_chunk(chunk: Chunk, text_key: str) -> tuple[list[str], list[int], Problems]:
+    """Return the texts of a chunk, the line or row number of each, and what is wrong with the others."""
+    problems, texts, numbers = Problems(), [], []
+    lines = chunk.unit == "line"
+    for number, raw in enumerate(_split_lines(chunk.payload) if lines else chunk.payload, start=chunk.first):
+        text, reason = _parse_line(raw, text_key) if lines else _parse_text(raw)
+        if reason is None:
+            texts.append(text)
+            numbers.append(number)
+        else:
+            problems.add(reason, chunk.place(number))
+    return texts, numbers, problems
+
+
+def read_texts(paths: list[str], text_key: str) -> Iterator[tuple[str, int]]:
+    """Yield every text with how many bytes of the inputs have been read; raises ValueError at the first bad one."""
+    for chunk in read_chunks(paths, text_key, chunk_bytes=1 << 18):
+        if isinstance(chunk, UnreadableFile):
+            raise chunk
+        texts, _, problems = parse_chunk(chunk, text_key)
+        if bad := problems.first():
+            raise ValueError(f"{bad[0]}: {bad[1]}; repair or remove it")
+        for text in texts:
+            yield text, chunk.position
+
+
+def _is_known(path: str) -> bool:
+    return _format(path) in (".jsonl", ".json", ".txt") or path.endswith(".parquet")
+
+
+def _format(path: str) -> str:
+    for compression in (".gz", ".zst"):
+        path = path.removesuffix(compression)
+    return Path(path).suffix
+
+
+def _read_file(path: str, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+    kind = _format(path)
+    if kind == ".parquet":
+        yield from _read_parquet(path, text_key, chunk_bytes, position)
+        return
+    with open(path, "rb") as file:
+        blocks = _decompress(file, path, chunk_bytes)
+        if kind == ".txt":
+            yield Chunk(path, "", 1, [b"".join(blocks)], position + file.tell())
+            return
+        number = 1
+        for payload in _whole_lines(blocks, chunk_bytes):
+            if number == 1:
+                payload = payload.removeprefix(b"\xef\xbb\xbf")
+            yield Chunk(path, "line", number, payload, position + file.tell())
+            number += payload.count(b"\n")
+
+
+def _decompress(file: IO[bytes], path: str, block_bytes: int) -> Iterator[bytes]:
+    """Yield the content of a file in blocks; raises UnreadableFile after the last good one."""
+    if not path.endswith((".gz", ".zst")):
+        while block := file.read(block_bytes):
+            yield block
+        return
+    new, broken = _decompressor(path)
+    stream, unfinished = new(), False
+    while data := file.read(_COMPRESSED_BLOCK):
+        while data:
+            # Files may be several compressed streams one after the other, as `cat a.gz b.gz` makes them.
+            if stream.eof:
+                data = data.lstrip(b"\0") if path.endswith(".gz") else data
+                if not data:
+                    break
+                stream = new()
+            try:
+                block = stream.decompress(data)
+            except broken as error:
+                raise UnreadableFile(f"the compressed data is damaged ({error})") from error
+            if block:
+                yield block
+            unfinished = not stream.eof
+            data = stream.unused_data if stream.eof else b""
+    if unfinished:
+        raise UnreadableFile("the compressed data is cut off")
+
+
+def _decompressor(path: str) -> tuple:
+    """Return a function that starts decompressing a stream, and the exception of damaged data."""
+    if path.endswith(".gz"):
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    import zstandard
+
+    # zstd --long=31 writes windows of up to 2 GiB.
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+
+
+def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int) -> Iterator[bytes]:
+    """Cut a byte stream into chunks that end with a line; a cut-off stream loses its unfinished line."""
+    parts, size = [], 0
+    try:
+        for block in blocks:
+            end = block.rfind(b"\n") + 1 if size + len(block) >= chunk_bytes else 0
+            if end:
+                yield b"".join((*parts, block[:end]))
+                block, parts, size = block[end:], [], 0
+            if block:
+                parts.append(block)
+                size += len(block)
+    except UnreadableFile:
+        rest = b"".join(parts)
+        if end := rest.rfind(b"\n") + 1:
+            yield rest[:end]
+        raise
+    if parts:
+        yield b"".join(parts)
+
+
+def _read_parquet(path: str, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_key not in names:
+                raise UnreadableFile(f"it has no column {text_key!r} but {names}; choose one with --text-key")
+            column = file.schema_arrow.field(text_key).type
+            if not (pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)):
+                raise UnreadableFile(f"its column {text_key!r} is {column}, not string; choose another with --text-key")
+            row, rows = 1, max(file.metadata.num_rows, 1)
+            texts, size = [], 0
+            for batch in file.iter_batches(batch_size=64, columns=[text_key], use_threads=False):
+                # As bytes, so that invalid UTF-8 in one row is that row's error alone.
+                for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    texts.append(text)
+                    size += len(text or b"")
+                if size >= chunk_bytes:
+                    reached = position + os.path.getsize(path) * (row + len(texts)) // rows
+                    yield Chunk(path, "row", row, texts, reached)
+                    row, texts, size = row + len(texts), [], 0
+            if texts:
+                yield Chunk(path, "row", row, texts, position + os.path.getsize(path))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UnreadableFile(f"the parquet data is damaged ({' '.join(str(error).split())})") from error
+
+
+def _split_lines(payload: bytes) -> list[bytes]:
+    lines = payload.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
+    """Return the text of a JSON line, or the reason why it has none."""
+    if not line.strip():
+        return "", "empty line"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "", "invalid UTF-8"
+    except (ValueError, RecursionError):
+        return "", "invalid JSON"
+    if not isinstance(record, dict):
+        return "", "not a JSON object"
+    if text_key not in record:
+        return "", f"no key {text_key!r}"
+    text = record[text_key]
+    if not isinstance(text, str):
+        return "", f"the value of {text_key!r} is not a string"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "", "a lone surrogate, which UTF-8 cannot hold"
+    return (text, None) if text else ("", "empty text")
+
+
+def _parse_text(raw: bytes | None) -> tuple[str, str | None]:
+    if raw is None:
+        return "", "no text (null)"
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "", "invalid UTF-8"
+    return (text, None) if text else ("", "empty text")

@@ -1,0 +1,200 @@
+"""Megatron-core's indexed dataset, written and checked with NumPy alone.
+
+`P.bin` holds the token ids of all documents back to back. `P.idx` holds, little-endian:
+
+    9 bytes  b"MMIDIDX\\0\\0"     uint64 version = 1     uint8 dtype code
+    uint64   number of sequences n                     uint64 number of document indices m
+    int32[n] sequence lengths in tokens
+    int64[n] sequence pointers: byte offsets into P.bin
+    int64[m] document indices: document d consists of sequences [d] to [d + 1]
+    int8[n]  sequence modes, in multimodal datasets only
+
+As Megatron-LM's own preprocessing does, the writer makes every document one sequence: document indices are 0..n.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_tape.files import PartialFile, hold_signals, refuse_existing, sync_directory
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_BLOCK = 1 << 18
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the type that Megatron-core stores ids of this vocabulary in: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
+    """Return the paths of the token file and the index file."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+class IndexedDatasetWriter:
+    """Write a dataset that appears under its name only when `finish` has brought it to disk.
+
+    Lengths go straight to the unfinished index file, so memory does not grow with the number of documents. Use as a
+    context manager: leaving it without `finish` removes what was written.
+
+    Raises FileExistsError when the dataset exists and `overwrite` is false, ValueError when another process is writing
+    it, OSError when its directory cannot be written. With `overwrite` an old dataset stays until `finish`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
+        self.dtype = np.dtype(dtype)
+        self.documents = 0
+        self.tokens = 0
+        bin_path, idx_path = dataset_paths(prefix)
+        if not overwrite:
+            refuse_existing(idx_path, bin_path)
+        self._bin = PartialFile(bin_path)
+        try:
+            self._idx = PartialFile(idx_path)
+        except BaseException:
+            self._bin.discard()
+            raise
+        # Zeros stand for the header until everything else is written.
+        self._idx.file.write(bytes(_HEADER.size))
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bin.discard()
+        self._idx.discard()
+
+    def add(self, tokens: bytes, lengths: np.ndarray) -> None:
+        """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32) in tokens."""
+        lengths = np.ascontiguousarray(lengths, dtype="<i4")
+        total = int(lengths.sum(dtype=np.int64))
+        assert len(tokens) == total * self.dtype.itemsize, "the lengths do not add up to the tokens"
+        self._bin.file.write(tokens)
+        self._idx.file.write(lengths.data)
+        self.documents += len(lengths)
+        self.tokens += total
+
+    def finish(self) -> None:
+        """Complete the index, bring both files to disk and give them their names."""
+        self._write_pointers()
+        for start in range(0, self.documents + 1, _BLOCK):
+            stop = min(start + _BLOCK, self.documents + 1)
+            self._idx.file.write(np.arange(start, stop, dtype="<i8").data)
+        self._idx.file.seek(0)
+        self._idx.file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.documents, self.documents + 1))
+        self._bin.sync()
+        self._idx.sync()
+        # A reader needs both files: while they change, the index is missing, so that two halves never look like one.
+        with hold_signals():
+            self._idx.path.unlink(missing_ok=True)
+            self._bin.publish()
+            self._idx.publish()
+        sync_directory(self._bin.path.parent)
+
+    def _write_pointers(self) -> None:
+        offset = 0
+        for start in range(0, self.documents, _BLOCK):
+            count = min(_BLOCK, self.documents - start)
+            self._idx.file.seek(_HEADER.size + 4 * start)
+            sizes = np.frombuffer(self._idx.file.read(4 * count), dtype="<i4").astype("<i8") * self.dtype.itemsize
+            pointers = np.cumsum(sizes) - sizes + offset
+            offset += int(sizes.sum())
+            self._idx.file.seek(_HEADER.size + 4 * self.documents + 8 * start)
+            self._idx.file.write(pointers.astype("<i8").data)
+        self._idx.file.seek(0, os.SEEK_END)
+
+
+class IndexedDatasetReader:
+    """A dataset on disk, memory-mapped.
+
+    `lengths`, `pointers` and `document_indices` are the arrays of the index. Raises FileNotFoundError when a file is
+    missing and ValueError when the index cannot be read at all; `problems` finds the rest.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.bin_path, self.idx_path = dataset_paths(prefix)
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist; give the prefix of a .bin and .idx pair")
+        self.bin_size, idx_size = self.bin_path.stat().st_size, self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if header[: len(_MAGIC)] != _MAGIC or len(header) < _HEADER.size:
+            raise ValueError(f"{self.idx_path} is not a dataset index (its header is damaged); write the dataset again")
+        _, version, code, sequences, entries = _HEADER.unpack(header)
+        if version != 1:
+            raise ValueError(f"{self.idx_path} has version {version}, only 1 is known; write the dataset again")
+        if code not in _DTYPES:
+            raise ValueError(f"{self.idx_path} has the unknown dtype code {code}; write the dataset again")
+        self.dtype = np.dtype(_DTYPES[code])
+        size = _HEADER.size + 12 * sequences + 8 * entries
+        if idx_size not in (size, size + sequences):
+            raise ValueError(
+                f"{self.idx_path} has {idx_size} bytes where {sequences} sequences and {entries} document indices "
+                f"take {size}: it was cut off or damaged; write the dataset again"
+            )
+        index = np.memmap(self.idx_path, mode="r")
+        ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+        self.lengths = index[ends[0] : ends[1]].view("<i4")
+        self.pointers = index[ends[1] : ends[2]].view("<i8")
+        self.document_indices = index[ends[2] : ends[3]].view("<i8")
+        self._tokens = None
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return max(len(self.document_indices) - 1, 0)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All token ids, memory-mapped."""
+        if self._tokens is None:
+            count = self.bin_size // self.dtype.itemsize
+            self._tokens = (
+                np.memmap(self.bin_path, mode="r", dtype=self.dtype, shape=(count,))
+                if count
+                else np.empty(0, self.dtype)
+            )
+        return self._tokens
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the ids of one document."""
+        first, stop = self.document_indices[index], self.document_indices[index + 1]
+        start = int(self.pointers[first]) // self.dtype.itemsize if stop > first else 0
+        return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]
+
+    def document_lengths(self) -> np.ndarray:
+        """Return the number of tokens of every document (int64)."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[self.document_indices]
+        return np.diff(ends)
+
+    def problems(self, vocab_size: int | None = None) -> Iterator[str]:
+        """Yield a sentence for everything that is wrong; with `vocab_size`, ids outside the vocabulary too."""
+        if len(self.lengths) and self.lengths.min() < 0:
+            yield f"sequence {int(np.argmin(self.lengths))} has a negative length"
+            return
+        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
+        if sizes.sum() != self.bin_size:
+            yield f"{self.bin_path} has {self.bin_size} bytes where the index counts {sizes.sum()}"
+        wrong = np.flatnonzero(self.pointers != np.cumsum(sizes) - sizes)
+        if len(wrong):
+            yield f"the pointer of sequence {wrong[0]} is {self.pointers[wrong[0]]}, not where its predecessor ends"
+        indices = self.document_indices
+        if not len(indices) or indices[0] != 0 or indices[-1] != len(self.lengths) or (np.diff(indices) < 0).any():
+            yield f"the document indices do not rise from 0 to the {len(self.lengths)} sequences"
+        if vocab_size is not None:
+            yield from self._unknown_ids(vocab_size)
+
+    def _unknown_ids(self, vocab_size: int) -> Iterator[str]:
+        for start in range(0, len(self.tokens), 16 * _BLOCK):
+            block = self.tokens[start : start + 16 * _BLOCK]
+            wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
+            if len(wrong):
+                yield f"token {start + wrong[0]} is {block[wrong[0]]}, outside the vocabulary of {vocab_size}"
+                return

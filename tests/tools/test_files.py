@@ -1,0 +1,58 @@
+import os
+
+import pytest
+
+from megatron_tape.files import PartialFile, atomic_output
+
+
+def test_output_appears_only_when_the_block_succeeds(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with pytest.raises(RuntimeError), atomic_output(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert os.listdir(path.parent) == []
+    with atomic_output(path, "w") as file:
+        file.write("é\r\n")
+        assert not path.exists()
+    assert path.read_bytes() == "é\r\n".encode()
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_existing_output_is_refused_or_survives_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(FileExistsError, match="--overwrite"), atomic_output(path):
+        pass
+    with pytest.raises(RuntimeError), atomic_output(path, overwrite=True) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    with atomic_output(path, overwrite=True) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+
+
+def test_leftover_of_a_killed_process_is_taken_over(tmp_path):
+    path = tmp_path / "file"
+    (tmp_path / "file.partial").write_bytes(b"a long leftover")
+    with atomic_output(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_of_one_output_cannot_meet(tmp_path):
+    first = PartialFile(tmp_path / "file")
+    with pytest.raises(ValueError, match="another process is writing"):
+        PartialFile(tmp_path / "file")
+    first.discard()
+    PartialFile(tmp_path / "file").discard()
+    assert os.listdir(tmp_path) == []
+
+
+def test_unknown_mode_and_directories_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="mode 'a'"), atomic_output(tmp_path / "file", "a"):
+        pass
+    with pytest.raises(ValueError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
+        pass

@@ -1,0 +1,51 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import write_lines
+
+
+def read_texts(path):
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_standard_library_is_written_in_order_and_the_same_twice(tmp_path, run_tool, texts):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (first, second):
+        run_tool("make_corpus", "stdlib", "--output", path)
+    assert first.read_bytes() == second.read_bytes()
+    records = [json.loads(line) for line in first.open(encoding="utf-8")]
+    paths = [record["path"] for record in records]
+    assert paths == sorted(paths) and "argparse.py" in paths
+    assert not any("site-packages" in path for path in paths)
+    assert {record["path"]: record["text"] for record in records}["argparse.py"] == texts[0]
+    assert "exists; pass --overwrite" in run_tool("make_corpus", "stdlib", "--output", first, code=1).stderr
+    run_tool("make_corpus", "stdlib", "--output", first, "--overwrite")
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+@pytest.mark.parametrize("form", ["directory of jsonl", "parquet files"])
+def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, streaming, form):
+    source, output = tmp_path / "source", tmp_path / "out.jsonl"
+    source.mkdir()
+    texts = ["one", "", "two\n", "three", "four"]
+    if form == "parquet files":
+        pa.parquet.write_table(pa.table({"text": texts}), source / "a.parquet")
+        arguments = ["parquet", "--data-files", source / "*.parquet"]
+    else:
+        write_lines(source / "a.jsonl", texts)
+        arguments = [source]
+    run_tool("make_corpus", "hub", *arguments, *streaming, "--max-documents", 3, "--output", output)
+    assert read_texts(output) == ["one", "two\n", "three"]
+
+
+def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
+    write_lines(tmp_path / "a.jsonl", ["one"])
+    output = tmp_path / "out.jsonl"
+    options = ["--data-files", tmp_path / "a.jsonl", "--output", output]
+    error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=1).stderr
+    assert "has no column 'body' but ['text']; set --text-key" in error
+    error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=1).stderr
+    assert "error: cannot open json" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -1,0 +1,332 @@
+import gzip
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+import zstandard
+from conftest import ROOT, command, read_pair, write_lines
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from megatron_tape import preprocessing
+from megatron_tape.documents import Chunk
+from megatron_tape.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def preprocess(run_tool, tokenizer_path, tmp_path):
+    def run(*inputs, prefix="out", workers=1, code=0, options=()):
+        return run_tool(
+            "preprocess_data", "--input", *inputs, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / prefix,
+            "--workers", workers, *options, code=code,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, tokenizer_path, texts):
+    """What Megatron's own builder writes for the corpus."""
+    prefix = tmp_path_factory.mktemp("megatron") / "data"
+    tokenizer = load_tokenizer(tokenizer_path)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    for text in texts:
+        ids = tokenizer.encode(text)
+        builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+    return read_pair(prefix)
+
+
+def files_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("workers, chunk_bytes", [(1, 1 << 18), (2, 1), (3, 30000)])
+def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
+    preprocess, corpus, expected, tmp_path, workers, chunk_bytes
+):
+    preprocess(corpus, workers=workers, options=["--chunk-bytes", chunk_bytes])
+    assert read_pair(tmp_path / "out") == expected
+    assert files_in(tmp_path) == ["out.bin", "out.idx"]
+
+
+def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts, tmp_path, tokenizer_path):
+    preprocess(corpus, workers=2, options=["--append-eod"])
+    dataset, tokenizer = IndexedDataset(str(tmp_path / "out")), load_tokenizer(tokenizer_path)
+    assert len(dataset) == len(texts)
+    for ids, text in zip(dataset, texts):
+        assert ids.tolist() == [*tokenizer.encode(text), tokenizer.eod]
+
+
+@pytest.mark.parametrize(
+    "form", ["gz", "two gz streams", "zst", "two zst streams", "parquet", "txt", "no newline, BOM"]
+)
+def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, texts, tmp_path, form):
+    raw = corpus.read_bytes()
+    source = tmp_path / "in"
+    source.mkdir()
+    halves = [raw[:12345], raw[12345:]] if "two" in form else [raw]
+    if "gz" in form:
+        (source / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    elif "zst" in form:
+        (source / "a.json.zst").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, halves)))
+    elif form == "parquet":
+        table = pa.table({"text": texts, "number": range(len(texts))})
+        pa.parquet.write_table(table, source / "a.parquet", row_group_size=3)
+    elif form == "txt":
+        for number, text in enumerate(texts):
+            (source / f"{number:02}.txt").write_text(text, encoding="utf-8", newline="")
+    else:
+        (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
+    preprocess(source / "*", workers=2, options=["--chunk-bytes", 20000])
+    assert read_pair(tmp_path / "out") == expected
+
+
+def test_inputs_are_read_in_the_order_given_and_once(preprocess, tmp_path):
+    for name in "cab":
+        write_lines(tmp_path / f"{name}.jsonl", [name])
+    preprocess(tmp_path / "c.jsonl", tmp_path / "*.jsonl", prefix="patterns")
+    write_lines(tmp_path / "order.jsonl", ["c", "a", "b"])
+    preprocess(tmp_path / "order.jsonl", prefix="order")
+    assert read_pair(tmp_path / "patterns") == read_pair(tmp_path / "order")
+
+
+BAD_LINES = {
+    "invalid JSON": b'{"text": "a',
+    "not a JSON object": b'["text"]',
+    "no key 'text'": b'{"body": "a"}',
+    "the value of 'text' is not a string": b'{"text": 1}',
+    "invalid UTF-8": b'{"text": "\xff"}',
+    "a lone surrogate, which UTF-8 cannot hold": b'{"text": "\\ud800"}',
+    "empty text": b'{"text": ""}',
+    "empty line": b"",
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path, reason):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + BAD_LINES[reason] + b'\n{"text": "b"}\n')
+    error = preprocess(tmp_path / "bad.jsonl", code=1, options=["--chunk-bytes", 20]).stderr
+    assert f"error: {tmp_path}/bad.jsonl:3: {reason}; repair it, or pass --on-error skip" in error
+    assert files_in(tmp_path) == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
+def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
+    good = b'{"text": "a"}\n'
+    (tmp_path / "bad.jsonl").write_bytes(
+        b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"\n" * 4 + good
+    )
+    options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes]
+    report = preprocess(tmp_path / "bad.jsonl", options=options, workers=2).stderr
+    for number, reason in enumerate(BAD_LINES):
+        if reason != "empty line":
+            assert f"skipped 1: {reason} ({tmp_path}/bad.jsonl:{2 * number + 2})" in report
+    places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (16, 17, 18))
+    assert f"skipped 5: empty line ({places}, ...)" in report
+    assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(preprocess, corpus, tmp_path, texts, name):
+    raw, path = corpus.read_bytes(), tmp_path / name
+    if name.endswith("parquet"):
+        path.write_bytes(b"PAR1 and then something else")
+    else:
+        compress = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
+        content = compress(raw)
+        path.write_bytes(content[: len(content) // 2])
+    write_lines(tmp_path / "b.jsonl", ["after"])
+    error = preprocess(path, tmp_path / "b.jsonl", code=1).stderr
+    assert re.search(rf"error: {path} cannot be read to its end: .*--on-error skip", error)
+    assert files_in(tmp_path) == sorted([name, "b.jsonl"])
+    report = preprocess(path, tmp_path / "b.jsonl", options=["--on-error", "skip"]).stderr
+    assert f"skipped 1: the rest of an unreadable file ({path} cannot be read" in report
+    dataset = IndexedDataset(str(tmp_path / "out"))
+    assert 1 <= len(dataset) < len(texts)
+    assert name.endswith("parquet") or len(dataset) > 1
+
+
+def test_damaged_gzip_data_is_reported(preprocess, corpus, tmp_path):
+    content = bytearray(gzip.compress(corpus.read_bytes()))
+    content[len(content) // 2] ^= 255
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    assert "a.jsonl.gz" in preprocess(tmp_path / "a.jsonl.gz", code=1).stderr
+
+
+def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
+    raw = pa.array([b"good", b"\xff", None, b""], type=pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
+    pa.parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    report = preprocess(tmp_path / "a.parquet", options=["--on-error", "skip"]).stderr
+    for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
+        assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
+    error = preprocess(tmp_path / "a.parquet", code=1, options=["--text-key", "body", "--overwrite"]).stderr
+    assert "it has no column 'body' but ['text']" in error
+
+
+def test_user_errors_are_one_sentence_before_any_work(preprocess, run_tool, corpus, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a.csv").touch()
+    for message, run in {
+        "no file matches --input": lambda: preprocess(tmp_path / "none*.jsonl", code=1),
+        "folder/*.jsonl": lambda: preprocess(tmp_path / "folder", code=1),
+        "the format of": lambda: preprocess(tmp_path / "a.csv", code=1),
+        "holds no document": lambda: preprocess(tmp_path / "empty.jsonl", code=1),
+        "--workers is 0": lambda: preprocess(corpus, workers=0, code=1),
+        "--chunk-bytes is 0": lambda: preprocess(corpus, options=["--chunk-bytes", 0], code=1),
+        "is not a SentencePiece model": lambda: preprocess(corpus, options=["--tokenizer", corpus], code=1),
+        "does not exist; give": lambda: preprocess(corpus, options=["--tokenizer", "none.model"], code=1),
+        "a.csv": lambda: preprocess(corpus, prefix="a.csv/out", code=1),
+    }.items():
+        lines = run().stderr.splitlines()
+        assert lines[-1].startswith("error: ") and message in lines[-1]
+    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder"]
+
+
+def test_end_of_document_needs_a_tokenizer_with_one(preprocess, corpus, tmp_path):
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    options = ["--append-eod", "--tokenizer", tmp_path / "tokenizer.json"]
+    assert "has no end-of-document token" in preprocess(corpus, options=options, code=1).stderr
+
+
+def test_existing_output_needs_overwrite(preprocess, corpus, tmp_path, expected):
+    write_lines(tmp_path / "a.jsonl", ["old"])
+    preprocess(tmp_path / "a.jsonl")
+    old = read_pair(tmp_path / "out")
+    assert "out.idx exists; pass --overwrite" in preprocess(corpus, code=1).stderr
+    assert read_pair(tmp_path / "out") == old
+    preprocess(corpus, options=["--overwrite"])
+    assert read_pair(tmp_path / "out") == expected
+
+
+@pytest.fixture
+def interrupted(tmp_path, tokenizer_path, texts):
+    """Start the tool on an input that never ends; yield it and its workers once it has written some tokens."""
+    pipe = tmp_path / "endless.jsonl"
+    os.mkfifo(pipe)
+    tool = subprocess.Popen(
+        command("preprocess_data", "--input", pipe, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out",
+                "--workers", 2, "--chunk-bytes", 1000, "--overwrite"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    # Opened for both directions, so that neither side waits for the other and the end never comes.
+    with open(pipe, "r+b", buffering=0) as writer:
+        for text in itertools.islice(itertools.cycle(texts), 30):
+            os.write(writer.fileno(), json.dumps({"text": text}).encode() + b"\n")
+        wait_until(lambda: (tmp_path / "out.bin.partial").stat().st_size > 0)
+        with open(f"/proc/{tool.pid}/task/{tool.pid}/children") as children:
+            workers = [int(pid) for pid in children.read().split()]
+        assert len(workers) == 2
+        yield tool, workers
+    if tool.poll() is None:
+        tool.kill()
+    tool.communicate()
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name, existing):
+    if existing:
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"out{ending}").write_text("old")
+    tool, workers = interrupted
+    number = signal.Signals[name]
+    tool.send_signal(number)
+    _, error = tool.communicate(timeout=60)
+    assert tool.returncode == 128 + number
+    assert f"error: ended by {name}" in error and "Traceback" not in error
+    assert files_in(tmp_path) == ["endless.jsonl", *(["out.bin", "out.idx"] if existing else [])]
+    assert not existing or read_pair(tmp_path / "out") == (b"old", b"old")
+    wait_until(lambda: all(map(is_gone, workers)))
+
+
+def test_killed_run_looks_unfinished_and_the_next_one_succeeds(interrupted, preprocess, tmp_path, corpus, expected):
+    tool, workers = interrupted
+    assert "another process is writing" in preprocess(corpus, code=1).stderr
+    tool.kill()
+    tool.wait()
+    assert files_in(tmp_path) == ["endless.jsonl", "out.bin.partial", "out.idx.partial"]
+    wait_until(lambda: all(map(is_gone, workers)))
+    preprocess(corpus)
+    assert files_in(tmp_path) == ["endless.jsonl", "out.bin", "out.idx"]
+    assert read_pair(tmp_path / "out") == expected
+
+
+def test_death_of_a_worker_is_an_error(interrupted, tmp_path):
+    tool, workers = interrupted
+    os.kill(workers[0], signal.SIGKILL)
+    with open(tmp_path / "endless.jsonl", "r+b", buffering=0) as writer:
+        os.write(writer.fileno(), b'{"text": "a"}\n' * 2000)
+    _, error = tool.communicate(timeout=60)
+    assert tool.returncode == 1
+    assert "error: a worker process died" in error
+    assert files_in(tmp_path) == ["endless.jsonl"]
+
+
+class Characters:
+    """A tokenizer whose ids are character codes."""
+
+    vocab_size, eod, bos = 256, 0, None
+
+    def encode_batch(self, texts):
+        return [np.array([ord(character) for character in text], np.int32) for text in texts]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_no_more_chunks_are_read_than_may_be_in_flight(monkeypatch, workers):
+    read = 0
+
+    def endless(paths, text_key, chunk_bytes):
+        nonlocal read
+        for read in itertools.count(1):
+            yield Chunk("endless", "line", read, b'{"text": "%d"}\n' % read)
+
+    monkeypatch.setattr(preprocessing, "read_chunks", endless)
+    results = preprocessing.encode_files([], preprocessing.Encoding(Characters(), "text", True), workers, 1)
+    for taken in range(1, 50):
+        assert next(results).tokens == np.array([*map(ord, str(taken)), 0], "<u2").tobytes()
+        assert read <= taken - 1 + preprocessing.CHUNKS_IN_FLIGHT * workers
+    results.close()
+
+
+def test_start_imports_no_torch_and_no_model_code(corpus, tokenizer_path, tmp_path):
+    arguments = command(
+        "preprocess_data", "--input", corpus, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out"
+    )
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments[1:]], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0
+    imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, re.MULTILINE))
+    assert "numpy" in imported
+    heavy = {"torch", "deepspeed", "megatron", "transformers", "datasets", "pyarrow", "tokenizers"}
+    assert imported.isdisjoint(heavy)

@@ -1,0 +1,41 @@
+import pytest
+
+from megatron_tape.tokenizer import load_tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_source_code_survives_and_two_runs_agree(tmp_path, corpus, run_tool, texts, kind):
+    models = [tmp_path / "a.model", tmp_path / "b.model"]
+    for model in models:
+        run_tool(
+            "train_tokenizer", "--input", corpus, "--vocab-size", 600, "--output", model, "--model-type", kind,
+            "--max-bytes", 50000, "--seed", 3,
+        )  # fmt: skip
+    assert models[0].read_bytes() == models[1].read_bytes()
+    tokenizer = load_tokenizer(models[0])
+    assert tokenizer.vocab_size == 600
+    for text in [*texts, " leading", "trailing \n", "\n\n\tx\n", "\0\x01", "\U0010ffff"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_sampling_takes_other_documents_with_another_seed(tmp_path, corpus, run_tool):
+    for seed in (0, 1):
+        options = ["--vocab-size", 400, "--max-bytes", 60000, "--seed", seed, "--output", tmp_path / f"{seed}.model"]
+        message = run_tool("train_tokenizer", "--input", corpus, *options).stderr
+        assert "training 400 bpe pieces: done in" in message
+    assert (tmp_path / "0.model").read_bytes() != (tmp_path / "1.model").read_bytes()
+
+
+def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_tool):
+    output = ["--output", tmp_path / "t.model"]
+    error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 100000, *output, code=1).stderr
+    assert "error: --vocab-size 100000 is more than these texts yield; give at most" in error
+    error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 50, *output, code=1).stderr
+    assert "error: --vocab-size 50 is less than the bytes and characters take; give more than" in error
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "t.model").write_text("mine")
+    assert "exists; pass --overwrite" in run_tool("train_tokenizer", "--input", corpus, *output, code=1).stderr
+    assert (tmp_path / "t.model").read_text() == "mine"
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{\n')
+    error = run_tool("train_tokenizer", "--input", tmp_path / "bad.jsonl", *output, "--overwrite", code=1).stderr
+    assert "bad.jsonl:2: invalid JSON" in error
