@@ -174,7 +174,9 @@ def _choose(resume: str, directory: Path) -> str | None:
 def _refuse_later(directory: Path, chosen: str | None) -> None:
     """Refuse a start before a checkpoint already there: the run's own would be taken for old ones and removed."""
     start = 0 if chosen is None else files.read_manifest(chosen)["step"]
-    later = [step for step, path in files.list_checkpoints(directory) if step > start and not files.problems(path, False)]
+    later = [
+        step for step, path in files.list_checkpoints(directory) if step > start and not files.problems(path, False)
+    ]
     if later:
         raise CheckpointError(
             f"checkpoint.directory {directory} holds checkpoints up to step {later[0]}, beyond step {start} where this "

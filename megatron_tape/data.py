@@ -121,8 +121,8 @@ def _refuse_empty(name: str, bounds: tuple[float, float] | None, config: RunConf
         tokens = int(lengths[first:last].sum())
         if tokens <= config.model.seq_length:
             raise ConfigError(
-                f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less than one "
-                f"sequence of model.seq_length {config.model.seq_length}; raise the share, or use more data"
+                f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less "
+                f"than one sequence of model.seq_length {config.model.seq_length}; raise the share, or use more data"
             )
 
 
@@ -133,7 +133,9 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     needed holds no whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
-        raise ConfigError("data.reset_attention_mask needs a tokenizer with an end-of-document token; this one has none")
+        raise ConfigError(
+            "data.reset_attention_mask needs a tokenizer with an end-of-document token; data.tokenizer has none"
+        )
     train = config.train
     evaluates = train.eval_interval is not None and split_shares(config.data.split)[1] > 0
     sizes = [train.steps * train.global_batch_size, train.eval_steps * train.global_batch_size if evaluates else 0, 0]

@@ -75,9 +75,7 @@ class PositionTransformerLayer(TransformerLayer):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
-        super().__init__(
-            config, submodules, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage
-        )
+        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
         self.encoding = encoding
         self.gate_input = gate_input
         self.position_update = encoding.build_update(self.layer_number)

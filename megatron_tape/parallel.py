@@ -3,6 +3,7 @@
 import os
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,46 +27,23 @@ class ParallelLayout:
     tensor_parallel_size: int
     data_parallel_rank: int
     data_parallel_size: int
-    mpu: "DeepSpeedMpu"
+    mpu: SimpleNamespace
 
 
-class DeepSpeedMpu:
-    """The `mpu` argument of `deepspeed.initialize`.
+def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
+    """Return the `mpu` argument of `deepspeed.initialize`.
 
-    `megatron.core.parallel_state` lacks the names `get_model_parallel_world_size` and `_rank` that DeepSpeed asks for;
-    everything is answered from `groups` instead, where the model-parallel group is the tensor-parallel one.
+    `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
+    here all are answered from `groups`, where the model-parallel group is the tensor-parallel one.
     """
-
-    def __init__(self, groups: ProcessGroupCollection):
-        self._groups = groups
-
-    def get_model_parallel_group(self):
-        return self._groups.tp
-
-    def get_model_parallel_rank(self):
-        return self._groups.tp.rank()
-
-    def get_model_parallel_world_size(self):
-        return self._groups.tp.size()
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    def get_pipeline_model_parallel_rank(self):
-        return 0
-
-    def get_pipeline_model_parallel_world_size(self):
-        return 1
-
-    def get_data_parallel_group(self):
-        return self._groups.dp
-
-    def get_data_parallel_rank(self):
-        return self._groups.dp.rank()
-
-    def get_data_parallel_world_size(self):
-        return self._groups.dp.size()
+    questions = {}
+    for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp)):
+        questions[f"get_{name}_parallel_group"] = lambda group=group: group
+        questions[f"get_{name}_parallel_rank"] = group.rank
+        questions[f"get_{name}_parallel_world_size"] = group.size
+    questions["get_pipeline_model_parallel_rank"] = lambda: 0
+    questions["get_pipeline_model_parallel_world_size"] = lambda: 1
+    return SimpleNamespace(**questions)
 
 
 def world_size_from_environment() -> int:
@@ -116,7 +94,7 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
         tensor_parallel_size=groups.tp.size(),
         data_parallel_rank=groups.dp.rank(),
         data_parallel_size=groups.dp.size(),
-        mpu=DeepSpeedMpu(groups),
+        mpu=deepspeed_mpu(groups),
     )
 
 

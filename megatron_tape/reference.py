@@ -79,9 +79,7 @@ def forward(
         w = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
 
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
-        q, k, v = (
-            (y @ w[f"self_attn.{p}_proj.weight"].T).view(B, S, n, D) for p, n in (("q", H), ("k", G), ("v", G))
-        )
+        q, k, v = ((y @ w[f"self_attn.{p}_proj.weight"].T).view(B, S, n, D) for p, n in (("q", H), ("k", G), ("v", G)))
         z_per_head = z.repeat_interleave(H // G, dim=2)
         averaged = attend(rotate(q, z_per_head), rotate(k, z), torch.cat([v, z], dim=-1), documents)
         o, u = averaged.split(D, dim=-1)

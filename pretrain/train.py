@@ -161,7 +161,7 @@ def train(config: RunConfig) -> None:
 
 
 def position_norms(model, layout) -> dict[str, float]:
-    """Return, per layer, the root mean square of the position state's complex numbers and of the layer's update to them.
+    """Return, per layer, the root mean square of the position state's complex numbers and of their last update.
 
     The state's is 1 at RoPE and the update's 0: together they show TAPE leave RoPE. Empty without position updates.
     """

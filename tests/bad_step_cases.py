@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from models import build, small_model, random_tokens
+from models import build, random_tokens, small_model
 
 from megatron_tape.config import (
     DataConfig,

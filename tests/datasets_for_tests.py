@@ -12,7 +12,9 @@ def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
     generator = torch.Generator().manual_seed(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(documents):
-        length, start, stride = (int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5)))
+        length, start, stride = (
+            int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5))
+        )
         tokens = [(start + stride * i) % vocabulary for i in range(length)] + [EOD]
         builder.add_document(torch.tensor(tokens), [len(tokens)])
     builder.finalize(f"{prefix}.idx")

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from datasets_for_tests import write_all
 from launch import environment, free_port
+from training_cases import RECIPE, option, packed
+
 from megatron_tape import checkpoint_files
 from pretrain import train
-from training_cases import RECIPE, option, packed
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
+
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"

@@ -1,7 +1,5 @@
 """What a decoder asks of a positional encoding."""
 
-from abc import ABC
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -10,7 +8,7 @@ from torch import Tensor
 from megatron_tape.config import ModelConfig
 
 
-class PositionEncoding(ABC):
+class PositionEncoding:
     """One object per model; nothing outside this package asks which encoding it is.
 
     The position state, if there is one, rides through Megatron's `TransformerBlock` as its `context`. In every layer

@@ -1,14 +1,14 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
-The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update nobody would
-read. Under sequence parallelism z is kept where the hidden states are, as (S/tp, B, G, D): the update mixes all heads of
-one token, attention all tokens of one head, and an all-to-all of S*B*C/tp numbers leads from one to the other.
+The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update nobody
+would read. Under sequence parallelism z is kept where the hidden states are, as (S/tp, B, G, D): the update mixes all
+heads of one token, attention all tokens of one head, and an all-to-all of S*B*C/tp numbers leads from one to the other.
 """
 
 import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron_tape.ops.position_update import contextualize, mix_tokens
 from megatron_tape.position.rope import RotaryPosition
 
