@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from megatron_tape.config import ModelConfig
 from megatron_tape.model import LanguageModel, transformer_config

@@ -150,25 +150,39 @@ def _format(path: str) -> str:
     return Path(path).suffix
 
 
+class _Counted:
+    """A file to read that counts its bytes, since a pipe has no position to ask for."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self.count = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.count += len(data)
+        return data
+
+
 def _read_file(path: str, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
     kind = _format(path)
     if kind == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, position)
         return
-    with open(path, "rb") as file:
+    with open(path, "rb") as opened:
+        file = _Counted(opened)
         blocks = _decompress(file, path, chunk_bytes)
         if kind == ".txt":
-            yield Chunk(path, "", 1, [b"".join(blocks)], position + file.tell())
+            yield Chunk(path, "", 1, [b"".join(blocks)], position + file.count)
             return
         number = 1
         for payload in _whole_lines(blocks, chunk_bytes):
             if number == 1:
                 payload = payload.removeprefix(b"\xef\xbb\xbf")
-            yield Chunk(path, "line", number, payload, position + file.tell())
+            yield Chunk(path, "line", number, payload, position + file.count)
             number += payload.count(b"\n")
 
 
-def _decompress(file: IO[bytes], path: str, block_bytes: int) -> Iterator[bytes]:
+def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
     """Yield the content of a file in blocks; raises UnreadableFile after the last good one."""
     if not path.endswith((".gz", ".zst")):
         while block := file.read(block_bytes):

@@ -1,18 +1,12 @@
-import json
 import os
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+from tool_runs import command, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("argparse.py", "base64.py", "bisect.py", "calendar.py", "copy.py", "csv.py", "heapq.py", "json/decoder.py")
-
-
-def command(tool, *arguments):
-    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +47,3 @@ def tokenizer_path(tmp_path_factory, corpus, run_tool):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 800, "--output", path)
     return path
-
-
-def write_lines(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-
-
-def read_pair(prefix):
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()

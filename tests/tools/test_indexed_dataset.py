@@ -3,8 +3,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from conftest import read_pair
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from tool_runs import read_pair
 
 from megatron_tape import indexed_dataset
 from megatron_tape.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, token_dtype

@@ -3,7 +3,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from conftest import write_lines
+from tool_runs import write_lines
 
 
 def read_texts(path):
@@ -24,9 +24,8 @@ def test_standard_library_is_written_in_order_and_the_same_twice(tmp_path, run_t
     run_tool("make_corpus", "stdlib", "--output", first, "--overwrite")
 
 
-@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
-@pytest.mark.parametrize("form", ["directory of jsonl", "parquet files"])
-def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, streaming, form):
+@pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
+def test_local_data_sets_are_read_like_those_of_the_hub(tmp_path, run_tool, form, streaming):
     source, output = tmp_path / "source", tmp_path / "out.jsonl"
     source.mkdir()
     texts = ["one", "", "two\n", "three", "four"]

@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 import torch
 import zstandard
-from conftest import ROOT, command, read_pair, write_lines
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from tool_runs import ROOT, command, read_pair, write_lines
 
 from megatron_tape import preprocessing
 from megatron_tape.documents import Chunk
@@ -144,7 +144,7 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(preproces
     else:
         compress = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
         content = compress(raw)
-        path.write_bytes(content[: len(content) // 2])
+        path.write_bytes(content[: len(content) * 3 // 4])
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=1).stderr
     assert re.search(rf"error: {path} cannot be read to its end: .*--on-error skip", error)
@@ -225,8 +225,12 @@ def interrupted(tmp_path, tokenizer_path, texts):
     )  # fmt: skip
     # Opened for both directions, so that neither side waits for the other and the end never comes.
     with open(pipe, "r+b", buffering=0) as writer:
-        for text in itertools.islice(itertools.cycle(texts), 30):
-            os.write(writer.fileno(), json.dumps({"text": text}).encode() + b"\n")
+        os.set_blocking(writer.fileno(), False)
+        data = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts * 3)
+        while data:
+            assert tool.poll() is None, tool.communicate()
+            data = data[writer.write(data) or 0 :]
+            time.sleep(0.005)
         wait_until(lambda: (tmp_path / "out.bin.partial").stat().st_size > 0)
         with open(f"/proc/{tool.pid}/task/{tool.pid}/children") as children:
             workers = [int(pid) for pid in children.read().split()]

@@ -1,0 +1,75 @@
+"""The machine, the packages and the code that a measured number belongs to."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "sentencepiece", "tokenizers")
+
+
+def describe() -> dict:
+    """Return hardware, versions, git commit, command and time, ready for JSON.
+
+    `commit` ends in "+changes" when tracked files differ from it. GPUs are listed when this process has imported torch.
+    """
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _program() -> list[str]:
+    """Name the program by module or by its path in the repository: the machine's own paths mean nothing elsewhere."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name]
+    root, program = Path(__file__).resolve().parent.parent, Path(sys.argv[0]).resolve()
+    return [program.relative_to(root).as_posix() if program.is_relative_to(root) else program.name]
+
+
+def _commit() -> str | None:
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,126 @@
+"""Write a text corpus as JSON lines, one document a line: {"text": ...}.
+
+    python tools/make_corpus.py stdlib --output data/stdlib.jsonl
+    python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
+    python tools/make_corpus.py hub json --data-files 'raw/*.jsonl.gz' --text-key content --output data/raw.jsonl
+
+`stdlib` is the source code of this Python's standard library, 31 MB of real text that every machine has. `hub` is a
+data set of the Hugging Face Hub, a local directory of one, or a format (json, parquet, text) with --data-files.
+The output appears only when it is complete.
+"""
+
+import argparse
+import io
+import json
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_tape import command_line
+from megatron_tape.files import atomic_output
+
+_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def main() -> None:
+    """Parse the command line and write the corpus."""
+    arguments = parser().parse_args()
+    # First, since an existing output is refused before anything is downloaded.
+    with atomic_output(arguments.output, "w", overwrite=arguments.overwrite) as file:
+        if arguments.source == "stdlib":
+            records, total = standard_library(), None
+        else:
+            records, total = hub_texts(arguments), arguments.max_documents
+        progress = command_line.Progress(total)
+        count = size = 0
+        for count, record in enumerate(records, start=1):
+            size += file.write(json.dumps(record) + "\n")
+            progress.update(count, lambda _: f"{count:,} documents, {size / 1e6:,.1f} MB")  # noqa: B023
+        progress.end()
+        if not count:
+            raise ValueError(f"{arguments.source} holds no document; nothing was written")
+    command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
+
+
+def standard_library() -> Iterator[dict[str, str]]:
+    """Yield {"text", "path"} of the standard library's modules and tests, sorted by path; empty ones are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    for name in sorted(files):
+        if _EXCLUDED.isdisjoint(name.split("/")) and (text := _source(files[name])):
+            yield {"text": text, "path": name}
+
+
+def _source(path: Path) -> str | None:
+    """Return a module's text, or None for the tests' deliberately broken ones."""
+    try:
+        raw = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        return raw.decode(encoding)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield {"text"} of a data set's rows; empty texts are left out. Raises ValueError when it cannot be read."""
+    import datasets
+
+    if arguments.max_documents is not None and arguments.max_documents < 1:
+        raise ValueError(f"--max-documents is {arguments.max_documents}; give 1 or more")
+    command_line.say(f"opening {arguments.name} ...")
+    rows = _open(datasets, arguments)
+    if rows.column_names is not None and arguments.text_key not in rows.column_names:
+        raise ValueError(
+            f"{arguments.name} has no column {arguments.text_key!r} but {rows.column_names}; set --text-key"
+        )
+    written = 0
+    for number, row in enumerate(rows, start=1):
+        text = row.get(arguments.text_key)
+        if not isinstance(text, str):
+            raise ValueError(
+                f"row {number} of {arguments.name} has {type(text).__name__} under {arguments.text_key!r}, not text; "
+                "choose another column with --text-key"
+            )
+        if text:
+            yield {"text": text}
+            written += 1
+        if written == arguments.max_documents:
+            return
+
+
+def _open(datasets, arguments: argparse.Namespace):
+    try:
+        return datasets.load_dataset(
+            arguments.name,
+            arguments.config_name,
+            split=arguments.split,
+            streaming=arguments.streaming,
+            data_files=arguments.data_files,
+        )
+    except Exception as error:  # the library raises a dozen kinds, most of them the user's or the network's
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"cannot open {arguments.name} ({reason}); check name, --config-name and --split") from error
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sources = result.add_subparsers(dest="source", required=True)
+    stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
+    hub = sources.add_parser("hub", help="a data set of the Hugging Face Hub, or local files in its formats")
+    hub.add_argument("name", help="data set, local directory, or format (json, parquet, text)")
+    hub.add_argument("--config-name", help="the data set's configuration")
+    hub.add_argument("--data-files", nargs="+", metavar="GLOB", help="the files, for a format or a directory")
+    hub.add_argument("--split", default="train", help="default: %(default)s")
+    hub.add_argument("--streaming", action="store_true", help="do not download the whole data set first")
+    hub.add_argument("--max-documents", type=int, metavar="N", help="stop after N documents")
+    hub.add_argument("--text-key", default="text", help="the column with the text (default: %(default)s)")
+    for source in (stdlib, hub):
+        source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")
+        source.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)

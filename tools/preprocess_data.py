@@ -1,0 +1,91 @@
+"""Tokenize documents into Megatron-core's indexed dataset, P.bin and P.idx.
+
+    python tools/preprocess_data.py --input 'data/c4/*.jsonl.zst' --tokenizer tokenizer.model \\
+        --output-prefix data/c4 --workers 16 --append-eod
+
+The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
+at most P.bin.partial and P.idx.partial, which the next run takes over.
+"""
+
+import argparse
+import os
+
+from megatron_tape import command_line
+from megatron_tape.documents import FORMATS, Problems, find_inputs
+from megatron_tape.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.preprocessing import Encoding, encode_files
+from megatron_tape.tokenizer import load_tokenizer
+
+
+def main() -> None:
+    """Parse the command line, check it, and write the dataset."""
+    arguments = parser().parse_args()
+    if arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+    if arguments.chunk_bytes < 1:
+        raise ValueError(f"--chunk-bytes is {arguments.chunk_bytes}; give 1 or more")
+    paths = find_inputs(arguments.input)
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    if arguments.append_eod and tokenizer.eod is None:
+        raise ValueError(f"{arguments.tokenizer} has no end-of-document token; leave out --append-eod")
+    encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod)
+    with IndexedDatasetWriter(arguments.output_prefix, encoding.dtype, overwrite=arguments.overwrite) as writer:
+        write(writer, paths, encoding, arguments)
+
+
+def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
+    """Fill and finish the dataset, showing progress; raises ValueError at a bad document unless these are skipped."""
+    size = sum(os.path.getsize(path) for path in paths)
+    command_line.say(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
+    progress = command_line.Progress(size)
+    problems, text_bytes = Problems(), 0
+
+    def speed(seconds: float) -> str:
+        return (
+            f"{writer.documents:,} documents, {writer.tokens:,} tokens, {text_bytes / 1e6:,.1f} MB of text, "
+            f"{text_bytes / 1e6 / seconds:.1f} MB/s, {writer.tokens / seconds:,.0f} tokens/s"
+        )
+
+    try:
+        for chunk in encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes):
+            if arguments.on_error == "stop" and (bad := chunk.problems.first()):
+                raise ValueError(f"{bad[0]}: {bad[1]}; repair it, or pass --on-error skip to leave such documents out")
+            problems.merge(chunk.problems)
+            writer.add(chunk.tokens, chunk.lengths)
+            text_bytes += chunk.text_bytes
+            progress.update(chunk.position, speed)
+    finally:
+        progress.end()
+    for line in problems.report():
+        command_line.say(line)
+    if not writer.documents:
+        raise ValueError("the input holds no document; check --input and --text-key")
+    writer.finish()
+    command_line.say(f"{arguments.output_prefix}: {speed(progress.seconds)}, {progress.seconds:.1f} s")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(
+        description=__doc__, epilog=FORMATS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = result.add_argument
+    add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
+    add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
+    add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
+    add("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: %(default)s, the cores)")
+    add("--text-key", default="text", help="where a document's text is (default: %(default)s)")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document token")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
+    )
+    add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
+    add("--chunk-bytes", type=int, default=1 << 18, help="bytes given to a worker at a time (default: %(default)s)")
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)

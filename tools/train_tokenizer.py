@@ -1,0 +1,133 @@
+"""Train a SentencePiece tokenizer that gives back every text exactly, source code's spaces and newlines included.
+
+    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output data/tokenizer.model
+
+Text that no piece covers falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The one
+character that does not survive is U+2581, which SentencePiece keeps for the space.
+The same input and options give the same tokenizer.
+"""
+
+import argparse
+import heapq
+import io
+import random
+import re
+from collections.abc import Iterator
+
+from megatron_tape import command_line
+from megatron_tape.documents import FORMATS, find_inputs, read_texts
+from megatron_tape.files import atomic_output
+
+# SentencePiece drops longer sentences; pieces are learnt from a few lines at a time.
+_SENTENCE_CHARACTERS = 1000
+
+
+def main() -> None:
+    """Parse the command line and write the model."""
+    arguments = parser().parse_args()
+    if arguments.max_bytes < 1000:
+        raise ValueError(f"--max-bytes is {arguments.max_bytes}; give 1000 or more")
+    paths = find_inputs(arguments.input)
+    with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
+        texts = sample_texts(paths, arguments.text_key, arguments.max_bytes, arguments.seed)
+        if not texts:
+            raise ValueError("the input holds no document; check --input")
+        size = sum(len(text.encode("utf-8")) for text in texts)
+        command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
+        with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"):
+            file.write(train(texts, arguments.vocab_size, arguments.model_type, verbose=arguments.verbose))
+    command_line.say(f"wrote {arguments.output}")
+
+
+def sample_texts(paths: list[str], text_key: str, max_bytes: int, seed: int) -> list[str]:
+    """Return random documents of at most `max_bytes` UTF-8 bytes together, in the order of the input.
+
+    Every document draws a number, and those with the smallest ones stay: one pass over inputs of any size, in memory
+    for `max_bytes`. Of a document that is longer by itself, the beginning is taken.
+    """
+    draw, progress = random.Random(seed), command_line.Progress(None)
+    kept: list[tuple[float, int, int, str]] = []
+    size = 0
+    # Only documents that draw less than the smallest that was turned away can still be among the first `max_bytes`.
+    limit = 1.0
+    for order, (text, position) in enumerate(read_texts(paths, text_key)):
+        if len(text.encode("utf-8")) > max_bytes:
+            text = text[: max_bytes // 4]
+        key, length = draw.random(), len(text.encode("utf-8"))
+        if key < limit:
+            heapq.heappush(kept, (-key, order, length, text))
+            size += length
+        while size > max_bytes:
+            worst = heapq.heappop(kept)
+            limit, size = -worst[0], size - worst[2]
+        progress.update(position, lambda _: f"reading: {position / 1e6:,.1f} MB")  # noqa: B023
+    progress.end()
+    return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
+
+
+def sentences(texts: list[str]) -> Iterator[str]:
+    """Cut texts into pieces of about `_SENTENCE_CHARACTERS`, after a newline where there is one."""
+    pattern = re.compile(rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})")
+    for text in texts:
+        yield from pattern.findall(text)
+
+
+def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose: bool = False) -> bytes:
+    """Return a SentencePiece model of `vocab_size` pieces; raises ValueError when the texts do not yield as many."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences(texts),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            max_sentence_length=4 * _SENTENCE_CHARACTERS,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            minloglevel=0 if verbose else 2,
+        )
+    except RuntimeError as error:
+        raise ValueError(_explain(str(error), vocab_size)) from error
+    return model.getvalue()
+
+
+def _explain(error: str, vocab_size: int) -> str:
+    largest = re.search(r"<= (\d+)", error)
+    if largest:
+        return f"--vocab-size {vocab_size} is more than these texts yield; give at most {largest[1]}, or more text"
+    smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", error)
+    if smallest:
+        return f"--vocab-size {vocab_size} is less than the bytes and characters take; give more than {smallest[1]}"
+    return f"SentencePiece could not train {vocab_size} pieces: {' '.join(error.split())}; change --vocab-size"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(
+        description=__doc__, epilog=FORMATS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = result.add_argument
+    add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
+    add("--vocab-size", type=int, default=4096, help="number of ids (default: %(default)s)")
+    add("--output", required=True, metavar="F.model", help="the model to write")
+    add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
+    add("--text-key", default="text", help="where a document's text is (default: %(default)s)")
+    add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
+    add("--seed", type=int, default=0, help="chooses the random documents (default: %(default)s)")
+    add("--verbose", action="store_true", help="show SentencePiece's own messages")
+    add("--overwrite", action="store_true", help="replace an existing output")
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)
