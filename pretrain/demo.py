@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
-COLOURS = {"TAPE": "tab:red", "RoPE": "tab:blue"}
+STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab:blue", "linestyle": "--"}}
 
 
 def main() -> int:
@@ -83,9 +83,8 @@ def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1.5, 1])
     for name, run in rows.items():
-        colour = COLOURS[name]
-        left.plot(*columns(run, "loss"), color=colour, alpha=0.35, linewidth=1)
-        left.plot(*columns(run, "validation_loss"), color=colour, marker="o", label=f"{name}, validation")
+        left.plot(*columns(run, "loss"), **STYLES[name] | {"linewidth": 1, "alpha": 0.5}, label=f"{name}, training")
+        left.plot(*columns(run, "validation_loss"), **STYLES[name], marker="o", label=f"{name}, validation")
     left.set(xlabel="step", ylabel="loss (nats per token)", title="Python standard library, 4.2 M parameters, CPU")
     left.legend()
     left.grid(alpha=0.3)

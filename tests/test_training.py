@@ -7,7 +7,7 @@ from datasets_for_tests import write_all
 from launch import run_group
 
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
-VARIANTS = ["blend", "accumulation", "recompute", "packed", "tied", "rope"]
+VARIANTS = ["blend", "accumulation", "recompute", "packed", "sampled", "tied", "rope"]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,24 @@ def test_zero_equals_no_zero_on_one_process(equal, stage):
     assert_close(equal[1][f"tp1_zero{stage}"], equal[1]["tp1_zero0"])
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sampling_text_leaves_training_as_it_is(equal, size):
+    assert_close(equal[size]["sampled"], equal[size]["packed"])
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_equal_one_process(equal, variant, size):
     assert_close(equal[size][variant], equal[1][variant])
     if variant != "recompute":
         assert equal[1][variant][-1]["loss"] != equal[1]["tp1_zero1"][-1]["loss"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bf16_stays_near_fp32(equal, size):
+    for row, exact in zip(equal[size]["bf16"], equal[1]["tp1_zero0"]):
+        assert math.isclose(row["loss"], exact["loss"], rel_tol=0.02)
+        assert row["loss"] != exact["loss"]
 
 
 def test_the_loss_falls(equal):

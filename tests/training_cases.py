@@ -48,6 +48,9 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
     rows["recompute"] = run(folder, "recompute", prefix, tp(last), option("train.recompute", "full"))
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
+    sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
+    rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
+    rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     rows["tied"] = run(folder, "tied", prefix, tp(last), option("model.tie_embeddings", "true"))
     rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
     return rows

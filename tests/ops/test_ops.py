@@ -1,0 +1,63 @@
+"""Each fast form against its plain one in float64, outputs and every gradient, at odd sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_tape import reference
+from megatron_tape.ops.attention import attention, document_mask
+from megatron_tape.ops.position_update import contextualize, mix_tokens
+from megatron_tape.ops.rotation import rotate, rotate_groups
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def assert_equal_with_gradients(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs)
+    direction = torch.randn_like(theirs)
+    for a, b in zip(torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(theirs, inputs, direction)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("length", [1, 7, 63, 65])
+@pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_averages_every_value_with_one_map(length, heads, groups, packed):
+    q, k = draw(length, 2, heads, 8), draw(length, 2, groups, 8, seed=1)
+    v, z = draw(length, 2, groups, 8, seed=2), draw(length, 2, groups, 8, seed=3)
+    documents = torch.tensor([[i // 5 for i in range(length)], [i // 11 for i in range(length)]]) if packed else None
+    ours = attention(q, k, (v, z), None if documents is None else document_mask(documents))
+    q_, k_, values = (x.transpose(0, 1) for x in (q, k, torch.cat([v, z], dim=-1)))
+    theirs = reference.attend(q_, k_, values, documents).transpose(0, 1)
+    assert_equal_with_gradients(torch.cat(ours, dim=-1), theirs, (q, k, v, z))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+@pytest.mark.parametrize("heads, groups, inner", [(4, 4, 16), (6, 2, 5), (3, 1, 7)])
+def test_collapsed_update_equals_the_literal_one(tokens, heads, groups, inner):
+    z, u, gate = draw(tokens, groups, 8), draw(tokens, heads, 8, seed=1), draw(tokens, inner, seed=2)
+    mixing, up, down = draw(groups, heads, seed=3), draw(inner, groups, seed=4), draw(groups, inner, seed=5)
+    ours = contextualize(mix_tokens(z, u, mixing), gate, up, down)
+    mixed = z + torch.einsum("gh,nhd->ngd", mixing, u)
+    literal = torch.einsum("gp,npd->ngd", down, F.silu(gate)[..., None] * torch.einsum("pg,ngd->npd", up, mixed))
+    assert_equal_with_gradients(ours, mixed + literal, (z, u, gate, mixing, up, down))
+
+
+def test_mixing_per_head_is_a_diagonal_matrix():
+    z, u, scale = draw(5, 4, 8), draw(5, 4, 8, seed=1), draw(4)
+    assert_equal_with_gradients(mix_tokens(z, u, scale), mix_tokens(z, u, scale.diag()), (z, u, scale))
+
+
+def test_rotation_is_the_complex_product_and_groups_share_a_state():
+    q, z = draw(5, 2, 6, 8), draw(5, 2, 3, 8, seed=1)
+
+    def as_complex(x):
+        return torch.complex(*x.chunk(2, dim=-1))
+
+    expected = as_complex(q) * as_complex(z.repeat_interleave(2, dim=2))
+    assert_equal_with_gradients(rotate_groups(q, z), torch.cat([expected.real, expected.imag], dim=-1), (q, z))
+    phase = reference.rope_phases(torch.arange(5), 8, 10000.0).double()
+    torch.testing.assert_close(rotate(q[:, 0, 0], phase).norm(dim=-1), q[:, 0, 0].norm(dim=-1))
