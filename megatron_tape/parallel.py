@@ -1,5 +1,6 @@
 """Process groups, seeds, and what DeepSpeed needs to know of them."""
 
+import contextlib
 import os
 import random
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ def world_size_from_environment() -> int:
 def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
-    nccl with CUDA, gloo without. May be called again in one process with another tensor-parallel size: the groups are
-    rebuilt. Raises ValueError when the number of processes is no multiple of `tensor_model_parallel_size`.
+    nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
+    tensor-parallel size is another, which makes layouts given before useless. Raises ValueError when the number of processes is no multiple of `tensor_model_parallel_size`.
     """
     import deepspeed
 
@@ -82,8 +83,10 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size)
+        if parallel_state.get_tensor_model_parallel_world_size() != tensor_model_parallel_size:
+            _destroy_groups()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return ParallelLayout(
         groups=groups,
@@ -96,6 +99,16 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
         data_parallel_size=groups.dp.size(),
         mpu=deepspeed_mpu(groups),
     )
+
+
+def _destroy_groups() -> None:
+    """Give up Megatron's groups; its own `destroy_model_parallel` forgets them, but their threads run on."""
+    held = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
+    groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
+    parallel_state.destroy_model_parallel()
+    for group in groups - {dist.group.WORLD}:
+        with contextlib.suppress(ValueError):  # Megatron does give up some of them
+            dist.destroy_process_group(group)
 
 
 def seed_everything(seed: int, layout: ParallelLayout) -> None:
