@@ -1,6 +1,7 @@
 """The machine, the packages and the code that a measured number belongs to."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -8,6 +9,8 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+
+from megatron_tape.files import atomic_output
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "sentencepiece", "tokenizers")
 
@@ -29,6 +32,15 @@ def describe() -> dict:
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
+
+
+def record(name: str, result: dict) -> None:
+    """Write `result` with its origin to benchmarks/results/NAME-DATE.json, and say so."""
+    origin = describe()
+    path = Path(__file__).parent / "results" / f"{name}-{origin['date'].replace(':', '')[:17]}.json"
+    with atomic_output(path, "w") as file:
+        file.write(json.dumps({"environment": origin, **result}, indent=1) + "\n")
+    print(f"recorded benchmarks/results/{path.name}")
 
 
 def _program() -> list[str]:

@@ -16,9 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.environment import describe
+from benchmarks.environment import record
 from megatron_tape import command_line
-from megatron_tape.files import atomic_output
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +37,7 @@ def main() -> None:
             print("{workers} workers: {ours:.2f} s ({ours_mb_s:.1f} MB/s), Megatron-LM's way {megatron:.2f} s "
                   "({megatron_mb_s:.1f} MB/s), ratio {ratio:.2f}".format(**rows[-1]), flush=True)  # fmt: skip
     if arguments.record:
-        record(rows, megabytes, arguments)
+        record("preprocess", {"corpus_mb": megabytes, "model_type": arguments.model_type, "rows": rows})
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -100,16 +99,6 @@ def summarize(workers: int, seconds: dict[str, list[float]], megabytes: float) -
         "ratio": megatron / ours,
         "seconds": seconds,
     }
-
-
-def record(rows: list[dict], megabytes: float, arguments: argparse.Namespace) -> None:
-    """Write the result with its origin."""
-    origin = describe()
-    result = {"environment": origin, "corpus_mb": megabytes, "model_type": arguments.model_type, "rows": rows}
-    path = ROOT / "benchmarks" / "results" / f"preprocess-{origin['date'].replace(':', '')[:17]}.json"
-    with atomic_output(path, "w") as file:
-        file.write(json.dumps(result, indent=1) + "\n")
-    print(f"recorded {path.relative_to(ROOT)}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,18 +1,21 @@
 """Step time and peak memory of TAPE beside RoPE: the same model, batch and optimizer, side by side in one process.
 
-python -m benchmarks.train_step [--record]
+    python -m benchmarks.train_step [--record]
+
+Steps alternate and medians are reported; no figure appears unless both models start with the same loss. The peak of a
+step is at the end of its forward pass: weights, gradients, Adam's moments, and what the backward pass will need. That is
+added up from the tensors themselves, since one process has but one resident size.
 """
 
 import argparse
-import json
 import resource
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from benchmarks.environment import record
 from megatron_tape.config import ModelConfig
 from megatron_tape.model import LanguageModel, transformer_config
 from megatron_tape.optimizer import parameter_groups
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/train_step.json")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/train_step-*.json")
     arguments = parser.parse_args()
     result = measure(arguments)
     for name, value in result["seconds_per_step"].items():
@@ -129,11 +132,7 @@ def main() -> None:
         print(f"{name}: {value:.3f} s per step, {memory:.0f} MiB of weights, gradients, Adam state and activations")
     print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
     if arguments.record:
-        from benchmarks.environment import describe
-
-        path = Path(__file__).parent / "results" / "train_step.json"
-        path.write_text(json.dumps({**describe(), "arguments": vars(arguments), **result}, indent=1) + "\n")
-        print(f"wrote {path}")
+        record("train_step", {"arguments": vars(arguments), **result})
 
 
 if __name__ == "__main__":

@@ -133,9 +133,12 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         return None
-    path = Path(found[0])
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    _check_settings(path, state["config"], config, warn=layout.rank == 0)
+    path, state = Path(found[0]), {}
+    with _agreement(layout) as attempt:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        _check_settings(path, state["config"], config, warn=layout.rank == 0)
+        _check_ranks_files(path, state)
+    attempt.check(f"cannot continue from {path} (all nodes must see checkpoint.directory)")
     return Checkpoint(path, state)
 
 
@@ -169,6 +172,14 @@ def _choose(resume: str, directory: Path) -> str | None:
     if found:
         raise CheckpointError(f"checkpoint.resume {path} is no whole checkpoint: {'; '.join(found)}")
     return str(path)
+
+
+def _check_ranks_files(path: Path, state: dict) -> None:
+    """Refuse a directory in which this rank does not see every tensor file."""
+    for rank in range(state["tensor_model_parallel_size"]):
+        found = len(list(path.glob(f"tensors-tp{rank:02d}-*")))
+        if found != state["data_parallel_size"]:
+            raise CheckpointError(f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are there")
 
 
 def _refuse_later(directory: Path, chosen: str | None) -> None:
@@ -259,10 +270,10 @@ class _agreement:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, (OSError, ValueError, RuntimeError)):
-            self._error = str(error)
-            return True
-        return False
+        if not isinstance(error, Exception):
+            return False
+        self._error = str(error) if isinstance(error, CheckpointError) else f"{kind.__name__}: {error}"
+        return True
 
     def check(self, what: str) -> None:
         errors: list[str | None] = [None] * self._layout.world_size

@@ -180,7 +180,9 @@ class DeepSpeedConfig:
     """ZeRO over the data-parallel ranks."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """Shard nothing (0), optimizer state (1), gradients too (2), parameters too (3)."""
+    """Shard nothing (0), optimizer state (1), gradients too (2), parameters too (3).
+
+    In bf16, stages 2 and 3 add up micro-batches in fp32, stage 1 in bf16."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: int = 500_000_000

@@ -67,7 +67,7 @@ class Batches:
             ranks=layout.data_parallel_size,
         )
         loader = DataLoader(
-            _TokensAndLabels(dataset),
+            _TokensAndLabels(dataset, self.config.model.vocab_size),
             batch_sampler=sampler,
             num_workers=self.config.data.num_workers,
             pin_memory=layout.device.type == "cuda",
@@ -80,16 +80,23 @@ class Batches:
 
 
 class _TokensAndLabels(Dataset):
-    """Only what the model takes of a `GPTDataset` sample."""
+    """Only what the model takes of a `GPTDataset` sample; ConfigError for a token the model does not have."""
 
-    def __init__(self, samples: Dataset):
+    def __init__(self, samples: Dataset, vocab_size: int):
         self._samples = samples
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = self._samples[index]
+        largest = max(int(sample["tokens"].max()), int(sample["labels"][-1]))
+        if largest >= self._vocab_size:
+            raise ConfigError(
+                f"data.prefix holds the token {largest}, but model.vocab_size is {self._vocab_size}; raise it, or use "
+                "data made with the model's tokenizer"
+            )
         return {"tokens": sample["tokens"], "labels": sample["labels"]}
 
 
@@ -110,6 +117,15 @@ class _Indices:
         for i in range(len(self)):
             start = self.first + (i * self.ranks + self.rank) * self.micro_batch_size
             yield list(range(start, start + self.micro_batch_size))
+
+
+def _weighted_blend(config: RunConfig) -> tuple[list[str], list[float] | None]:
+    """Weigh datasets given without weights by their tokens; Megatron would stop after one pass over such a list."""
+    prefixes, weights = blend(config.data.prefix)
+    if weights is None and len(prefixes) > 1:
+        datasets = [IndexedDataset(prefix) for prefix in prefixes]
+        weights = [float(dataset.sequence_lengths.sum()) for dataset in datasets]
+    return prefixes, weights
 
 
 def _refuse_empty(name: str, bounds: tuple[float, float] | None, config: RunConfig) -> None:
@@ -142,7 +158,7 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     settings = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=config.model.seq_length,
-        blend=blend(config.data.prefix),
+        blend=_weighted_blend(config),
         split=config.data.split,
         path_to_cache=config.data.resolved_cache_directory,
         tokenizer=_NoTokenizer(_identify(blend(config.data.prefix)[0])),

@@ -49,6 +49,8 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
     if config.deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     micro = config.train.micro_batch_size
+    # DeepSpeed would add up micro-batches in bf16; asked for fp32 at stage 1 it switches to another optimizer class.
+    fp32_sums = config.train.precision == "bf16" and stage in (2, 3)
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * data_parallel_size),
@@ -58,6 +60,7 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": config.train.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32" if fp32_sums else None},
         "steps_per_print": None,
     }
 

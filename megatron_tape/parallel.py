@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_tape.config import ConfigError
 from megatron_tape.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling
+
+PATIENCE = timedelta(hours=1)
+"""How long ranks wait for rank 0 to index a dataset or read a checkpoint through."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
     nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
-    tensor-parallel size is another, which makes layouts given before useless. Raises ValueError when the number of processes is no multiple of `tensor_model_parallel_size`.
+    tensor-parallel size is another, which makes layouts given before useless. Raises ValueError when the number of
+    processes is no multiple of `tensor_model_parallel_size`, ConfigError when this one has no GPU to itself.
     """
     import deepspeed
 
@@ -70,7 +76,12 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
     keep_deepspeed_from_compiling()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= devices:
+            raise ConfigError(
+                f"process {local_rank} of this node has no GPU: it has {devices}; start no more processes"
+            )
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -79,7 +90,7 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
             store = dist.HashStore()
             dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
         else:
-            dist.init_process_group("nccl" if on_gpu else "gloo")
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     if parallel_state.model_parallel_is_initialized():

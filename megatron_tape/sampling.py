@@ -18,7 +18,8 @@ def sample_text(
     """Continue `prompt` by `length` tokens; all ranks call it together and get the same text.
 
     Drawn by a generator of its own with a fixed seed: training's random numbers are not touched. At most `max_length`
-    tokens are seen at once. Each token costs one forward pass over all before it.
+    tokens are seen at once, and each costs one forward pass over all before it. Ends early at the end of a document,
+    or where logits are not finite.
     """
     layout = engine.layout
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
@@ -28,9 +29,13 @@ def sample_text(
         padding = -len(seen) % layout.tensor_parallel_size  # sequence parallelism cuts the sequence evenly
         tokens = torch.tensor([seen + [0] * padding], device=layout.device)
         logits = engine.logits(tokens)[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
-        chosen = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator).to(layout.device)
+        if torch.isfinite(logits).all():
+            chosen = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+        else:
+            chosen = torch.tensor([-1])
+        chosen = chosen.to(layout.device)
         dist.broadcast(chosen, src=0)
-        ids.append(int(chosen))
-        if ids[-1] == tokenizer.eod:
+        if int(chosen) in (-1, tokenizer.eod):
             break
+        ids.append(int(chosen))
     return tokenizer.decode(ids)

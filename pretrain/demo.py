@@ -21,8 +21,9 @@ STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab
 def main() -> int:
     """Run the stages one after another; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
+    parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
     arguments = parser.parse_args()
+    arguments.processes = arguments.processes or min(2, devices())
     started = time.monotonic()
     data = Path("runs/demo/data")
     python, bin_directory = sys.executable, Path(sys.executable).parent
@@ -67,6 +68,14 @@ def main() -> int:
     print(f"Finished after {(time.monotonic() - started) / 60:.1f} minutes: runs/demo/summary.md, runs/demo/curves.png")
     print(f"Look at the curves with {bin_directory}/tensorboard --logdir runs/demo")
     return 0
+
+
+def devices() -> int:
+    """Return how many GPUs there are or, without any, CPU cores."""
+    count = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
+    )
+    return int(count.stdout.strip() or 0) or os.cpu_count() or 1
 
 
 def read_rows(path: Path) -> list[dict]:

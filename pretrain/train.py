@@ -32,11 +32,17 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # that Transformer Engine and Apex, unused here, are absent
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed calls
     logger.info("loading torch, megatron-core and deepspeed")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
+    from megatron_tape.checkpoint import CheckpointError
+
     try:
         train(config)
-    except (TrainingStopped, ValueError) as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+    except (TrainingStopped, ConfigError, CheckpointError) as error:
+        who = "" if speaks else f" (rank {os.environ['RANK']})"
+        print(f"error{who}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -44,9 +50,6 @@ def main(argv: list[str] | None = None) -> int:
 def train(config: RunConfig) -> None:
     """Train from the newest checkpoint, or from the start, to the last step."""
     import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
 
     from megatron_tape import checkpoint as checkpoints
     from megatron_tape.data import build_batches
@@ -186,7 +189,10 @@ def _tokenizer(config: RunConfig):
         return None
     from megatron_tape.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.tokenizer cannot be used: {error}") from error
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} pieces of "

@@ -18,16 +18,17 @@ from megatron_tape.config import (
 from megatron_tape.engine import Engine
 
 
-def engine(tp, stage):
+def engine(tp, stage, precision):
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
         optimizer=OptimizerConfig(lr=1e-2),
         parallel=ParallelConfig(tensor_model_parallel_size=tp),
         deepspeed=DeepSpeedConfig(zero_stage=stage),
-        train=TrainConfig(steps=10, micro_batch_size=1, global_batch_size=4 // tp, precision="fp32"),
+        train=TrainConfig(steps=10, micro_batch_size=1, global_batch_size=4 // tp, precision=precision),
     )
-    model, layout = build(config.model, tp=tp)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model, layout = build(config.model, tp=tp, dtype=dtype)
     return Engine(model, config, layout)
 
 
@@ -41,8 +42,8 @@ def weights(engine):
     return engine.training_state(lambda _: True)
 
 
-def trial(tp, stage, what):
-    e = engine(tp, stage)
+def trial(tp, stage, what, precision="fp32"):
+    e = engine(tp, stage, precision)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
     rank = dist.get_rank()
@@ -65,9 +66,11 @@ def trial(tp, stage, what):
 
 def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
-    return {
-        f"tp{tp}_zero{stage}_{what}": trial(tp, stage, what)
+    cases = {
+        f"tp{tp}_zero{stage}_{what}_{precision}": (tp, stage, what, precision)
         for tp in (1, 2)
         for stage in (0, 1, 2, 3)
         for what in ("loss", "gradient")
+        for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
     }
+    return {name: trial(*case) for name, case in cases.items()}

@@ -15,6 +15,7 @@ TESTS = Path(__file__).parent
 
 def environment(rank, size, port, threads=1):
     return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),

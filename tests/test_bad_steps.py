@@ -3,7 +3,13 @@
 import pytest
 from launch import run_group
 
-CASES = [f"tp{tp}_zero{stage}_{what}" for tp in (1, 2) for stage in (0, 1, 2, 3) for what in ("loss", "gradient")]
+CASES = [
+    f"tp{tp}_zero{stage}_{what}_{precision}"
+    for tp in (1, 2)
+    for stage in (0, 1, 2, 3)
+    for what in ("loss", "gradient")
+    for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
+]
 
 
 @pytest.fixture(scope="module")

@@ -198,3 +198,8 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
 def rows_written(metrics):
     """Last step of a metrics.jsonl whose end a kill may have torn."""
     return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
+
+
+def test_data_with_tokens_the_model_lacks_is_refused(run, capfd):
+    assert run("--model.vocab_size=32") == 1
+    assert "model.vocab_size is 32" in capfd.readouterr().err

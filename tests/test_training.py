@@ -7,7 +7,7 @@ from datasets_for_tests import write_all
 from launch import run_group
 
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
-VARIANTS = ["blend", "accumulation", "recompute", "packed", "sampled", "tied", "rope"]
+VARIANTS = ["blend", "accumulation", "recompute", "packed", "sampled", "tied", "rope", "epochs"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def without_speed(rows):
     return [{key: value for key, value in row.items() if "per_second" not in key} for row in rows]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload"])
+@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload", "workers"])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
 

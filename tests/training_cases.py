@@ -46,14 +46,20 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
     rows["blend"] = run(folder, "blend", blend, tp(last))
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
-    rows["recompute"] = run(folder, "recompute", prefix, tp(last), option("train.recompute", "full"))
+    rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "full"))
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
-    rows["tied"] = run(folder, "tied", prefix, tp(last), option("model.tie_embeddings", "true"))
+    rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
+    rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
     return rows
+
+
+def many_samples():
+    """More than one pass over the data: 10 steps of 64 sequences of 16 tokens."""
+    return [option("train.global_batch_size", 64), option("train.micro_batch_size", 8)]
 
 
 def packed(data):
@@ -87,6 +93,8 @@ def main(folder, data, what):
     results["bf16"] = resumed_run(folder, "bf16", *bf16)
     offload = [prefix, zero(2), option("deepspeed.offload_optimizer", "true")]
     results["offload"] = resumed_run(folder, "offload", *offload)
+    workers = [prefix, option("data.num_workers", 2)]
+    results["workers"] = resumed_run(folder, "workers", *workers)
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     return results

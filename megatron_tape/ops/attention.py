@@ -25,6 +25,10 @@ def attention(
     wider than the key, so it is called once per value: 2x RoPE's attention instead of the 1.5x that one call with a
     widened value would take.
     """
+    heads_per_group = q_SBHD.shape[2] // k_SBGD.shape[2]
+    if mask_B1SS is not None and heads_per_group > 1:
+        # SDPA's kernels that take a mask know no groups; its fallback would hold all S x S scores.
+        k_SBGD, *values_SBGD = (x.repeat_interleave(heads_per_group, dim=2) for x in (k_SBGD, *values_SBGD))
     q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_SBGD))
     grouped = q.shape[1] != k.shape[1]
     return tuple(

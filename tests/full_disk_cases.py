@@ -1,0 +1,51 @@
+"""A save for which one of two ranks has no room; see test_checkpoint.py."""
+
+import resource
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+from bad_step_cases import batches, engine
+
+from megatron_tape import checkpoint_files
+from megatron_tape.checkpoint import CheckpointError, save_checkpoint
+from megatron_tape.config import (
+    CheckpointConfig,
+    DataConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def main(folder):
+    e = engine(1, 1, "fp32")
+    root = Path(folder) / "checkpoints"
+    config = RunConfig(
+        model=e.module.encoding.model,
+        data=DataConfig(prefix="unused"),
+        train=TrainConfig(steps=9, global_batch_size=4),
+        checkpoint=CheckpointConfig(directory=str(root), keep=2),
+    )
+    e.train_step(batches(e, 0), 1e-2)
+    save_checkpoint(e, config, 1, {})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    message = "no error"
+    try:
+        save_checkpoint(e, config, 2, {})
+    except CheckpointError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    messages = [None, None]
+    dist.all_gather_object(messages, message)
+    after_failure = checkpoint_files.newest_whole(root, print).name
+    dist.barrier()
+    save_checkpoint(e, config, 3, {})
+    return {
+        "messages": messages,
+        "after_failure": after_failure,
+        "after_retry": checkpoint_files.newest_whole(root, print).name,
+        "left": sorted(path.name for path in root.iterdir()),
+    }
