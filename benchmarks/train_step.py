@@ -3,7 +3,7 @@
     python -m benchmarks.train_step [--record]
 
 Steps alternate and medians are reported; no figure appears unless both models start with the same loss. The peak of a
-step is at the end of its forward pass: weights, gradients, Adam's moments, and what the backward pass will need. That is
+step is at the end of its forward pass: weights, gradients, Adam's moments, and what the backward pass will need. It is
 added up from the tensors themselves, since one process has but one resident size.
 """
 
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 def main() -> None:
     """Print the two ratios; `--record` also writes them to benchmarks/results/."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seq-length", type=int, default=1024)
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/train_step-*.json")
     arguments = parser.parse_args()
     result = measure(arguments)
