@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 POSITION_ENCODINGS = ("tape", "rope", "nope")
 
@@ -280,12 +280,14 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
         parsed = parser.parse_args(argv)
         print_only, files = parsed.pop("print_config"), parsed.pop("config")
         files = files or []
-        _refuse(None in files, "--config takes the path of a YAML file; give settings as --section.key value")
+        refuse(None in files, "--config takes the path of a YAML file; give settings as --section.key value")
         for file in files:
             _check_sections(str(file))
         config = RunConfig(**vars(parser.instantiate(parsed)))
         fill_directories(config, Path(str(files[-1])).stem if files else "unnamed")
         if print_only:
+            from megatron_tape.validation import validate
+
             validate(config, world_size=config.parallel.tensor_model_parallel_size)
     except (jsonargparse.ArgumentError, ConfigError) as error:
         print(f"error: {_one_sentence(str(error))}", file=sys.stderr)
@@ -310,13 +312,11 @@ def _check_sections(path: str) -> None:
 
     sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
     for name, keys in yaml.safe_load(Path(path).read_text(encoding="utf-8")).items():
-        _refuse(name not in sections, f"unknown key {name} in {path}; remove it")
-        _refuse(
-            not isinstance(keys, dict), f"{name} is {keys!r} in {path}; give it keys, or remove it for its defaults"
-        )
+        refuse(name not in sections, f"unknown key {name} in {path}; remove it")
+        refuse(not isinstance(keys, dict), f"{name} is {keys!r} in {path}; give it keys, or remove it for its defaults")
         for key in keys:
             known = key in {item.name for item in dataclasses.fields(sections[name])}
-            _refuse(not known, f"unknown key {name}.{key} in {path}; remove it")
+            refuse(not known, f"unknown key {name}.{key} in {path}; remove it")
 
 
 def _one_sentence(message: str) -> str:
@@ -362,7 +362,7 @@ def blend(prefix: dict[str, float] | list[float | str] | str) -> tuple[list[str]
         weights, prefixes = list(prefix[0::2]), list(prefix[1::2])
     well_formed = bool(prefixes) and all(isinstance(item, str) and item for item in prefixes)
     if weights is not None:
-        well_formed &= len(weights) == len(prefixes) and all(_is_positive(weight) for weight in weights)
+        well_formed &= len(weights) == len(prefixes) and all(is_positive(weight) for weight in weights)
     if not well_formed:
         raise ConfigError(
             f"data.prefix is {prefix!r}; give a path, a list of paths, a mapping path: weight, or a list that "
@@ -405,178 +405,12 @@ def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ]
 
 
-def _is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
+    """Tell whether a setting is a finite number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _refuse(refused: bool, sentence: str) -> None:
+def refuse(refused: bool, sentence: str) -> None:
+    """Raise :class:`ConfigError` with `sentence` where `refused`."""
     if refused:
         raise ConfigError(sentence)
-
-
-def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Check choices and signs of one section; None passes, as it stands for a derived value."""
-    for item in dataclasses.fields(section):
-        value, choices = getattr(section, item.name), get_args(item.type)
-        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
-            raise ConfigError(f"{name}.{item.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
-        if item.name in positive and value is not None and not _is_positive(value):
-            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to a number above 0")
-        if item.name in not_negative and value is not None and not (value == 0 or _is_positive(value)):
-            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to 0 or a number above")
-
-
-def validate_model(model: ModelConfig) -> None:
-    """Raise `ConfigError` where the model's sizes do not fit each other."""
-    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
-    numbers = "position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std"
-    _check_section("model", model, positive=(*sizes.split(), *numbers.split()))
-    heads, groups = model.num_attention_heads, model.query_groups
-    _refuse(
-        model.hidden_size % heads != 0,
-        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either",
-    )
-    _refuse(
-        model.head_dim % 2 != 0,
-        f"model.hidden_size {model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width "
-        f"{model.head_dim}, which has no rotary pairs; change either",
-    )
-    _refuse(
-        heads % groups != 0,
-        f"model.num_attention_heads {heads} is not divisible by model.num_query_groups {groups}; change either",
-    )
-    _refuse(
-        model.token_mixing == "per_head" and groups != heads,
-        f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
-        f"{heads}; use token_mixing full",
-    )
-
-
-def validate(config: RunConfig, world_size: int) -> None:
-    """Raise `ConfigError` with one sentence where `config` cannot run on `world_size` processes.
-
-    Needs no process group and reads no file; `check_inputs` looks at files.
-    """
-    validate_model(config.model)
-    _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
-    _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
-    _check_section("parallel", config.parallel, ("tensor_model_parallel_size",))
-    _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
-    steps = ("steps", "micro_batch_size", "global_batch_size", "eval_interval", "eval_steps", "max_bad_steps")
-    _check_section("train", config.train, steps, ("seed",))
-    _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
-    _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
-    _check_section("data", config.data, (), ("num_workers",))
-    _validate_parallel(config, world_size)
-    _validate_optimizer(config)
-    _validate_data(config)
-
-
-def _validate_parallel(config: RunConfig, world_size: int) -> None:
-    model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
-    tensor_key = f"parallel.tensor_model_parallel_size {tensor_size}"
-    _refuse(
-        world_size < 1 or world_size % tensor_size != 0,
-        f"the number of processes, {world_size}, is not divisible by {tensor_key}; start another number of processes "
-        "or change it",
-    )
-    shards = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.query_groups,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.vocab_size": model.vocab_size,
-    }
-    if config.parallel.uses_sequence_parallel:
-        shards["model.seq_length"] = model.seq_length
-    for key, size in shards.items():
-        _refuse(size % tensor_size != 0, f"{key} {size} is not divisible by {tensor_key}; change either")
-    _refuse(
-        tensor_size == 1 and config.parallel.uses_sequence_parallel,
-        f"parallel.sequence_parallel is true with {tensor_key}, so there is nothing to shard; set it to null",
-    )
-    _refuse(
-        tensor_size > 1 and model.position_encoding == "tape" and not config.parallel.uses_sequence_parallel,
-        f"model.position_encoding tape with {tensor_key} needs parallel.sequence_parallel, since its position update "
-        "runs where tokens are sharded; set that to true or null",
-    )
-    data_size, train = world_size // tensor_size, config.train
-    _refuse(
-        train.global_batch_size % (train.micro_batch_size * data_size) != 0,
-        f"train.global_batch_size {train.global_batch_size} is not divisible by train.micro_batch_size "
-        f"{train.micro_batch_size} times {data_size} data-parallel processes; change either",
-    )
-
-
-def _validate_optimizer(config: RunConfig) -> None:
-    optimizer, schedule, steps = config.optimizer, config.schedule, config.train.steps
-    stage = config.deepspeed.zero_stage
-    for key in ("beta1", "beta2"):
-        value = getattr(optimizer, key)
-        _refuse(not 0 <= value < 1, f"optimizer.{key} is {value}; set it to at least 0 and below 1")
-    _refuse(
-        optimizer.min_lr > optimizer.lr,
-        f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}; lower it",
-    )
-    _refuse(
-        schedule.warmup_steps > steps,
-        f"schedule.warmup_steps {schedule.warmup_steps} exceeds train.steps {steps}; lower it",
-    )
-    _refuse(
-        schedule.decay_steps is not None and schedule.kind != "wsd",
-        f"schedule.decay_steps {schedule.decay_steps} has no meaning for schedule.kind {schedule.kind}, which decays "
-        "until the last step; remove it or use kind wsd",
-    )
-    _refuse(
-        schedule.warmup_steps + (schedule.decay_steps or 0) > steps,
-        f"schedule.warmup_steps {schedule.warmup_steps} and schedule.decay_steps {schedule.decay_steps} together "
-        f"exceed train.steps {steps}; lower either",
-    )
-    _refuse(
-        config.train.precision == "bf16" and stage == 0,
-        "train.precision bf16 with deepspeed.zero_stage 0 keeps no fp32 copy of the weights; set zero_stage to 1, 2 "
-        "or 3, or precision to fp32",
-    )
-    _refuse(
-        config.deepspeed.offload_optimizer and stage == 0,
-        "deepspeed.offload_optimizer is true with deepspeed.zero_stage 0; set zero_stage to 1, 2 or 3",
-    )
-
-
-def _validate_data(config: RunConfig) -> None:
-    data, interval = config.data, config.train.eval_interval
-    blend(data.prefix)
-    validation_share = split_shares(data.split)[1]
-    _refuse(
-        interval is not None and validation_share == 0,
-        f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
-        "second share or set eval_interval to null",
-    )
-    _refuse(
-        data.reset_attention_mask and data.tokenizer is None,
-        "data.reset_attention_mask is true, but data.tokenizer, which knows the end-of-document id, is null; set it",
-    )
-    _refuse(
-        interval is not None and config.logging.sample_tokens > 0 and data.tokenizer is None,
-        f"logging.sample_tokens is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, "
-        "is null; set it or set sample_tokens to 0",
-    )
-    _refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
-
-
-def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` naming the first input file that does not exist."""
-    for prefix in blend(config.data.prefix)[0]:
-        for suffix in (".idx", ".bin"):
-            _refuse(
-                not Path(prefix + suffix).is_file(),
-                f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or correct it",
-            )
-    tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
-    _refuse(
-        tokenizer is not None and not Path(tokenizer).exists(),
-        f"data.tokenizer {tokenizer} does not exist; train or fetch it, or correct the path",
-    )
-    _refuse(
-        resume not in ("auto", "none") and not Path(resume).is_dir(),
-        f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
-    )

@@ -6,7 +6,8 @@ import sys
 import time
 import warnings
 
-from megatron_tape.config import ConfigError, RunConfig, check_inputs, parse_run_config, to_yaml, validate
+from megatron_tape.config import ConfigError, RunConfig, parse_run_config, to_yaml
+from megatron_tape.validation import check_inputs, validate
 
 logger = logging.getLogger("pretrain")
 

@@ -14,15 +14,13 @@ from megatron_tape.config import (
     RunConfig,
     TrainConfig,
     blend,
-    check_inputs,
     config_dict,
     model_differences,
     parse_run_config,
     split_shares,
     to_yaml,
-    validate,
-    validate_model,
 )
+from megatron_tape.validation import check_inputs, validate, validate_model
 
 MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
 MINIMAL = {

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.config import parse_run_config, validate
+from megatron_tape.config import parse_run_config
+from megatron_tape.validation import validate
 
 RECIPES = Path(__file__).parent.parent / "pretrain" / "recipes"
 # Processes that each recipe is meant for, and others that it should bear as well.
