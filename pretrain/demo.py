@@ -22,10 +22,15 @@ def main() -> int:
     """Run the stages one after another; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs/demo"), help="where all goes (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     arguments = parser.parse_args()
     arguments.processes = arguments.processes or min(2, devices())
     started = time.monotonic()
-    data = Path("runs/demo/data")
+    directory = arguments.directory
+    data = directory / "data"
     python, bin_directory = sys.executable, Path(sys.executable).parent
     corpus, tokenizer, prefix = data / "stdlib.jsonl", data / "tokenizer.model", data / "stdlib"
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
@@ -47,9 +52,14 @@ def main() -> int:
     ]
     for name, recipe in RECIPES.items():
         command = [*launcher, "-m", "pretrain.train", "--config", f"pretrain/recipes/{recipe}.yaml"]
-        stages.append((f"training {name}", None, [*command, "--logging.directory", f"runs/demo/{name.lower()}"]))
+        command += ["--logging.directory", str(directory / name.lower())]
+        if directory != parser.get_default("directory"):
+            command += ["--data.prefix", str(prefix), "--data.tokenizer", str(tokenizer)]
+        if arguments.steps is not None:
+            command += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
+        stages.append((f"training {name}", None, command))
 
-    print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir runs/demo", flush=True)
+    print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir {directory}", flush=True)
     for number, (name, output, command) in enumerate(stages, 1):
         shown = shlex.join([Path(command[0]).name, *command[1:]])
         print(f"\n[{number}/{len(stages)}] {name}: {shown}", flush=True)
@@ -61,12 +71,13 @@ def main() -> int:
             print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
             return 1
 
-    rows = {name: read_rows(Path("runs/demo") / name.lower() / "metrics.jsonl") for name in RECIPES}
-    write_curves(rows, Path("runs/demo/curves.png"))
-    write_summary(rows, Path("runs/demo/summary.md"))
-    print(f"\n{Path('runs/demo/summary.md').read_text()}")
-    print(f"Finished after {(time.monotonic() - started) / 60:.1f} minutes: runs/demo/summary.md, runs/demo/curves.png")
-    print(f"Look at the curves with {bin_directory}/tensorboard --logdir runs/demo")
+    rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
+    write_curves(rows, directory / "curves.png")
+    write_summary(rows, directory / "summary.md")
+    minutes = (time.monotonic() - started) / 60
+    print(f"\n{(directory / 'summary.md').read_text()}")
+    print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, {directory}/curves.png")
+    print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
     return 0
 
 
