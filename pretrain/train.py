@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")  # that Transformer Engine and Apex, unused here, are absent
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed calls
+    if config.parallel.uses_sequence_parallel:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its collectives only so
     logger.info("loading torch, megatron-core and deepspeed")
     import torch
 
