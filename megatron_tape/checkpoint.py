@@ -136,9 +136,9 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     path, state = Path(found[0]), {}
     with _agreement(layout) as attempt:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        _check_settings(path, state["config"], config, warn=layout.rank == 0)
         _check_ranks_files(path, state)
-    attempt.check(f"cannot continue from {path} (all nodes must see checkpoint.directory)")
+        _check_settings(path, state["config"], config, warn=layout.rank == 0)
+    attempt.check("cannot continue")
     return Checkpoint(path, state)
 
 
@@ -163,9 +163,7 @@ def _choose(resume: str, directory: Path) -> str | None:
     if resume == "auto":
         path = files.newest_whole(directory, lambda message: logger.warning("%s", message))
         if path is None and files.list_checkpoints(directory):
-            raise CheckpointError(
-                f"no checkpoint in {directory} is whole; move them away, or start afresh with checkpoint.resume: none"
-            )
+            raise CheckpointError(f"no checkpoint in {directory} is whole; move them away to start afresh")
         return None if path is None else str(path)
     path = Path(resume)
     found = files.problems(path) if path.is_dir() else ["it is no directory"]
@@ -179,7 +177,10 @@ def _check_ranks_files(path: Path, state: dict) -> None:
     for rank in range(state["tensor_model_parallel_size"]):
         found = len(list(path.glob(f"tensors-tp{rank:02d}-*")))
         if found != state["data_parallel_size"]:
-            raise CheckpointError(f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are there")
+            raise CheckpointError(
+                f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are in {path}; all nodes must "
+                "see checkpoint.directory"
+            )
 
 
 def _refuse_later(directory: Path, chosen: str | None) -> None:
@@ -201,8 +202,8 @@ def _check_settings(path: Path, saved: dict, config: RunConfig, warn: bool) -> N
     differences = model_differences(shape, {k: v for k, v in now["model"].items() if k != "seq_length"})
     if differences:
         raise CheckpointError(
-            f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, choose another "
-            "checkpoint.directory, or start afresh with checkpoint.resume: none"
+            f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, or choose "
+            "another checkpoint.directory"
         )
     changed = [f"{a}.{b}" for a, b in ORDER_KEYS if saved.get(a, {}).get(b) != now[a][b]]
     if changed and warn:

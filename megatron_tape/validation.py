@@ -4,10 +4,13 @@ Each refusal is one sentence that names the key, its value and the fix. Nothing 
 """
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_tape.config import ConfigError, ModelConfig, RunConfig, blend, is_positive, refuse, split_shares
+from megatron_tape.indexed_dataset import IndexedDatasetReader
+from megatron_tape.tokenizer import Tokenizer, load_tokenizer
 
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
@@ -159,8 +162,52 @@ def _validate_data(config: RunConfig) -> None:
     refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
 
 
+def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Load `data.tokenizer`, if one is set; `ConfigError` when it cannot be read or has more pieces than the model."""
+    if config.data.tokenizer is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.tokenizer cannot be used: {error}") from error
+    refuse(
+        tokenizer.vocab_size > config.model.vocab_size,
+        f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} pieces of "
+        f"data.tokenizer {config.data.tokenizer}; raise it to at least that",
+    )
+    return tokenizer
+
+
+def check_datasets(config: RunConfig) -> None:
+    """Raise `ConfigError` where a dataset is not whole, or has no document ends that the run needs."""
+    tokenizer = load_run_tokenizer(config)
+    for prefix in blend(config.data.prefix)[0]:
+        try:
+            dataset = IndexedDatasetReader(prefix)
+            problem = next(dataset.problems(), None)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        refuse(problem is not None, f"data.prefix names {prefix}, which is not whole: {problem}")
+        refuse(len(dataset) == 0, f"data.prefix names {prefix}, which holds no document")
+        refuse(
+            config.data.reset_attention_mask and dataset.document(0)[-1:].tolist() != [tokenizer.eod],
+            f"data.reset_attention_mask is true, but the documents of {prefix} do not end in data.tokenizer's "
+            "end-of-document token; preprocess them again with --append-eod",
+        )
+
+
 def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` naming the first input file that does not exist."""
+    """Raise `ConfigError` naming the first input file that does not exist, or an output directory that cannot be."""
+    for name, directory in (
+        ("logging.directory", config.logging.directory),
+        ("checkpoint.directory", config.checkpoint.directory),
+    ):
+        parts = [Path(directory), *Path(directory).parents] if directory else []
+        existing = next((path for path in parts if path.exists()), None)
+        refuse(
+            existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
+            f"{name} is {directory}, but {existing} is no directory that can be written; choose another",
+        )
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):
             refuse(

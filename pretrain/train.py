@@ -5,9 +5,10 @@ import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 from megatron_tape.config import ConfigError, RunConfig, parse_run_config, to_yaml
-from megatron_tape.validation import check_inputs, validate
+from megatron_tape.validation import check_datasets, check_inputs, load_run_tokenizer, validate
 
 logger = logging.getLogger("pretrain")
 
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_inputs(config)
+        if speaks:
+            check_datasets(config)
     except ConfigError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
@@ -47,6 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         who = "" if speaks else f" (rank {os.environ['RANK']})"
         print(f"error{who}: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        if speaks:
+            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 
@@ -57,6 +64,7 @@ def train(config: RunConfig) -> None:
     from megatron_tape import checkpoint as checkpoints
     from megatron_tape.data import build_batches
     from megatron_tape.engine import Engine
+    from megatron_tape.files import atomic_output
     from megatron_tape.metrics import MetricsWriter
     from megatron_tape.model import LanguageModel, transformer_config
     from megatron_tape.parallel import initialize_distributed, seed_everything
@@ -65,7 +73,7 @@ def train(config: RunConfig) -> None:
 
     settings = config.train
     layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
-    tokenizer = _tokenizer(config)
+    tokenizer = load_run_tokenizer(config)
     checkpoint = checkpoints.find_checkpoint(config, layout)
     first_step = 1 if checkpoint is None else checkpoint.step + 1
     if first_step > settings.steps:
@@ -106,6 +114,8 @@ def train(config: RunConfig) -> None:
         directory = config.logging.directory
         writer = MetricsWriter(directory, settings.steps, first_step - 1, config.logging.tensorboard)
         writer.text("configuration", to_yaml(config), first_step - 1)
+        with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
+            file.write(to_yaml(config))
 
     micro_batches = batches.training(first_step)
     tokens_per_step = settings.global_batch_size * config.model.seq_length
@@ -185,23 +195,6 @@ def position_norms(model, layout) -> dict[str, float]:
         for layer, pair in enumerate(means)
         for name, value in zip(("state_norm", "update_norm"), pair)
     }
-
-
-def _tokenizer(config: RunConfig):
-    if config.data.tokenizer is None:
-        return None
-    from megatron_tape.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"data.tokenizer cannot be used: {error}") from error
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} pieces of "
-            f"data.tokenizer {config.data.tokenizer}; raise it to at least that"
-        )
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def test_a_validation_share_too_small_is_refused(run, capfd):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(run, data, capfd):
-    assert run("--model.vocab_size=60", *packed(data)) == 1
+    assert run("--model.vocab_size=60", *packed(data)) == 2
     assert "model.vocab_size 60" in capfd.readouterr().err
 
 
@@ -203,3 +203,33 @@ def rows_written(metrics):
 def test_data_with_tokens_the_model_lacks_is_refused(run, capfd):
     assert run("--model.vocab_size=32") == 1
     assert "model.vocab_size is 32" in capfd.readouterr().err
+
+
+def test_damaged_data_is_refused_before_anything_starts(run, data, tmp_path, capfd):
+    for ending, keep in (("bin", 100), ("idx", 60), ("idx", 0)):
+        for name in ("bin", "idx"):
+            shutil.copy(data / f"a.{name}", tmp_path / f"damaged.{name}")
+        damaged = tmp_path / f"damaged.{ending}"
+        damaged.write_bytes(damaged.read_bytes()[:keep])
+        assert run(option("data.prefix", tmp_path / "damaged")) == 2
+        error = capfd.readouterr().err
+        assert "damaged" in error and "not whole" in error and error.count("\n") == 1
+
+
+def test_document_ends_that_the_data_lacks_are_asked_for(run, data, tmp_path, capfd):
+    tokenizer = (data / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>").replace('w5"', '<|endoftext|>"')
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    other = ["--data.reset_attention_mask=true", option("data.tokenizer", tmp_path / "tokenizer.json")]
+    assert run(*other) == 2
+    assert "--append-eod" in capfd.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written_is_refused(run, data, capfd):
+    assert run(f"--logging.directory={data}/a.bin/x") == 2
+    assert "logging.directory" in capfd.readouterr().err
+
+
+def test_the_configuration_is_left_beside_the_metrics(run):
+    assert run("--train.steps=2", "--train.eval_interval=null", "--schedule.warmup_steps=0") == 0
+    again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
+    assert again.train.steps == 2 and again.logging.directory == str(run.folder)
