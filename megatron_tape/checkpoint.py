@@ -83,7 +83,7 @@ def save_checkpoint(engine: Engine, config: RunConfig, step: int, progress: dict
     """
     layout = engine.layout
     root = Path(config.checkpoint.directory)
-    outcome: dict | None = {}
+    outcome: dict = {}
     with _agreement(layout) as attempt:
         if layout.rank == 0:
             files.staging_directory(root, step)

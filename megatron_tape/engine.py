@@ -68,7 +68,7 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
 class Engine:
     """A model under training. Every method is called by all ranks together.
 
-    `weights` fills the freshly built model (a resumed run's, say) before DeepSpeed partitions it.
+    DeepSpeed copies and partitions the weights when this is built: a resumed run's must be in `model` by then.
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
