@@ -8,6 +8,7 @@ states. It knows no ZeRO stage: a run may continue under another layout. `checkp
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_tape import checkpoint_files as files
+from megatron_tape.attempts import Attempt, StaleAttempt
 from megatron_tape.config import RunConfig, config_dict, model_differences
 from megatron_tape.engine import Engine
 from megatron_tape.parallel import ParallelLayout
@@ -75,20 +77,29 @@ class Checkpoint:
         return read
 
 
-def save_checkpoint(engine: Engine, config: RunConfig, step: int, progress: dict) -> Path:
+def save_checkpoint(engine: Engine, config: RunConfig, step: int, progress: dict, attempt: Attempt) -> Path:
     """Save the run after `step` steps; all ranks call it together. `progress` (JSON) comes back in `state`.
 
-    Returns the checkpoint's directory. Raises CheckpointError on every rank when one of them could not write; the
-    checkpoints before stay as they are.
+    Returns the checkpoint's directory. Raises on every rank alike: StaleAttempt when `attempt` has lost the run,
+    CheckpointError when a rank could not write. The checkpoints before stay as they are, and nothing is left behind.
     """
+    try:
+        return _save(engine, config, step, progress, attempt)
+    except CheckpointError:
+        if engine.layout.rank == 0:
+            shutil.rmtree(attempt.home / f"step-{step:08d}", ignore_errors=True)
+        raise
+
+
+def _save(engine: Engine, config: RunConfig, step: int, progress: dict, attempt: Attempt) -> Path:
     layout = engine.layout
     root = Path(config.checkpoint.directory)
     outcome: dict = {}
-    with _agreement(layout) as attempt:
+    with _agreement(layout, attempt) as agreement:
         if layout.rank == 0:
-            files.staging_directory(root, step)
-    attempt.check(f"could not prepare a checkpoint in {root}")
-    staging = root / f".step-{step:08d}.partial"
+            files.staging_directory(attempt.home, step)
+    agreement.check(f"could not prepare a checkpoint in {root}")
+    staging = attempt.home / f"step-{step:08d}"
 
     dp_rank, dp_size = layout.data_parallel_rank, layout.data_parallel_size
     tensors = engine.training_state(lambda index: index % dp_size == dp_rank)
@@ -96,23 +107,24 @@ def save_checkpoint(engine: Engine, config: RunConfig, step: int, progress: dict
         f"tensors-tp{layout.tensor_parallel_rank:02d}-dp{dp_rank:05d}.safetensors",
         f"random-{layout.rank:05d}.safetensors",
     ]
-    with _agreement(layout) as attempt:
+    with _agreement(layout, attempt) as agreement:
         files.write_tensors(staging / names[0], tensors)
         random_tensors, random_text = _random_state()
         files.write_tensors(staging / names[1], random_tensors, random_text)
         outcome = {name: _entry(staging / name) for name in names}
-    attempt.check(f"could not write checkpoint {step} in {root}")
+    agreement.check(f"could not write checkpoint {step} in {root}")
     entries: list[dict | None] = [None] * layout.world_size
     dist.all_gather_object(entries, outcome)
 
-    with _agreement(layout) as attempt:
+    with _agreement(layout, attempt) as agreement:
         if layout.rank == 0:
             written = {name: entry for part in entries for name, entry in part.items()}
             files.write_json(staging / "state.json", _state(engine, config, step, progress))
             written["state.json"] = _entry(staging / "state.json")
-            files.publish(staging, step, written)
+            attempt.check_owner()
+            files.publish(staging, root, step, written)
             files.prune(root, config.checkpoint.keep)
-    attempt.check(f"could not finish checkpoint {step} in {root}")
+    agreement.check(f"could not finish checkpoint {step} in {root}")
     return root / f"step-{step:08d}"
 
 
@@ -124,21 +136,21 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     """
     resume = config.checkpoint.resume
     found: list[str | None] = [None]
-    with _agreement(layout) as attempt:
+    with _agreement(layout) as agreement:
         if layout.rank == 0:
             found[0] = None if resume == "none" else _choose(resume, Path(config.checkpoint.directory))
             if resume != "auto":
                 _refuse_later(Path(config.checkpoint.directory), found[0])
-    attempt.check("cannot start")
+    agreement.check("cannot start")
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         return None
     path, state = Path(found[0]), {}
-    with _agreement(layout) as attempt:
+    with _agreement(layout) as agreement:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         _check_ranks_files(path, state)
         _check_settings(path, state["config"], config, warn=layout.rank == 0)
-    attempt.check("cannot continue")
+    agreement.check("cannot continue")
     return Checkpoint(path, state)
 
 
@@ -263,8 +275,9 @@ def _set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
 class _agreement:
     """Runs a block that may fail on some ranks, so that all learn of it instead of waiting for each other."""
 
-    def __init__(self, layout: ParallelLayout):
+    def __init__(self, layout: ParallelLayout, attempt: Attempt | None = None):
         self._layout = layout
+        self._attempt = attempt
         self._error: str | None = None
 
     def __enter__(self):
@@ -277,10 +290,18 @@ class _agreement:
         return True
 
     def check(self, what: str) -> None:
-        errors: list[str | None] = [None] * self._layout.world_size
-        dist.all_gather_object(errors, self._error)
-        failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        failures: list[tuple[str | None, bool]] = [(None, False)] * self._layout.world_size
+        dist.all_gather_object(failures, (self._error, self._error is not None and self._is_stale()))
+        if any(stale for _, stale in failures):
+            raise StaleAttempt(f"attempt {self._attempt.number} ends: a newer attempt has taken over this run")
+        failed = [(rank, error) for rank, (error, _) in enumerate(failures) if error is not None]
         if failed:
             rank, error = failed[0]
             where = f" (rank {rank})" if self._layout.world_size > 1 else ""
             raise CheckpointError(f"{what}{where}: {error}")
+
+    def _is_stale(self) -> bool:
+        try:
+            return self._attempt is not None and not self._attempt.is_owner()
+        except OSError:  # a failing disk answers nothing
+            return False

@@ -1,12 +1,13 @@
 """The file side of checkpoints: a checkpoint is a directory that is either whole or not one at all.
 
 `step-00000100` holds files and a `manifest.json` that names each with its size and sha256. Everything is written
-into `.step-00000100.partial`, brought to disk, and only then renamed; nothing is deleted under a checkpoint's name.
+into a staging directory, brought to disk, and only then renamed; nothing is deleted under a checkpoint's name.
 So a process may be killed at any moment. While a checkpoint of the same step is being replaced, the old one is called
 `step-00000100.replaced`, which readers accept as well: at no moment are both gone.
 
 Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that a manifest does
 not name are ignored. The functions are for one process at a time; several may write files into one staging directory.
+torch is imported only where tensors are read or written.
 """
 
 import hashlib
@@ -16,43 +17,49 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
-def staging_directory(root: str | Path, step: int) -> Path:
-    """Create, empty, the directory that the files of checkpoint `step` are written into."""
-    root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
-    staging = root / f".{_name(step)}.partial"
+def staging_directory(home: str | Path, step: int) -> Path:
+    """Create, empty, the directory that the files of checkpoint `step` are written into.
+
+    `home` must exist, on the file system that the checkpoint will be on; without it nothing can be staged.
+    """
+    staging = Path(home) / _name(step)
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir()
     return staging
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors, from whatever device, as safetensors, and bring them to disk."""
+    import safetensors.torch
+
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(on_host, path, metadata=dict(metadata or {}))
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
+def read_tensors(path: str | Path) -> dict[str, "Tensor"]:
     """Read every tensor of a file onto the CPU."""
+    import safetensors.torch
+
     return safetensors.torch.load_file(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
     """Read the metadata of a tensor file."""
+    import safetensors
+
     with safetensors.safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
@@ -75,8 +82,8 @@ def digest(path: str | Path) -> tuple[int, str]:
     return size, hasher.hexdigest()
 
 
-def publish(staging: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Turn a staging directory into checkpoint `step`, replacing one of the same step; returns its path.
+def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; returns its path.
 
     `files` maps names to `{"bytes": ..., "sha256": ...}` (see `digest`). When this returns, the checkpoint
     survives a power cut.
@@ -84,7 +91,7 @@ def publish(staging: Path, step: int, files: Mapping[str, Mapping[str, Any]]) ->
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
     write_json(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
     _fsync_directory(staging)
-    root = staging.parent
+    root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
     if final.exists():
         if replaced.exists() and problems(final, deep=False):

@@ -1,16 +1,19 @@
 """What a run tells: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
 
-Only one process writes. A resumed run continues its own file: rows past the step it resumes from are dropped first, so
-that the file reads as one uninterrupted run.
+Only one process writes. A resumed run continues its own files: what lies past the step it resumes from is dropped
+first, and an earlier attempt that is still alive elsewhere is shut out, so that they read as one uninterrupted run. A
+full disk does not stop training: rows wait in memory until they can be written (`event_files.RecordFile`).
 """
 
 import json
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from .event_files import EventFile, RecordFile, keep_events, rewrite
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
 TAGS = {
@@ -22,6 +25,7 @@ TAGS = {
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",
 }
+RESTATED_TEXTS = ("configuration",)  # every attempt writes it at the step it resumes from
 RECENT = 20
 
 
@@ -39,24 +43,26 @@ class MetricsWriter:
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
         `clock` gives seconds; the time left is the remaining steps times the mean of the recent ones.
+
+        Raises:
+            OSError: if the files cannot be made, or there is no room for a copy of what stays of an earlier attempt.
         """
         self.total_steps = total_steps
-        self._directory = Path(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
         self._clock = clock
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
-        path = self._directory / "metrics.jsonl"
-        _drop_rows_after(path, resume_step)
-        self._rows = path.open("a", encoding="utf-8")
-        self._tensorboard = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self._directory / "tensorboard"), purge_step=resume_step + 1)
+        last_kept = resume_step if resume_step > 0 else -1  # a fresh start does not keep step 0's configuration either
+        path = directory / "metrics.jsonl"
+        rewrite(path, _rows_up_to(path, last_kept))
+        self._rows = RecordFile(path)
+        # Also without TensorBoard: a later attempt, with it, may continue from a step past those to drop now.
+        keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else ())
+        self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of `step`.
+        """Record the scalars of `step`, and the time of day; a disk that is full or fails raises nothing.
 
         The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, where evaluated,
         `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands
@@ -74,29 +80,32 @@ class MetricsWriter:
             values.setdefault("validation_perplexity", _exp(values["validation_loss"]))
         row = {
             "step": step,
+            "time": time.time(),
             **dict.fromkeys(ROW_KEYS),
             **{k: v if math.isfinite(v) else None for k, v in values.items()},
         }
-        self._rows.write(json.dumps(row, allow_nan=False) + "\n")
-        self._rows.flush()
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(_tag(name), value, step)
-            self._tensorboard.flush()
-        print(self._line(step, values), flush=True)
+        self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        if self._events is not None:
+            self._events.add_scalars({_tag(name): value for name, value in values.items()}, step)
+        with suppress(OSError):  # the console may be a file on a full disk
+            print(self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show `text`, as it stands, in TensorBoard under `tag`: a sample, or the configuration."""
-        if self._tensorboard is not None:
-            verbatim = "\n".join("    " + line for line in text.splitlines())
-            self._tensorboard.add_text(tag, verbatim, step)
-            self._tensorboard.flush()
+        if self._events is not None:
+            self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
+
+    def sync(self) -> None:
+        """Bring what was recorded to disk: a checkpoint that follows must not be ahead of it after a power cut."""
+        self._rows.sync()
+        if self._events is not None:
+            self._events.sync()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; rows that still cannot be written are lost, with a warning."""
         self._rows.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._events is not None:
+            self._events.close()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {
@@ -119,19 +128,12 @@ class MetricsWriter:
         return (last_time - first_time) / (last_step - first_step) * max(0, self.total_steps - step)
 
 
-def _drop_rows_after(path: Path, step: int) -> None:
-    """Rewrite the file, atomically, without rows past `step` and without the torn line of a killed process."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if kept != lines:
-        temporary = path.with_name(path.name + ".partial")
-        with temporary.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a file, which need not exist, up to `step`, without the torn one of a killed process."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if _step_of(line) <= step:
+                yield line.removesuffix(b"\n") + b"\n"
 
 
 def _step_of(line: bytes) -> float:

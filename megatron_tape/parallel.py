@@ -35,6 +35,12 @@ class ParallelLayout:
     data_parallel_size: int
     mpu: SimpleNamespace
 
+    def any_rank(self, flag: bool) -> bool:
+        """Tell every rank whether `flag` is set on any; all call it together."""
+        told = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told.item())
+
 
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the `mpu` argument of `deepspeed.initialize`.

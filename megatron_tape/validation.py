@@ -61,8 +61,8 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
     _check_section("parallel", config.parallel, ("tensor_model_parallel_size",))
     _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
-    steps = ("steps", "micro_batch_size", "global_batch_size", "eval_interval", "eval_steps", "max_bad_steps")
-    _check_section("train", config.train, steps, ("seed",))
+    numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
+    _check_section("train", config.train, numbers.split(), ("seed",))
     _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
     _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
     _check_section("data", config.data, (), ("num_workers",))

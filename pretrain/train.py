@@ -7,10 +7,17 @@ import time
 import warnings
 from pathlib import Path
 
+from megatron_tape.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt, StaleAttempt
 from megatron_tape.config import ConfigError, RunConfig, parse_run_config, to_yaml
 from megatron_tape.validation import check_datasets, check_inputs, load_run_tokenizer, validate
+from megatron_tape.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 
 logger = logging.getLogger("pretrain")
+
+ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
+"""Names the attempt that a launcher has begun; without it the run begins one of its own."""
+LAST_SAVE_TRIES = 20
+LAST_SAVE_WAIT = 30.0
 
 
 class TrainingStopped(RuntimeError):
@@ -20,7 +27,19 @@ class TrainingStopped(RuntimeError):
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, train; return the process's exit status. Mistakes end in one sentence, before torch is imported."""
     config = parse_run_config(argv)
-    speaks = int(os.environ.get("RANK", "0")) == 0
+    watch = Watch(config.train.hang_timeout)
+    try:
+        return _supervised(config, watch)
+    finally:
+        watch.close()
+
+
+def _supervised(config: RunConfig, watch: Watch) -> int:
+    """Train under `watch`, and record how it ended."""
+    rank = int(os.environ.get("RANK", "0"))
+    speaks = rank == 0
+    if number := os.environ.get(ATTEMPT_VARIABLE):
+        watch.attach(Attempt.open(config.logging.directory, config.checkpoint.directory, int(number)), rank)
     try:
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_inputs(config)
@@ -29,7 +48,39 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
+            watch.record_end(REFUSED, str(error))
         return 2
+    _load_libraries(config, speaks)
+    from megatron_tape.checkpoint import CheckpointError
+
+    try:
+        stopped = train(config, watch)
+    except KeyboardInterrupt:
+        watch.record_end(INTERRUPTED, "interrupted")
+        if speaks:
+            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        return 130
+    except Exception as error:
+        outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
+        outcome = STALE if isinstance(error, StaleAttempt) else outcome
+        foreseen = isinstance(error, (TrainingStopped, ConfigError, CheckpointError, StaleAttempt))
+        message = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        watch.record_end(outcome, message, None if foreseen else error)
+        if not foreseen:
+            raise
+        print(f"error{'' if speaks else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
+        return EXIT_STALE if outcome == STALE else 1
+    if stopped is None:
+        if speaks:
+            watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
+        return 0
+    if speaks:
+        watch.record_end(INTERRUPTED, stopped)
+        print(f"{stopped}; the same command continues", file=sys.stderr, flush=True)
+    return EXIT_INTERRUPTED
+
+
+def _load_libraries(config: RunConfig, speaks: bool) -> None:
     logging.basicConfig(level=logging.INFO if speaks else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -42,23 +93,13 @@ def main(argv: list[str] | None = None) -> int:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
-    from megatron_tape.checkpoint import CheckpointError
-
-    try:
-        train(config)
-    except (TrainingStopped, ConfigError, CheckpointError) as error:
-        who = "" if speaks else f" (rank {os.environ['RANK']})"
-        print(f"error{who}: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        if speaks:
-            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
-        return 130
-    return 0
 
 
-def train(config: RunConfig) -> None:
-    """Train from the newest checkpoint, or from the start, to the last step."""
+def train(config: RunConfig, watch: Watch) -> str | None:
+    """Train from the newest checkpoint, or from the start, to the last step.
+
+    Returns None, or, when `watch` was asked to stop, the reason: the state was then saved after the step it reached.
+    """
     import torch
 
     from megatron_tape import checkpoint as checkpoints
@@ -72,15 +113,21 @@ def train(config: RunConfig) -> None:
     from megatron_tape.schedule import learning_rate
 
     settings = config.train
+    watch.progress("joining the other ranks")
     layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
+    if watch.attempt is None:
+        watch.attach(claim_attempt(config, layout), layout.rank)
+    watch.progress("reading the checkpoint")
     tokenizer = load_run_tokenizer(config)
     checkpoint = checkpoints.find_checkpoint(config, layout)
     first_step = 1 if checkpoint is None else checkpoint.step + 1
     if first_step > settings.steps:
         logger.info("%s already holds all %d steps; nothing to do", checkpoint.path, settings.steps)
-        return
+        return None
+    watch.progress("indexing the data", first_step - 1)
     batches = build_batches(config, layout, None if tokenizer is None else tokenizer.eod)
 
+    watch.progress("building the model")
     seed_everything(settings.seed, layout)
     logger.info(
         "building a %s model of %s parameters on %d process%s",
@@ -105,18 +152,23 @@ def train(config: RunConfig) -> None:
     engine = Engine(model, config, layout)
     bad_steps = 0
     if checkpoint is not None:
+        watch.progress("loading the training state")
         checkpoints.load_training_state(checkpoint, engine)
         bad_steps = checkpoint.state["progress"]["bad_steps"]
         logger.info("continuing from %s at step %d of %d", checkpoint.path, first_step, settings.steps)
 
     writer = None
     if layout.rank == 0:
+        watch.attempt.check_owner()
         directory = config.logging.directory
         writer = MetricsWriter(directory, settings.steps, first_step - 1, config.logging.tensorboard)
         writer.text("configuration", to_yaml(config), first_step - 1)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             file.write(to_yaml(config))
 
+    if layout.any_rank(watch.stop is not None):
+        return f"{watch.stop or 'a signal to another rank'} came before step {first_step}"
+    watch.progress("training")
     micro_batches = batches.training(first_step)
     tokens_per_step = settings.global_batch_size * config.model.seq_length
     seconds, timed_steps = 0.0, 0
@@ -130,6 +182,7 @@ def train(config: RunConfig) -> None:
         started = time.perf_counter()
         result = engine.train_step(micro_batches, rate)
         seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
+        watch.progress("training", step)
 
         if result.skipped:
             bad_steps += 1
@@ -161,19 +214,70 @@ def train(config: RunConfig) -> None:
             }
             seconds, timed_steps = 0.0, 0
             if evaluates:
-                scalars["validation_loss"] = engine.evaluate(batches.evaluation())
+                scalars["validation_loss"] = engine.evaluate(watch.each("evaluating", batches.evaluation()))
             if writer is not None:
                 writer.log(step, scalars)
             if evaluates and tokenizer is not None and config.logging.sample_tokens > 0:
+                watch.progress("sampling text")
                 prompt, length = config.logging.sample_prompt, config.logging.sample_tokens
                 text = sample_text(engine, tokenizer, prompt, length, config.model.seq_length)
                 if writer is not None:
                     writer.text("sample", text, step)
-        if step % config.checkpoint.interval == 0 or last:
-            path = checkpoints.save_checkpoint(engine, config, step, {"bad_steps": bad_steps})
-            logger.info("saved %s", path)
+        stopping = layout.any_rank(watch.stop is not None)
+        if step % config.checkpoint.interval == 0 or last or stopping:
+            if writer is not None:
+                writer.sync()
+            save(engine, config, step, {"bad_steps": bad_steps}, watch)
+            stopping = layout.any_rank(watch.stop is not None)
+        if stopping and not last:
+            if writer is not None:
+                writer.close()
+            return f"{watch.stop or 'a signal to another rank'} stopped the run after step {step}"
+        watch.progress("training")
     if writer is not None:
         writer.close()
+    return None
+
+
+def claim_attempt(config: RunConfig, layout) -> Attempt:
+    """Begin an attempt that no launcher has begun; all ranks call it together."""
+    import torch.distributed as dist
+
+    told: list = [None, None]
+    if layout.rank == 0:
+        facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
+        try:
+            told[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
+        except OSError as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise ConfigError(f"the run cannot begin in {config.logging.directory}: {told[1]}")
+    return Attempt.open(config.logging.directory, config.checkpoint.directory, told[0])
+
+
+def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> None:
+    """Save a checkpoint. A disk that fails costs the run this checkpoint only; at the last step it is waited for.
+
+    Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
+    """
+    from megatron_tape.checkpoint import CheckpointError, save_checkpoint
+
+    last = step == config.train.steps
+    for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):
+        watch.progress("saving")
+        try:
+            path = save_checkpoint(engine, config, step, progress, watch.attempt)
+        except CheckpointError as error:
+            if last and tries_left == 0:
+                raise
+            when = f"in {LAST_SAVE_WAIT:g} s, {tries_left} times more" if last else "at the next interval"
+            logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, when)
+            if last:
+                time.sleep(LAST_SAVE_WAIT)
+        else:
+            logger.info("saved %s", path)
+            return
 
 
 def position_norms(model, layout) -> dict[str, float]:

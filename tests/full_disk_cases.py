@@ -8,6 +8,7 @@ import torch.distributed as dist
 from bad_step_cases import batches, engine
 
 from megatron_tape import checkpoint_files
+from megatron_tape.attempts import Attempt
 from megatron_tape.checkpoint import CheckpointError, save_checkpoint
 from megatron_tape.config import (
     CheckpointConfig,
@@ -26,26 +27,32 @@ def main(folder):
         train=TrainConfig(steps=9, global_batch_size=4),
         checkpoint=CheckpointConfig(directory=str(root), keep=2),
     )
+    if dist.get_rank() == 0:
+        Attempt.claim(folder, root, {})
+    dist.barrier()
+    attempt = Attempt.open(folder, root, 1)
     e.train_step(batches(e, 0), 1e-2)
-    save_checkpoint(e, config, 1, {})
+    save_checkpoint(e, config, 1, {}, attempt)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     message = "no error"
     try:
-        save_checkpoint(e, config, 2, {})
+        save_checkpoint(e, config, 2, {}, attempt)
     except CheckpointError as error:
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     messages = [None, None]
     dist.all_gather_object(messages, message)
+    after_failure_home = list(attempt.home.iterdir()) if dist.get_rank() == 0 else []
     after_failure = checkpoint_files.newest_whole(root, print).name
     dist.barrier()
-    save_checkpoint(e, config, 3, {})
+    save_checkpoint(e, config, 3, {}, attempt)
     return {
         "messages": messages,
         "after_failure": after_failure,
+        "unfinished": [path.name for path in after_failure_home],
         "after_retry": checkpoint_files.newest_whole(root, print).name,
         "left": sorted(path.name for path in root.iterdir()),
     }

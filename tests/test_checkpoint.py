@@ -14,7 +14,8 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_costs_no_checkpoint():
     assert "checkpoint 2" in result["messages"][0] and "rank 1" in result["messages"][0]
     assert result["after_failure"] == "step-00000001"
     assert result["after_retry"] == "step-00000003"
-    assert result["left"] == ["step-00000001", "step-00000003"]
+    assert result["unfinished"] == []
+    assert result["left"] == [".attempt-000001", "step-00000001", "step-00000003"]
 
 
 def summed_gradient(precision, stage, micro_batches=64):

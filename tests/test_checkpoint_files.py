@@ -12,16 +12,20 @@ import torch
 
 from megatron_tape import checkpoint_files as files
 
+HOME = ".attempt-000001"
+
 
 def save(root, step, value=None, keep=None):
     """Save a checkpoint whose tensors all hold ``value`` (default: the step), and prune."""
-    staging = files.staging_directory(root, step)
+    home = root / HOME
+    home.mkdir(parents=True, exist_ok=True)
+    staging = files.staging_directory(home, step)
     value = float(step if value is None else value)
     for name in ("model", "optimizer"):
         files.write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
     files.write_json(staging / "run.json", {"value": value})
     named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
-    path = files.publish(staging, step, named)
+    path = files.publish(staging, root, step, named)
     if keep is not None:
         files.prune(root, keep)
     return path
@@ -47,7 +51,7 @@ def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
     assert files.read_manifest(path)["step"] == 100
     assert set(files.read_manifest(path)["files"]) == {"model.safetensors", "optimizer.safetensors", "run.json"}
     assert files.read_metadata(path / "model.safetensors") == {"step": "100"}
-    assert os.listdir(tmp_path) == ["step-00000100"]
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -80,7 +84,7 @@ def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_
     monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(("remove", path.name)), rmtree(path)))
     save(tmp_path, 1)
     named = events.index(("rename", "step-00000001"))
-    written = {"model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", ".step-00000001.partial"}
+    written = {"model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "step-00000001"}
     assert {name for kind, name in events[:named] if kind == "fsync"} == written
     assert events[named + 1] == ("fsync", tmp_path.name)
     assert [name for kind, name in events if kind == "remove"] == [".step-00000001.replaced.discarded.partial"]
@@ -178,10 +182,10 @@ def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named
 def test_pruning_keeps_the_newest_and_clears_leftovers(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    files.staging_directory(tmp_path, 9)
+    (tmp_path / ".step-00000009.discarded.partial").mkdir()
     (tmp_path / "notes").mkdir()
     files.prune(tmp_path, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(tmp_path)) == [HOME, "notes", "step-00000003", "step-00000004"]
 
 
 def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tmp_path):
@@ -204,7 +208,7 @@ def test_keeping_no_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 5, value=1)
     assert value_of(save(tmp_path, 5, value=2)) == 2.0
-    assert os.listdir(tmp_path) == ["step-00000005"]
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000005"]
 
 
 def test_a_replaced_checkpoint_stands_in_while_its_heir_is_missing_or_broken(tmp_path):
@@ -215,7 +219,7 @@ def test_a_replaced_checkpoint_stands_in_while_its_heir_is_missing_or_broken(tmp
     os.truncate(tmp_path / "step-00000005" / "run.json", 0)
     assert value_of(files.newest_whole(tmp_path, warn=lambda _: None)) == 1.0
     files.prune(tmp_path, keep=1)
-    assert os.listdir(tmp_path) == ["step-00000005"]
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000005"]
     assert value_of(tmp_path / "step-00000005") == 1.0
 
 
@@ -261,7 +265,7 @@ def kill_at_every_operation(directory, before, step, keep):
             assert value_of(survivor) == 1.0 + step
         assert value_of(save(root, step + 100, keep=keep)) == step + 100
         assert len(steps(root)) <= keep
-        assert not [name for name in os.listdir(root) if name.startswith(".") or name.endswith(".replaced")]
+        assert not [name for name in os.listdir(root) if name.startswith(".step") or name.endswith(".replaced")]
         if not killed:
             return operation - 1
     raise AssertionError("the save never ends")

@@ -1,0 +1,205 @@
+"""Begin and judge the attempts of a run for a batch script, which calls this before and after the processes.
+
+    python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
+    python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
+
+`begin` refuses what cannot work, copies code and resolved configuration into RUN/jobs/ID (a requeued job goes on with
+that copy), takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop`, and why.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_tape.attempts import (
+    Attempt,
+    checkpointed_step,
+    crash_loop,
+    decide,
+    last_error,
+    read_attempts,
+    write_record,
+)
+from megatron_tape.config import ConfigError, RunConfig, parse_run_config, refuse, to_yaml
+from megatron_tape.validation import check_datasets, check_inputs, validate
+
+CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
+COMES_LATER = {
+    "pretrain.extend_context": "context extension",
+    "pretrain.evaluate": "evaluation",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the two verbs; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
+    add = begin_parser.add_argument
+    add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
+    add("--job", required=True, help="the scheduler's name of the job")
+    add("--source", required=True, help="directory of the code to copy")
+    add("--job-link", required=True, help="where to leave a link to the job's directory, for when it is requeued")
+    add("--requeued", action="store_true", help="the job has run before and goes on with its copy")
+    add("--nodes", required=True, help="names of the nodes, separated by commas")
+    add("--processes", type=int, required=True, help="ranks of the job")
+    add("--scratch", default="", help="run directories lie in SCRATCH/runs unless the configuration says otherwise")
+    add("--log", default="", help="the job's log")
+    add("arguments", nargs="*", help="after --: RECIPE and overrides")
+    decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes are gone")
+    decide_parser.add_argument("--run", required=True, help="the run's directory")
+    decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
+    decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
+    options = parser.parse_args(argv)
+    if options.verb == "decide":
+        return judge(Path(options.run), options.checkpoints, options.attempt)
+    try:
+        begin(options)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def begin(options: argparse.Namespace) -> None:
+    """Claim the next attempt for a job. Raises ConfigError where there should be none."""
+    refuse(
+        importlib.util.find_spec(options.module) is None,
+        f"{COMES_LATER.get(options.module, options.module)} is not part of this version: there is no {options.module}; "
+        "update the code",
+    )
+    link = Path(options.job_link)
+    requeued = options.requeued and (link / "config.yaml").is_file()
+    if requeued:
+        config = parse_run_config(["--config", str(link.resolve() / "config.yaml")])
+    else:
+        config = parse_run_config(_arguments(options.arguments, options.scratch))
+    validate(config, options.processes)
+    check_inputs(config)
+    check_datasets(config)
+    run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
+    attempts = read_attempts(run)
+    _refuse_other_job(run, attempts, options.job)
+    # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
+    mine = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
+    if mine:
+        last = mine[-1]
+        if loop := crash_loop(mine, checkpointed_step(checkpoints), options.job):
+            raise ConfigError(f"{loop}; the last error: {last_error(last)}")
+        if last.verdict is None:
+            print(f"# {last_error(last) if last.crashed else last.stop_reason or last.message}", file=sys.stderr)
+    directory = run / "jobs" / options.job
+    if not requeued:
+        _copy(Path(options.source), directory, config)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        partial = link.with_name(f".{link.name}.partial")
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(directory.resolve())
+        os.replace(partial, link)
+    facts = {
+        "job": options.job,
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "nodes": options.nodes.split(","),
+        "processes": options.processes,
+        "log": options.log,
+    }
+    attempt = Attempt.claim(run, checkpoints, facts)
+    step = checkpointed_step(checkpoints)
+    print(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}", file=sys.stderr)
+    variables = {
+        "RUN_DIRECTORY": run,
+        "CHECKPOINT_DIRECTORY": checkpoints,
+        "ATTEMPT": attempt.number,
+        "ATTEMPT_DIRECTORY": attempt.directory,
+        "ROOT": (directory / "code").resolve(),
+        "CONFIG": (directory / "config.yaml").resolve(),
+        "MASTER_PORT": _free_port(),
+    }
+    for name, value in variables.items():
+        print(f"{name}={shlex.quote(str(value))}")
+
+
+def judge(run: Path, checkpoints: str, number: int) -> int:
+    """Print the verdict over an attempt and its reason; what stops a run is followed by the traceback."""
+    verdict, reason = decide(run, checkpoints, number)
+    attempt = next(record for record in read_attempts(run) if record.number == number)
+    print(f"{verdict} {reason}")
+    if verdict == "stop" and attempt.detail:
+        print(attempt.detail.rstrip(), file=sys.stderr)
+    write_record(
+        run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
+    )
+    return 0
+
+
+def _arguments(arguments: list[str], scratch: str) -> list[str]:
+    """Turn `RECIPE --section.key value ...` into the training command's arguments."""
+    recipe, rest = (
+        (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
+    )
+    before = []
+    if recipe is not None:
+        refuse(not Path(recipe).is_file(), f"recipe {recipe} does not exist; see pretrain/recipes")
+        before = ["--config", recipe]
+        if scratch:
+            before += ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"]
+    return [*before, *rest]
+
+
+def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
+    """Refuse a run directory in which another job is at work; without an answer from Slurm none is."""
+    other = attempts[-1].facts.get("job") if attempts else None
+    if other in (None, job) or attempts[-1].verdict is not None:
+        return
+    try:
+        told = subprocess.run(
+            ["squeue", "--noheader", "--jobs", other, "--format", "%T"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    refuse(
+        told.returncode == 0 and told.stdout.strip() != "",
+        f"{run} belongs to job {other}, which is {told.stdout.strip().lower()}; cancel that job, or choose another "
+        "logging.directory",
+    )
+
+
+def _copy(source: Path, directory: Path, config: RunConfig) -> None:
+    """Copy the code and the resolved configuration of a job, whole or not at all."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    for old in (partial, directory):
+        shutil.rmtree(old, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
+    for name in CODE:
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, partial / "code" / name, ignore=ignored)
+        elif path.is_file():
+            shutil.copy2(path, partial / "code" / name)
+    if (source / ".venv").exists():
+        (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
+    (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    commit = subprocess.run(
+        ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
+    )
+    (partial / "job.json").write_text(json.dumps({"commit": commit.stdout.strip() or None}) + "\n", encoding="utf-8")
+    partial.rename(directory)
+
+
+def _free_port() -> int:
+    """Return a port that is free on this node, the head node, now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

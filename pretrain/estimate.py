@@ -1,0 +1,167 @@
+"""What a run would need: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`, without a GPU."""
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from megatron_tape.config import ConfigError, RunConfig, parse_run_config
+from megatron_tape.estimate import Estimate, estimate
+from megatron_tape.validation import validate
+
+GIB = 2**30
+HEADROOM = 0.06
+"""Share of a GPU's memory left to the CUDA context, NCCL and fragmentation."""
+GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
+"""Usual GPUs and the GiB that they have."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _fail(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the estimate, and a warning where it does not fit; return the exit status, 0 even with a warning."""
+    options, rest = _parser().parse_known_args(argv)
+    config = parse_run_config(rest)
+    processes = config.parallel.tensor_model_parallel_size if options.processes is None else options.processes
+    try:
+        validate(config, processes)
+    except ConfigError as error:
+        _fail(str(error))
+    result = estimate(config, processes)
+    fitting = [name for name, gib in GPU_MEMORY.items() if _fits(result, gib)]
+    for name, value in _rows(config, processes, result, fitting):
+        print(f"{name:<28}{value}")
+    gib = options.gpu_memory or max(GPU_MEMORY.values())
+    if not _fits(result, gib):
+        print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m pretrain.estimate",
+        usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB]",
+        description="Estimate parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU.",
+        epilog="The configuration is given as to pretrain.train; `python -m pretrain.train --help` explains every key.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="GPUs in all; default: parallel.tensor_model_parallel_size"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=_gib, metavar="GIB", help="memory of one GPU; default: tell which usual GPUs would do"
+    )
+    return parser
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+_gib.__name__ = "number of GiB"
+
+
+def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str]) -> Iterator[tuple[str, str]]:
+    train, tensor_size = config.train, config.parallel.tensor_model_parallel_size
+    yield "parameters", f"{result.parameters:,}"
+    if tensor_size > 1:
+        yield "  per tensor-parallel rank", f"{result.parameters_per_rank:,}"
+    layout = f"{processes} processes" if processes > 1 else "1 process"
+    layout += f": {tensor_size} tensor parallel x {processes // tensor_size} data parallel"
+    yield "layout", f"{layout}, ZeRO {config.deepspeed.zero_stage}, {train.precision}, recompute {train.recompute}"
+    yield "memory per GPU", f"{result.peak / GIB:8.2f} GiB"
+    for name, size in (
+        ("weights", result.weights),
+        ("gradients", result.gradients),
+        ("optimizer state", result.optimizer),
+        ("activations of the layers", result.layer_activations),
+        ("logits and loss", result.logits),
+        ("ZeRO's buffers", result.buffers),
+        ("more at the peak", result.working),
+    ):
+        yield f"  {name}", f"{size / GIB:8.2f} GiB"
+    yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
+    if result.host:
+        yield "host memory per process", f"{result.host / GIB:8.2f} GiB"
+    yield "FLOPs per step", f"{result.flops_per_step:.3e}, {result.flops_per_gpu:.3e} per GPU"
+    yield "tokens per step", f"{result.tokens_per_step:,}"
+    yield "tokens of the run", f"{result.tokens:,} in {train.steps:,} steps"
+    yield "checkpoint", f"{result.checkpoint_bytes / 1e9:.2f} GB"
+    keep = config.checkpoint.keep
+    yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {keep} kept and 1 being written"
+
+
+def _fits(result: Estimate, gib: float) -> bool:
+    return result.peak <= (1 - HEADROOM) * gib * GIB
+
+
+def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> str:
+    """Say what to change first: the first change that makes it fit, or else the one that saves most."""
+    best = None
+    for text, changed, number in _changes(config, processes):
+        try:
+            validate(changed, number)
+        except ConfigError:
+            continue
+        outcome = estimate(changed, number)
+        if best is None or outcome.peak < best[1].peak:
+            best = text, outcome
+        if _fits(outcome, gib):
+            break
+    problem = f"{result.peak / GIB:.2f} GiB do not fit in {gib:g} GiB, {HEADROOM:.0%} of which stay free"
+    if best is None or best[1].peak >= result.peak:
+        return f"{problem}; choose a smaller model or larger GPUs"
+    enough = "which fits" if _fits(best[1], gib) else "which is not enough yet"
+    return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}"
+
+
+def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig, int]]:
+    """Yield changes that save memory, the cheapest first: what to do, the configuration, the number of processes."""
+
+    def change(key: str, value: object) -> RunConfig:
+        changed = copy.deepcopy(config)
+        section, _, name = key.partition(".")
+        setattr(getattr(changed, section), name, value)
+        return changed
+
+    train, stage, tensor_size = config.train, config.deepspeed.zero_stage, config.parallel.tensor_model_parallel_size
+    smaller = []
+    if train.recompute == "none":
+        smaller.append(("set", "train.recompute", "full"))
+    if train.micro_batch_size > 1:
+        smaller.append(("lower", "train.micro_batch_size", train.micro_batch_size // 2))
+    smaller += [("raise", "deepspeed.zero_stage", higher) for higher in range(stage + 1, 4)]
+    for verb, key, value in smaller:
+        yield f"{verb} {key} to {value}", change(key, value), processes
+    double = 2 * tensor_size
+    number = processes if processes % double == 0 else 2 * processes
+    where = "" if number == processes else f" on {number} processes"
+    changed = change("parallel.tensor_model_parallel_size", double)
+    changed.parallel.sequence_parallel = None
+    yield f"raise parallel.tensor_model_parallel_size to {double}{where}", changed, number
+    bucket = config.deepspeed.reduce_bucket_size // 10
+    yield f"lower deepspeed.reduce_bucket_size to {bucket}", change("deepspeed.reduce_bucket_size", bucket), processes
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output, `head` for instance, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

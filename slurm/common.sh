@@ -1,0 +1,187 @@
+# What the scripts beside this file share; it is sourced, never run. See README.md, "Run on your cluster".
+# shellcheck shell=bash
+
+# load_site ROOT: read ROOT/slurm/site.env, if there is one, and say which Python runs.
+load_site() {
+  ROOT=$1
+  if [ -f "$ROOT/slurm/site.env" ]; then
+    # shellcheck disable=SC1091
+    source "$ROOT/slurm/site.env"
+  fi
+  if [ -z "${TAPE_PYTHON:-}" ]; then
+    TAPE_PYTHON=python3
+    [ -x "$ROOT/.venv/bin/python" ] && TAPE_PYTHON=$ROOT/.venv/bin/python
+  fi
+  export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
+  if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
+    export NCCL_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE
+  fi
+}
+
+# run_python ARGS...: Python, in the container if there is one, with the modules of $ROOT.
+run_python() {
+  # shellcheck disable=SC2086
+  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} $TAPE_CONTAINER "$TAPE_PYTHON" "$@"
+}
+
+# `python -m` looks in the working directory first, which may hold another version of the code than $ROOT.
+RUN_MODULE='import runpy, sys
+sys.path[0] = sys.argv.pop(1)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+
+run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
+
+say() { echo "$(date +%T) $*"; }
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+# ----- a job: one attempt at a run, requeued until the run is finished -----
+
+# run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]
+run_job() {
+  local module=$1 recipe=$2
+  shift 2
+  case " $*" in
+    " "[!-]* | *" --config"*) ;;
+    *) set -- "$ROOT/$recipe" "$@" ;;
+  esac
+  local nodes gpus tasks job_link requeued=()
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,) || fail "scontrol does not answer"
+  gpus=${SLURM_GPUS_ON_NODE:-0}
+  # One task per GPU; on nodes without any, one per node. srun starts them, tells each its rank, and ends all when one
+  # dies: a second launcher (torchrun) below it would only stand between Slurm's signals and the training processes.
+  tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+  job_link=$PWD/runs/.jobs/$SLURM_JOB_ID
+  if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    requeued=(--requeued)
+  fi
+  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
+
+  local variables
+  variables=$(run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
+    --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
+    --scratch "${TAPE_SCRATCH:-}" --log "$(job_field StdOut)" -- "$@") || exit 1
+  eval "$variables"
+  export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT MASTER_ADDR
+  MASTER_ADDR=$(head_address "${nodes%%,*}")
+  [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
+
+  if [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
+    step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus "$gpus" \
+      --timeout "${TAPE_PREFLIGHT_TIMEOUT:-45}"
+    if [ "$STEP_STATUS" = 0 ] && [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
+      MASTER_PORT=$((MASTER_PORT < 65000 ? MASTER_PORT + 1 : MASTER_PORT - 1))
+      step "$module" --config "$CONFIG"
+    fi
+  fi
+  conclude
+}
+
+# step MODULE ARGS...: run it on every rank, and wait for its end whatever signals come; sets STEP_STATUS.
+# What a run recorded decides, not this status: after signals srun's is unreliable.
+step() {
+  local module=$1
+  shift
+  # shellcheck disable=SC2086
+  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} \
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
+    --cpus-per-task="$(cpus_per_task)" --distribution=block --kill-on-bad-exit=1 --unbuffered \
+    $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \
+    bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
+    $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
+  local srun=$!
+  while :; do
+    wait $srun
+    STEP_STATUS=$?
+    # Above 128 a signal may have interrupted this wait, not srun.
+    [ $STEP_STATUS -gt 128 ] && kill -0 $srun 2>/dev/null || break
+  done
+}
+
+cpus_per_task() {
+  local cpus=$((${SLURM_CPUS_ON_NODE:-1} / tasks))
+  echo $((cpus > 0 ? cpus : 1))
+}
+
+# head_address NODE: its name, or, where that does not resolve, the address Slurm reaches it by.
+head_address() {
+  if getent hosts "$1" >/dev/null; then
+    echo "$1"
+  else
+    scontrol show node "$1" | sed -n 's/^ *NodeAddr=\([^ ]*\).*/\1/p'
+  fi
+}
+
+# job_field NAME: a field of this job as scontrol shows it.
+job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+
+# conclude: end the job, or requeue it, as the run's records say.
+conclude() {
+  local verdict reason
+  read -r verdict reason < <(run_module pretrain.attempt decide --run "$RUN_DIRECTORY" \
+    --checkpoints "$CHECKPOINT_DIRECTORY" --attempt "$ATTEMPT")
+  say "attempt $ATTEMPT: $reason"
+  case $verdict in
+    done) exit 0 ;;
+    again) requeue ;;
+    stop)
+      echo "error: $reason" >&2
+      exit 1
+      ;;
+    *) fail "the records of attempt $ATTEMPT in $RUN_DIRECTORY cannot be read; submit the same command to continue" ;;
+  esac
+}
+
+# requeue: have Slurm start this job again; it ends this script, too. Without an answer from Slurm it asks for a while.
+requeue() {
+  local tries
+  if [ "$(job_field Requeue)" = 0 ]; then
+    fail "the job was submitted with --no-requeue; submit the same command to continue"
+  fi
+  for tries in $(seq 60); do
+    case $(job_field JobState) in
+      RUNNING)
+        say "requeueing"
+        if scontrol requeue "$SLURM_JOB_ID"; then
+          sleep 300 # Slurm kills this script
+          exit 1
+        fi
+        ;;
+      "") ;; # the controller does not answer
+      *)
+        # Cancelled, or requeued by Slurm itself.
+        exit 1
+        ;;
+    esac
+    sleep 10
+  done
+  fail "Slurm did not requeue job $SLURM_JOB_ID; submit the same command to continue"
+}
+
+# on_signal NAME: a warning of preemption or of the time limit. The ranks look for the file, save, and end.
+on_signal() {
+  SIGNALED=$1
+  say "$1: the run saves and is requeued"
+  [ -n "${ATTEMPT_DIRECTORY:-}" ] && echo "$1" >"$ATTEMPT_DIRECTORY/stop"
+  # Where a time limit is near and the ranks do not get to their next step before it, requeue all the same.
+  local left
+  left=$(seconds_left)
+  if [ -n "$left" ] && [ "$left" -lt 3600 ]; then
+    (
+      sleep $((left > 40 ? left - 30 : left / 4))
+      [ "$(job_field JobState)" = RUNNING ] && [ "$(job_field Requeue)" = 1 ] && scontrol requeue "$SLURM_JOB_ID"
+    ) &
+  fi
+}
+
+# seconds_left: until the time limit; nothing without one.
+seconds_left() {
+  squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null |
+    awk -F'[-:]' '/^[0-9:-]+$/ {s = 0; n = split($0, parts, /[-:]/); split("1 60 3600 86400", unit, " ")
+      for (i = n; i > 0; i--) s += parts[i] * unit[n - i + 1]; print s}'
+}
+
+SIGNALED=${SIGNALED:-}

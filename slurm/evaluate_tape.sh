@@ -1,0 +1,34 @@
+#!/bin/bash
+# Evaluate a model; the job is requeued until it is finished, whatever the cluster does to it.
+# pretrain.evaluate is not part of this version yet: until it is, the job ends at once with a sentence that says so.
+#
+#   sbatch [sbatch options] slurm/evaluate_tape.sh [RECIPE] [--section.key value ...]
+#   slurm/evaluate_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
+#
+# sbatch options, directories and settings: as slurm/pretrain_tape.sh explains.
+
+#SBATCH --job-name=tape-evaluate
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+#SBATCH --signal=B:USR1@180
+
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
+on_signal() { SIGNALED=$1; }
+
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+  case ${1:-} in -h | --help) sed -n '/^# /!{1!q};s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+  root=$(cd "$(dirname "$0")/.." && pwd)
+  source "$root/slurm/common.sh" && load_site "$root"
+  exec sbatch "$root/slurm/$(basename "$0")" "$@"
+fi
+# Slurm runs a copy of this file; the code is where it was submitted from, or, when requeued, in the run's directory.
+root=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's|.* Command=\([^ ]*\)/slurm/[^/ ]*.*|\1|p')
+link=$PWD/runs/.jobs/$SLURM_JOB_ID
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
+source "$root/slurm/common.sh" || { echo "error: $root holds no slurm/common.sh" >&2; exit 1; }
+load_site "$root"
+run_job pretrain.evaluate pretrain/recipes/tape_155m.yaml "$@"
