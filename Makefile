@@ -1,4 +1,5 @@
 # make demo: train TAPE and RoPE on real text.  make test: run every test.  make lint: check style.
+# make test TESTS="tests/slurm -m 'not slow'" runs some.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,8 +10,14 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
 
+# The jobs of tests/slurm spend much of their time waiting: several at once.
 test: $(STAMP)
+ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
+else
+	$(BIN)/python -m pytest --ignore=tests/slurm
+	$(BIN)/python -m pytest tests/slurm -n 3
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -21,7 +21,9 @@ from megatron_tape import checkpoint_files
 from megatron_tape.files import SUFFIX, sync_directory
 
 CRASH_LIMIT = 3
-"""Attempts in a row without a new checkpointed step after which a job stops."""
+"""Crashes in a row without a new checkpointed step after which a job stops."""
+IDLE_LIMIT = 10
+"""The same for attempts that ended in whatever way: one can be interrupted for ever before its first step."""
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 
@@ -139,16 +141,16 @@ def checkpointed_step(checkpoint_directory: str | Path) -> int:
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
     """Say why no further attempt is worth starting, or return None.
 
-    So it is when the last CRASH_LIMIT attempts of `job` crashed without a checkpoint beyond the first one's start;
-    `step` is the newest checkpointed step now.
+    So it is when the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in whatever way, without
+    a checkpoint beyond the first one's start; `step` is the newest checkpointed step now.
     """
     mine = [attempt for attempt in attempts if attempt.facts.get("job") == job]
-    last = mine[-CRASH_LIMIT:]
-    if len(last) < CRASH_LIMIT or not all(attempt.crashed for attempt in last):
-        return None
-    if step > last[0].facts.get("checkpoint_step", 0):
-        return None
-    return f"{CRASH_LIMIT} attempts in a row crashed without a checkpoint beyond step {step}"
+    for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
+        last = mine[-limit:]
+        counts = len(last) == limit and (limit == IDLE_LIMIT or all(attempt.crashed for attempt in last))
+        if counts and step <= last[0].facts.get("checkpoint_step", 0):
+            return f"{limit} attempts in a row {what} without a checkpoint beyond step {step}"
+    return None
 
 
 def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
@@ -165,18 +167,18 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
         return "stop", attempt.message
     if attempt.outcome == STALE or attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
-    if not attempt.crashed:
-        reason = attempt.message or f"{attempt.stop_reason} came before the first step"
-        return "again", f"{reason}; the newest checkpoint is of step {step}"
     told = last_error(attempt)
-    upto = attempts[: attempts.index(attempt) + 1]
-    if loop := crash_loop(upto, step, attempt.facts.get("job")):
-        return "stop", f"{loop}; the last error: {told}"
+    if loop := crash_loop(attempts, step, attempt.facts.get("job")):
+        return "stop", f"{loop}; the last: {told}"
+    if not attempt.crashed:
+        return "again", f"{told}; the newest checkpoint is of step {step}"
     return "again", f"{told}; continuing from the checkpoint of step {step}"
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Tell in one sentence how a crashed attempt ended."""
+    """Tell in one sentence how an attempt that did not finish ended."""
+    if not attempt.crashed:
+        return attempt.message or f"{attempt.stop_reason} came before the first step"
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, and left no error"
     return f"rank {attempt.rank}: {attempt.message}"

@@ -212,8 +212,8 @@ class TrainConfig:
     max_bad_steps: int = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
     hang_timeout: float | None = 1800.0
-    """Seconds after which a process in which nothing got done (no step, evaluation batch, save or stage of the
-    start-up) dumps its stacks and ends the attempt; null means never."""
+    """Seconds after which a process in which nothing got done (no step, evaluation batch or save) dumps its stacks and
+    ends the attempt; the start-up has at least half an hour. null means never."""
 
 
 @dataclass(kw_only=True)
@@ -223,7 +223,7 @@ class CheckpointConfig:
     directory: str | None = None
     """Where checkpoints go; null means checkpoints inside logging.directory."""
     interval: int = 1000
-    """Steps between checkpoints; the last step is always saved, and one that cannot be is tried again after the next."""
+    """Steps between checkpoints; the last step is always saved. After a save that failed the next is due as usual."""
     keep: int = 2
     """Newest checkpoints that stay."""
     resume: str = "auto"

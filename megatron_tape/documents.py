@@ -4,6 +4,7 @@ Reading happens in two steps, so that the expensive one can run in another proce
 chunks of raw bytes, `parse_chunk` makes texts of a chunk.
 """
 
+import functools
 import glob
 import json
 import os
@@ -21,6 +22,7 @@ FORMATS = """input formats, by the ending of the file's name:
 .jsonl, .json and .txt may be compressed: .gz or .zst follows."""
 
 _COMPRESSED_BLOCK = 1 << 16
+_SCANNED_BLOCK = 1 << 20
 _EXAMPLES = 3
 
 
@@ -29,11 +31,29 @@ class UnreadableFile(ValueError):
 
 
 @dataclass(frozen=True)
+class FilePart:
+    """A file to read; with `stop`, only its lines that start in the bytes [start, stop).
+
+    Only files of which `is_cuttable` holds have such parts.
+    """
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, as near as can be told without reading."""
+        return os.path.getsize(self.path) if self.stop is None else self.stop - self.start
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Some consecutive documents of a file, unparsed: whole lines, or a list of raw texts.
 
-    `first` is the number, from 1, of the first line or row. `unit` is what the file counts: "line", "row", or "" for
-    a file that is one document. `position` is how many bytes of the inputs, as they lie on disk, have been read.
+    `first` is the number, from 1, of the first line or row; lines are counted from byte `offset` of the file. `unit`
+    is what the file counts: "line", "row", or "" for a file that is one document. `position` is how many bytes of the
+    inputs, as they lie on disk, have been read.
     """
 
     path: str
@@ -41,10 +61,13 @@ class Chunk:
     first: int
     payload: bytes | list[bytes | None]
     position: int = 0
+    offset: int = 0
 
     def place(self, number: int) -> str:
         """Name a document of this file for a message."""
-        return {"line": f"{self.path}:{number}", "row": f"{self.path} row {number}", "": self.path}[self.unit]
+        if self.unit == "line":
+            return f"{self.path}:{_lines_before(self.path, self.offset) + number}"
+        return f"{self.path} row {number}" if self.unit == "row" else self.path
 
 
 @dataclass
@@ -100,18 +123,23 @@ def find_inputs(patterns: list[str]) -> list[str]:
     return list(files)
 
 
-def read_chunks(paths: list[str], text_key: str, chunk_bytes: int) -> Iterator[Chunk | UnreadableFile]:
-    """Yield the documents of `paths` in order, in chunks of about `chunk_bytes`.
+def is_cuttable(path: str) -> bool:
+    """Return whether a file may be read in parts, a FilePart each: uncompressed JSON lines."""
+    return path.endswith((".jsonl", ".json"))
+
+
+def read_chunks(parts: list[FilePart], text_key: str, chunk_bytes: int) -> Iterator[Chunk | UnreadableFile]:
+    """Yield the documents of `parts` in order, in chunks of about `chunk_bytes`.
 
     A file that ends too early or cannot be decompressed yields its whole lines, then an UnreadableFile.
     """
     position = 0
-    for path in paths:
+    for part in parts:
         try:
-            yield from _read_file(path, text_key, chunk_bytes, position)
+            yield from _read_file(part, text_key, chunk_bytes, position)
         except (UnreadableFile, OSError) as error:
-            yield UnreadableFile(f"{path} cannot be read to its end: {error}")
-        position += os.path.getsize(path)
+            yield UnreadableFile(f"{part.path} cannot be read to its end: {error}")
+        position += part.size
 
 
 def parse_chunk(chunk: Chunk, text_key: str) -> tuple[list[str], list[int], Problems]:
@@ -130,7 +158,7 @@ def parse_chunk(chunk: Chunk, text_key: str) -> tuple[list[str], list[int], Prob
 
 def read_texts(paths: list[str], text_key: str) -> Iterator[tuple[str, int]]:
     """Yield every text with how many bytes of the inputs have been read; raises ValueError at the first bad one."""
-    for chunk in read_chunks(paths, text_key, chunk_bytes=1 << 18):
+    for chunk in read_chunks([FilePart(path) for path in paths], text_key, chunk_bytes=1 << 18):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key)
@@ -151,34 +179,62 @@ def _format(path: str) -> str:
 
 
 class _Counted:
-    """A file to read that counts its bytes, since a pipe has no position to ask for."""
+    """A file to read, at most `limit` bytes of it, that counts them, since a pipe has no position to ask for."""
 
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: IO[bytes], limit: int | None = None):
         self._file = file
+        self._limit = limit
         self.count = 0
 
     def read(self, size: int) -> bytes:
-        data = self._file.read(size)
+        data = self._file.read(size if self._limit is None else min(size, self._limit - self.count))
         self.count += len(data)
         return data
 
 
-def _read_file(path: str, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+def _start_of_line(file: IO[bytes], position: int) -> int:
+    """Return where the first line begins that does not begin before `position`: the file's end if there is none."""
+    start = max(position - 1, 0)
+    file.seek(start)
+    while position and (block := file.read(_SCANNED_BLOCK)):
+        if (newline := block.find(b"\n")) >= 0:
+            return start + newline + 1
+        start += len(block)
+    return start
+
+
+@functools.lru_cache
+def _lines_before(path: str, offset: int) -> int:
+    """Count the lines in the first `offset` bytes of a file, for messages alone."""
+    lines = 0
+    with open(path, "rb") as file:
+        while block := file.read(min(_SCANNED_BLOCK, offset - file.tell())):
+            lines += block.count(b"\n")
+    return lines
+
+
+def _read_file(part: FilePart, text_key: str, chunk_bytes: int, position: int) -> Iterator[Chunk]:
+    path = part.path
     kind = _format(path)
     if kind == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, position)
         return
     with open(path, "rb") as opened:
-        file = _Counted(opened)
+        begin, limit = 0, None
+        if part.stop is not None:
+            begin = _start_of_line(opened, part.start)
+            limit = _start_of_line(opened, part.stop) - begin
+            opened.seek(begin)
+        file = _Counted(opened, limit)
         blocks = _decompress(file, path, chunk_bytes)
         if kind == ".txt":
             yield Chunk(path, "", 1, [b"".join(blocks)], position + file.count)
             return
         number = 1
         for payload in _whole_lines(blocks, chunk_bytes):
-            if number == 1:
+            if begin == 0 and number == 1:
                 payload = payload.removeprefix(b"\xef\xbb\xbf")
-            yield Chunk(path, "line", number, payload, position + file.count)
+            yield Chunk(path, "line", number, payload, position + file.count, begin)
             number += payload.count(b"\n")
 
 

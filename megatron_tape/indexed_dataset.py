@@ -9,12 +9,14 @@
     int64[m] document indices: document d consists of sequences [d] to [d + 1]
     int8[n]  sequence modes, in multimodal datasets only
 
-As Megatron-LM's own preprocessing does, the writer makes every document one sequence: document indices are 0..n.
+As Megatron-LM's own preprocessing does, the writer makes every document one sequence, so that document indices are
+0..n, unless it is given whole datasets with other documents. `P.origin`, if there is one, is text that says what the
+dataset was made from; Megatron-core does not read it.
 """
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _BLOCK = 1 << 18
+_COPIED_BYTES = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -38,6 +41,11 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+def origin_path(prefix: str | Path) -> Path:
+    """Return the path of the file that says what the dataset was made from."""
+    return Path(f"{prefix}.origin")
+
+
 class IndexedDatasetWriter:
     """Write a dataset that appears under its name only when `finish` has brought it to disk.
 
@@ -46,12 +54,17 @@ class IndexedDatasetWriter:
 
     Raises FileExistsError when the dataset exists and `overwrite` is false, ValueError when another process is writing
     it, OSError when its directory cannot be written. With `overwrite` an old dataset stays until `finish`.
+
+    `documents` counts what `add` and `add_dataset` appended, `tokens` their ids.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
         self.dtype = np.dtype(dtype)
         self.documents = 0
         self.tokens = 0
+        self._sequences = 0
+        self._datasets: list[IndexedDatasetReader] = []
+        self._origin_path, self._origin = origin_path(prefix), None
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
@@ -68,45 +81,92 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bin.discard()
-        self._idx.discard()
+        for file in (self._bin, self._idx, self._origin):
+            if file is not None:
+                file.discard()
 
     def add(self, tokens: bytes, lengths: np.ndarray) -> None:
         """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32) in tokens."""
         lengths = np.ascontiguousarray(lengths, dtype="<i4")
         total = int(lengths.sum(dtype=np.int64))
+        assert not self._datasets, "a writer takes whole datasets or documents"
         assert len(tokens) == total * self.dtype.itemsize, "the lengths do not add up to the tokens"
         self._bin.file.write(tokens)
         self._idx.file.write(lengths.data)
+        self._sequences += len(lengths)
         self.documents += len(lengths)
         self.tokens += total
 
-    def finish(self) -> None:
-        """Complete the index, bring both files to disk and give them their names."""
+    def add_dataset(self, dataset: "IndexedDatasetReader", copied: Callable[[], None] = lambda: None) -> None:
+        """Append all documents of a whole dataset of this `dtype`, in bounded memory; `copied` follows every block.
+
+        A writer takes whole datasets or documents, not both. Raises ValueError when the dataset's tokens end too early.
+        """
+        assert dataset.dtype == self.dtype, "a dataset holds tokens of one type"
+        assert self._datasets or not self.documents, "a writer takes whole datasets or documents"
+        left = dataset.bin_size
+        with open(dataset.bin_path, "rb") as file:
+            while left:
+                block = file.read(min(_COPIED_BYTES, left))
+                if not block:
+                    raise ValueError(f"{dataset.bin_path} became shorter while it was read; write it again")
+                self._bin.file.write(block)
+                left -= len(block)
+                self.tokens += len(block) // self.dtype.itemsize
+                copied()
+        for start in range(0, len(dataset.lengths), _BLOCK):
+            self._idx.file.write(dataset.lengths[start : start + _BLOCK].data)
+        self._datasets.append(dataset)
+        self._sequences += len(dataset.lengths)
+        self.documents += len(dataset)
+
+    def finish(self, origin: str | None = None) -> None:
+        """Complete the index, bring all to disk and give the files their names; `origin` becomes P.origin.
+
+        The index appears last: where it is, the rest is too.
+        """
         self._write_pointers()
-        for start in range(0, self.documents + 1, _BLOCK):
-            stop = min(start + _BLOCK, self.documents + 1)
-            self._idx.file.write(np.arange(start, stop, dtype="<i8").data)
+        for block in self._document_indices():
+            self._idx.file.write(block.astype("<i8").data)
         self._idx.file.seek(0)
-        self._idx.file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.documents, self.documents + 1))
-        self._bin.sync()
-        self._idx.sync()
-        # A reader needs both files: while they change, the index is missing, so that two halves never look like one.
+        self._idx.file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self._sequences, self.documents + 1))
+        files = [self._bin, self._idx]
+        if origin is not None:
+            self._origin = PartialFile(self._origin_path)
+            self._origin.file.write(origin.encode())
+            files.insert(0, self._origin)
+        for file in files:
+            file.sync()
+        # A reader needs all files: while they change, the index is missing, so that parts never look like a whole.
         with hold_signals():
             self._idx.path.unlink(missing_ok=True)
-            self._bin.publish()
-            self._idx.publish()
+            self._origin_path.unlink(missing_ok=True)
+            for file in files:
+                file.publish()
         sync_directory(self._bin.path.parent)
+
+    def _document_indices(self) -> Iterator[np.ndarray]:
+        """Yield blocks of the document indices: of `add` one sequence each, of datasets as these have them."""
+        if not self._datasets:
+            for start in range(0, self.documents + 1, _BLOCK):
+                yield np.arange(start, min(start + _BLOCK, self.documents + 1))
+            return
+        yield np.zeros(1)
+        sequences = 0
+        for dataset in self._datasets:
+            for start in range(1, len(dataset.document_indices), _BLOCK):
+                yield dataset.document_indices[start : start + _BLOCK] + sequences
+            sequences += len(dataset.lengths)
 
     def _write_pointers(self) -> None:
         offset = 0
-        for start in range(0, self.documents, _BLOCK):
-            count = min(_BLOCK, self.documents - start)
+        for start in range(0, self._sequences, _BLOCK):
+            count = min(_BLOCK, self._sequences - start)
             self._idx.file.seek(_HEADER.size + 4 * start)
             sizes = np.frombuffer(self._idx.file.read(4 * count), dtype="<i4").astype("<i8") * self.dtype.itemsize
             pointers = np.cumsum(sizes) - sizes + offset
             offset += int(sizes.sum())
-            self._idx.file.seek(_HEADER.size + 4 * self.documents + 8 * start)
+            self._idx.file.seek(_HEADER.size + 4 * self._sequences + 8 * start)
             self._idx.file.write(pointers.astype("<i8").data)
         self._idx.file.seek(0, os.SEEK_END)
 
@@ -114,8 +174,9 @@ class IndexedDatasetWriter:
 class IndexedDatasetReader:
     """A dataset on disk, memory-mapped.
 
-    `lengths`, `pointers` and `document_indices` are the arrays of the index. Raises FileNotFoundError when a file is
-    missing and ValueError when the index cannot be read at all; `problems` finds the rest.
+    `lengths`, `pointers` and `document_indices` are the arrays of the index, `multimodal` says whether it also has
+    sequence modes. Raises FileNotFoundError when a file is missing and ValueError when the index cannot be read at
+    all; `problems` finds the rest.
     """
 
     def __init__(self, prefix: str | Path):
@@ -140,6 +201,7 @@ class IndexedDatasetReader:
                 f"{self.idx_path} has {idx_size} bytes where {sequences} sequences and {entries} document indices "
                 f"take {size}: it was cut off or damaged; write the dataset again"
             )
+        self.multimodal = idx_size != size
         index = np.memmap(self.idx_path, mode="r")
         ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
         self.lengths = index[ends[0] : ends[1]].view("<i4")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tape.documents import Chunk, Problems, UnreadableFile, parse_chunk, read_chunks
+from megatron_tape.documents import Chunk, FilePart, Problems, UnreadableFile, parse_chunk, read_chunks
 from megatron_tape.indexed_dataset import token_dtype
 from megatron_tape.tokenizer import Tokenizer
 
@@ -72,8 +72,8 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     )
 
 
-def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
-    """Yield the documents of `paths`, in order, encoded by `workers` processes.
+def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
+    """Yield the documents of `parts`, in order, encoded by `workers` processes.
 
     A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
     a worker dies.
@@ -85,7 +85,7 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
         # Fork before anything here has started a thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        for chunk in read_chunks(paths, encoding.text_key, chunk_bytes):
+        for chunk in read_chunks(parts, encoding.text_key, chunk_bytes):
             pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 yield _result(pending.popleft())

@@ -20,6 +20,8 @@ from megatron_tape.attempts import HUNG, STALE, Attempt
 POLL_SECONDS = 1.0
 OWNER_SECONDS = 5.0
 GRACE_SECONDS = 5.0
+STARTUP_SECONDS = 1800.0
+"""The least patience with imports, the index of the data, the checkpoint's checksums: everything before training."""
 EXIT_INTERRUPTED = 75
 EXIT_STALE = 76
 EXIT_HUNG = 77
@@ -30,13 +32,15 @@ class Watch:
     """Made at the very start, so that no signal is lost; `attach` follows when the attempt is known.
 
     SIGUSR1 and SIGTERM, and `Attempt.request_stop`, turn `stop` into the reason; the training loop looks at it between
-    steps. After `hang_timeout` seconds (None: never) without `progress` every thread's Python stack goes to
+    steps. After `hang_timeout` seconds (None: never) without `progress`, and before `begin_training` not before half an
+    hour, every thread's Python stack goes to
     `stacks-RANK.txt` in the attempt's directory and the process ends.
     """
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
-        self._hang_timeout = hang_timeout
+        self._hang_timeout = None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
+        self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
         self._rank = 0
         self._facts: dict[str, Any] = {"stage": "starting", "step": None}
@@ -64,6 +68,11 @@ class Watch:
         if self._attempt is not None and self._hang_timeout is not None:
             # Where a hang holds Python's lock the thread cannot act; this timer needs none.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
+
+    def begin_training(self) -> None:
+        """From now on `hang_timeout` holds as it was given."""
+        self._hang_timeout = self._training_hang_timeout
+        self.progress("training")
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items; taking one is progress."""

@@ -8,9 +8,11 @@ that copy), takes the run over, and prints shell variables. `decide` prints `don
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -93,9 +95,9 @@ def begin(options: argparse.Namespace) -> None:
     if mine:
         last = mine[-1]
         if loop := crash_loop(mine, checkpointed_step(checkpoints), options.job):
-            raise ConfigError(f"{loop}; the last error: {last_error(last)}")
+            raise ConfigError(f"{loop}; the last: {last_error(last)}")
         if last.verdict is None:
-            print(f"# {last_error(last) if last.crashed else last.stop_reason or last.message}", file=sys.stderr)
+            print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
     directory = run / "jobs" / options.job
     if not requeued:
         _copy(Path(options.source), directory, config)
@@ -114,6 +116,7 @@ def begin(options: argparse.Namespace) -> None:
     attempt = Attempt.claim(run, checkpoints, facts)
     step = checkpointed_step(checkpoints)
     print(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}", file=sys.stderr)
+    ports = _free_ports(2)
     variables = {
         "RUN_DIRECTORY": run,
         "CHECKPOINT_DIRECTORY": checkpoints,
@@ -121,7 +124,8 @@ def begin(options: argparse.Namespace) -> None:
         "ATTEMPT_DIRECTORY": attempt.directory,
         "ROOT": (directory / "code").resolve(),
         "CONFIG": (directory / "config.yaml").resolve(),
-        "MASTER_PORT": _free_port(),
+        "PREFLIGHT_PORT": ports[0],
+        "TRAINING_PORT": ports[1],
     }
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
@@ -194,11 +198,16 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
     partial.rename(directory)
 
 
-def _free_port() -> int:
-    """Return a port that is free on this node, the head node, now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    """Return ports that are free on this node, the head node, and that no outgoing connection is given by chance."""
+    found = []
+    for port in random.sample(range(20000, 32000), 1000):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from megatron_tape import nodes

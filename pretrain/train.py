@@ -74,8 +74,8 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
         if speaks:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
         return 0
+    watch.record_end(INTERRUPTED, stopped)
     if speaks:
-        watch.record_end(INTERRUPTED, stopped)
         print(f"{stopped}; the same command continues", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 
@@ -168,7 +168,7 @@ def train(config: RunConfig, watch: Watch) -> str | None:
 
     if layout.any_rank(watch.stop is not None):
         return f"{watch.stop or 'a signal to another rank'} came before step {first_step}"
-    watch.progress("training")
+    watch.begin_training()
     micro_batches = batches.training(first_step)
     tokens_per_step = settings.global_batch_size * config.model.seq_length
     seconds, timed_steps = 0.0, 0

@@ -31,6 +31,9 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 
 run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
 
+# has_module MODULE: whether this version has it.
+has_module() { [ -f "$ROOT/${1//.//}.py" ]; }
+
 say() { echo "$(date +%T) $*"; }
 
 fail() {
@@ -65,7 +68,7 @@ run_job() {
     --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
     --scratch "${TAPE_SCRATCH:-}" --log "$(job_field StdOut)" -- "$@") || exit 1
   eval "$variables"
-  export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT MASTER_ADDR
+  export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT=$PREFLIGHT_PORT MASTER_ADDR
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
 
@@ -73,7 +76,7 @@ run_job() {
     step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus "$gpus" \
       --timeout "${TAPE_PREFLIGHT_TIMEOUT:-45}"
     if [ "$STEP_STATUS" = 0 ] && [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
-      MASTER_PORT=$((MASTER_PORT < 65000 ? MASTER_PORT + 1 : MASTER_PORT - 1))
+      MASTER_PORT=$TRAINING_PORT
       step "$module" --config "$CONFIG"
     fi
   fi
@@ -93,11 +96,27 @@ step() {
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
     $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
   local srun=$!
+  end_with_ranks $srun &
+  local watcher=$!
   while :; do
     wait $srun
     STEP_STATUS=$?
     # Above 128 a signal may have interrupted this wait, not srun.
     [ $STEP_STATUS -gt 128 ] && kill -0 $srun 2>/dev/null || break
+  done
+  kill $watcher 2>/dev/null
+}
+
+# end_with_ranks PID: end an srun that waits for tasks which are gone, as it does for those of a node that came back
+# before Slurm missed it: when a rank has recorded its end and srun has not ended a minute later.
+end_with_ranks() {
+  local patience=${TAPE_SRUN_PATIENCE:-60}
+  while kill -0 "$1" 2>/dev/null; do
+    if compgen -G "$ATTEMPT_DIRECTORY/rank-*.json" >/dev/null; then
+      [ "$patience" -gt 0 ] || kill -KILL "$1"
+      patience=$((patience - 2))
+    fi
+    sleep 2
   done
 }
 
@@ -145,6 +164,7 @@ requeue() {
     case $(job_field JobState) in
       RUNNING)
         say "requeueing"
+        trap 'exit 1' TERM
         if scontrol requeue "$SLURM_JOB_ID"; then
           sleep 300 # Slurm kills this script
           exit 1

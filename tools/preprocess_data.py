@@ -5,13 +5,20 @@
 
 The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
 at most P.bin.partial and P.idx.partial, which the next run takes over.
+
+Several machines can share the work: `--shard I/N` makes one of N parts, P.shard-0000I-of-0000N, and
+`tools/merge_datasets.py --shards P` joins them to the very bytes that one process would have written;
+`slurm/preprocess.sh` does both in a Slurm job array. P.origin, which such datasets carry, says what they were made
+from: one that is complete and was made from the same inputs and settings is kept, so that a part may be run again at
+any time; one of others is refused without --overwrite.
 """
 
 import argparse
+import json
 import os
 
-from megatron_tape import command_line
-from megatron_tape.documents import FORMATS, Problems, find_inputs
+from megatron_tape import command_line, shards
+from megatron_tape.documents import FORMATS, FilePart, Problems, find_inputs
 from megatron_tape.indexed_dataset import IndexedDatasetWriter
 from megatron_tape.preprocessing import Encoding, encode_files
 from megatron_tape.tokenizer import load_tokenizer
@@ -29,14 +36,44 @@ def main() -> None:
     if arguments.append_eod and tokenizer.eod is None:
         raise ValueError(f"{arguments.tokenizer} has no end-of-document token; leave out --append-eod")
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod)
+    if arguments.shard is not None:
+        write_shard(shards.Shard.parse(arguments.shard), paths, encoding, arguments)
+        return
     with IndexedDatasetWriter(arguments.output_prefix, encoding.dtype, overwrite=arguments.overwrite) as writer:
-        write(writer, paths, encoding, arguments)
+        speed = write(writer, [FilePart(path) for path in paths], encoding, arguments)
+        if not writer.documents:
+            raise ValueError("the input holds no document; check --input and --text-key")
+        writer.finish()
+    command_line.say(f"{arguments.output_prefix}: {speed}")
 
 
-def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
-    """Fill and finish the dataset, showing progress; raises ValueError at a bad document unless these are skipped."""
-    size = sum(os.path.getsize(path) for path in paths)
-    command_line.say(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
+def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
+    """Write a shard, unless it or the whole dataset is there already; raises ValueError when an input changes."""
+    prefix = shard.prefix(arguments.output_prefix)
+    origin = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
+    for existing in (arguments.output_prefix, prefix):
+        if shards.is_made(existing, origin, arguments.overwrite):
+            command_line.say(f"{existing} is complete already; nothing to do")
+            return
+    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=True) as writer:
+        speed = write(writer, shard.cut(paths), encoding, arguments)
+        now = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
+        if now != origin:
+            reason = shards.difference(now, origin)
+            raise ValueError(f"the inputs changed while {prefix} was made ({reason}); make it again")
+        writer.finish(json.dumps(origin))
+    command_line.say(f"{prefix}: {speed}")
+
+
+def write(
+    writer: IndexedDatasetWriter, parts: list[FilePart], encoding: Encoding, arguments: argparse.Namespace
+) -> str:
+    """Tokenize into the writer, showing progress, and return what that came to.
+
+    Raises ValueError at a bad document unless these are skipped.
+    """
+    size = sum(part.size for part in parts)
+    command_line.say(f"{len(parts):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
     progress = command_line.Progress(size)
     problems, text_bytes = Problems(), 0
 
@@ -47,7 +84,7 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
         )
 
     try:
-        for chunk in encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes):
+        for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
                 raise ValueError(f"{bad[0]}: {bad[1]}; repair it, or pass --on-error skip to leave such documents out")
             problems.merge(chunk.problems)
@@ -58,16 +95,13 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
         progress.end()
     for line in problems.report():
         command_line.say(line)
-    if not writer.documents:
-        raise ValueError("the input holds no document; check --input and --text-key")
-    writer.finish()
-    command_line.say(f"{arguments.output_prefix}: {speed(progress.seconds)}, {progress.seconds:.1f} s")
+    return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=FORMATS, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=f"{FORMATS}\n\n{shards.CUT}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
@@ -83,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
         help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
+    add("--shard", metavar="I/N", help="make only part I, from 0, of N; see below")
     add("--chunk-bytes", type=int, default=1 << 18, help="bytes given to a worker at a time (default: %(default)s)")
     return result
 

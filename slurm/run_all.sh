@@ -1,0 +1,37 @@
+#!/bin/bash
+# Submit pretraining, context extension and evaluation as a chain: each begins when the one before has finished.
+#
+#   slurm/run_all.sh [--sbatch "OPTIONS"] [RECIPE] [--section.key value ...]
+#
+# RECIPE and settings are pretraining's; --sbatch gives options to all three submissions, such as "--nodes=4". A job that
+# fails takes the ones after it out of the queue. Reads slurm/site.env.
+
+set -euo pipefail
+case ${1:-} in -h | --help) sed -n '/^# /!{1!q};s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+root=$(cd "$(dirname "$0")/.." && pwd)
+source "$root/slurm/common.sh"
+load_site "$root"
+options=()
+if [ "${1:-}" = --sbatch ]; then
+  [ $# -ge 2 ] || fail "--sbatch takes options in quotes"
+  read -r -a options <<<"$2"
+  shift 2
+fi
+
+# submit SCRIPT [PREDECESSOR] -- ARGUMENTS: print the job's number.
+submit() {
+  local script=$1 after=()
+  [ "$2" = -- ] || { after=(--dependency="afterok:$2" --kill-on-invalid-dep=yes); shift; }
+  shift 2
+  sbatch --parsable "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
+}
+
+pretraining=$(submit pretrain_tape.sh -- "$@")
+extension=$(submit extend_tape.sh "$pretraining" --)
+evaluation=$(submit evaluate_tape.sh "$extension" --)
+echo "pretraining  job $pretraining"
+echo "extension    job $extension, after $pretraining"
+echo "evaluation   job $evaluation, after $extension"
+for module in pretrain.extend_context pretrain.evaluate; do
+  has_module "$module" || echo "note: $module is not part of this version; its job will end at once and say so"
+done

@@ -1,0 +1,143 @@
+"""A real Slurm of virtual nodes on this machine, and jobs on it; see slurm_local.sh."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent
+SCRIPT = Path(__file__).parent / "slurm_local.sh"
+PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "munged", "python3", "unshare")
+SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"])
+
+
+def missing():
+    """Why no cluster can run here, or None."""
+    absent = [name for name in PROGRAMS if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None]
+    if absent:
+        return (
+            f"no {', '.join(absent)}; on Debian or Ubuntu: "
+            "apt-get install --no-install-recommends slurmd slurmctld munge slurm-client iproute2"
+        )
+    return None
+
+
+class Cluster:
+    """Virtual nodes, each with a host name and processes of its own, and a working directory with a copy of the code."""
+
+    def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto"):
+        self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
+        self.directory.chmod(0o755)
+        self.work = self.directory / "work"
+        self.work.mkdir()
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "TAPE"))},
+            "PATH": SEARCH,
+            "SLURM_CONF": f"{self.directory}/slurm.conf",
+            "SLURM_LOCAL_DIR": str(self.directory),
+            "SLURM_LOCAL_NODES": nodes,
+            "SLURM_LOCAL_GPUS": str(gpus),
+            "SLURM_LOCAL_MODE": mode,
+        }
+        copy_code(self.work / "repo")
+
+    def __enter__(self):
+        self.control("start")
+        return self
+
+    def __exit__(self, *_):
+        self.control("stop", check=False)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def control(self, *arguments, check=True):
+        """Call slurm_local.sh: start, stop, kill-node N, start-node N, cut-node N, kill-ctl, start-ctl ..."""
+        return self.run("bash", str(SCRIPT), *arguments, check=check)
+
+    def run(self, *command, check=True):
+        done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def mode(self):
+        return (self.directory / "mode").read_text().strip()
+
+    def site(self, *lines):
+        text = [f"TAPE_PYTHON={sys.executable}", "export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= PYTHONWARNINGS=ignore"]
+        text.append("TAPE_SRUN_PATIENCE=10")
+        (self.work / "repo" / "slurm" / "site.env").write_text("\n".join([*text, *lines]) + "\n")
+
+    def submit(self, script, *arguments, options=()):
+        """Submit a script of slurm/ from the working directory."""
+        return self.run("sbatch", "--parsable", *options, f"{self.work}/repo/slurm/{script}", *map(str, arguments))
+
+    def field(self, job, name):
+        shown = self.run("scontrol", "--oneliner", "show", "job", job, check=False)
+        return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
+
+    def wait(self, job, timeout=300):
+        """Wait for the end of a job and return its state."""
+        return wait_until(lambda: ended(self.field(job, "JobState")), timeout, lambda: self.story(job))
+
+    def log(self, job):
+        path = Path(self.field(job, "StdOut"))
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def story(self, job):
+        return f"job {job} is {self.field(job, 'JobState')}; its log:\n{self.log(job)}"
+
+    def processes(self, attempt=None, rank=None):
+        """Process ids of a job's Python processes, by attempt and rank."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit() or "python" not in os.readlink(entry / "exe"):
+                    continue
+                words = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            values = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+            mine = values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "RANK" in values
+            if mine and attempt in (None, int(values["TAPE_ATTEMPT"])) and rank in (None, int(values["RANK"])):
+                found.append(int(entry.name))
+        return found
+
+    def kill(self, attempt, rank, number=signal.SIGKILL):
+        """Send a signal to a rank of an attempt; tell whether it was there."""
+        pids = self.processes(attempt, rank)
+        for pid in pids:
+            os.kill(pid, number)
+        return bool(pids)
+
+
+def ended(state):
+    return state if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED") else None
+
+
+def wait_until(condition, timeout, explain=lambda: ""):
+    """Return the condition's value when it is true."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout} s in vain; {explain()}")
+        time.sleep(0.2)
+
+
+def copy_code(target):
+    """Copy what a job needs of this repository, as a user's clone would hold it."""
+    for name in ("megatron_tape", "pretrain", "tools", "slurm"):
+        ignored = shutil.ignore_patterns("__pycache__", "site.env")
+        shutil.copytree(REPOSITORY / name, target / name, ignore=ignored)
+
+
+def rows(run):
+    """The rows of a run's metrics without what a clock says."""
+    path = run / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]

@@ -1,0 +1,340 @@
+"""Jobs on a real Slurm that the cluster interrupts, breaks or starves: each ends as the uninterrupted run does."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import REPOSITORY, rows, wait_until
+from filelock import FileLock
+
+from megatron_tape import checkpoint_files
+from megatron_tape.attempts import checkpointed_step, read_attempts
+
+STEPS, INTERVAL = 60, 5
+INJECTED = Path(__file__).parent / "injected"
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """Data, recipe, and an uninterrupted run of two processes without Slurm, once for all workers of pytest-xdist."""
+    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = tmp_path_factory.getbasetemp().parent / f"whole-{shared}" if shared else tmp_path_factory.mktemp("whole")
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            train_whole(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def train_whole(folder):
+    shutil.copy(REPOSITORY / "tests" / "recipes" / "tiny.yaml", folder)
+    program = "import sys, pathlib, datasets_for_tests as d; d.write_all(pathlib.Path(sys.argv[1]))"
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/tests", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    (folder / "data").mkdir()
+    subprocess.run([sys.executable, "-c", program, folder / "data"], env=environment, check=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    command = [*launcher, "pretrain.train", "--config", folder / "tiny.yaml", *settings()]
+    done = subprocess.run(
+        command, env=environment | {"PYTHONPATH": str(REPOSITORY)}, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def settings(run="runs/tiny", **overrides):
+    chosen = {
+        "data.prefix": "data/a",
+        "train.steps": STEPS,
+        "checkpoint.interval": INTERVAL,
+        "train.eval_interval": 10,
+        "logging.directory": run,
+        "logging.tensorboard": "true",
+        **overrides,
+    }
+    return [f"--{key}={value}" for key, value in chosen.items()]
+
+
+@pytest.fixture
+def start(cluster, whole):
+    """Prepare the cluster's working directory, and submit a run: `start(sleep=0.1, ...)` injects, see sitecustomize."""
+    shutil.copytree(whole / "data", cluster.work / "data")
+    shutil.copy(whole / "tiny.yaml", cluster.work)
+
+    def submit(options=(), inject=None, overrides=None, site=()):
+        wishes = {"sleep": 0.1, **(inject or {})}
+        text = str(wishes).replace("'", '"')
+        cluster.site(*site, f"export PYTHONPATH={INJECTED} TEST_INJECT='{text}'")
+        arguments = ["tiny.yaml", *settings(**(overrides or {}))]
+        return cluster.submit("pretrain_tape.sh", *arguments, options=options)
+
+    submit.run = cluster.work / "runs" / "tiny"
+    return submit
+
+
+def check_equal(run, whole, attempts=None):
+    """A finished run left what the uninterrupted one left: rows bit for bit, one line in TensorBoard, checkpoints."""
+    assert rows(run) == rows(whole / "runs/tiny")
+    assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    records = read_attempts(run)
+    if attempts is not None:
+        assert len(records) == attempts, [(record.outcome, record.message) for record in records]
+    return records
+
+
+def step_of(run):
+    found = rows(run) if run.exists() else []
+    return found[-1]["step"] if found else 0
+
+
+def wait_for_step(cluster, job, run, step, timeout=120):
+    return wait_until(lambda: step_of(run) >= step, timeout, lambda: cluster.story(job))
+
+
+def wait_for_attempt(cluster, job, run, number, timeout=120):
+    wait_until(lambda: len(read_attempts(run)) >= number, timeout, lambda: cluster.story(job))
+
+
+def completed(cluster, job):
+    return cluster.field(job, "JobState") == "COMPLETED"
+
+
+def finish(cluster, job, timeout=300):
+    assert cluster.wait(job, timeout) == "COMPLETED", cluster.story(job)
+
+
+@slow
+def test_kills_of_a_rank_at_ten_random_moments(cluster, start, whole):
+    moments = random.Random(20261121)
+    job = start()
+    for kill in range(1, 11):
+        wait_for_attempt(cluster, job, start.run, kill)
+        record = read_attempts(start.run)[-1]
+        if kill % 2:
+            # At a save, between saves, in a step or an evaluation: after a new checkpoint, so that it is no crash loop.
+            begun = record.facts["checkpoint_step"]
+            wait_until(
+                lambda begun=begun: checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job), 120
+            )
+            time.sleep(moments.uniform(0, 0.7))
+        else:
+            time.sleep(moments.uniform(0, 12))
+        wait_until(
+            lambda kill=kill: cluster.kill(kill, moments.randrange(2)) or cluster.field(job, "JobState") != "RUNNING",
+            60,
+            lambda: cluster.story(job),
+        )
+        if completed(cluster, job):
+            pytest.fail(f"the run was over before kill {kill}; it needs more steps")
+    finish(cluster, job)
+    records = check_equal(start.run, whole, attempts=11)
+    starts = [record.facts["checkpoint_step"] for record in records]
+    assert starts == sorted(starts)
+
+
+def test_a_two_node_run_equals_a_run_without_slurm_and_a_one_process_run(cluster, start, whole):
+    job = start()
+    finish(cluster, job)
+    (attempt,) = check_equal(start.run, whole, attempts=1)
+    assert attempt.facts["nodes"] == ["nodeA", "nodeB"]
+    log = cluster.log(job)
+    assert re.search(r"all-reduce of 16 MiB over 2 ranks: [0-9.]+ GB/s", log)
+    alone = subprocess.run(
+        [sys.executable, "-m", "pretrain.train", "--config", "tiny.yaml", *settings("runs/alone")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        cwd=cluster.work,
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 0, alone.stderr
+    for ours, theirs in zip(rows(start.run), rows(cluster.work / "runs/alone"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+@slow
+def test_usr1_to_the_ranks_and_to_the_script_saves_and_requeues_and_the_copy_of_the_code_runs_on(cluster, start, whole):
+    job = start()
+    wait_for_step(cluster, job, start.run, 3)
+    (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
+    cluster.run("scancel", "--signal=USR1", job)
+    wait_for_attempt(cluster, job, start.run, 2)
+    wait_for_step(cluster, job, start.run, 20)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    finish(cluster, job)
+    first, second, third = check_equal(start.run, whole, attempts=3)
+    assert (first.outcome, second.outcome, third.outcome) == ("interrupted", "interrupted", "finished")
+    assert second.facts["checkpoint_step"] >= 3 and third.facts["checkpoint_step"] >= 20
+
+
+@slow
+def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, whole):
+    job = start(options=("--partition=low",))
+    wait_for_step(cluster, job, start.run, 12)
+    reached = step_of(start.run)
+    other = cluster.run(
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--wrap",
+        "sleep 3",
+        "--output=/dev/null",
+    )
+    assert cluster.wait(other, 60) == "COMPLETED"
+    finish(cluster, job)
+    _, second = check_equal(start.run, whole, attempts=2)
+    assert second.facts["checkpoint_step"] >= reached
+
+
+@slow
+def test_the_time_limit_saves_and_continues(cluster, start, whole):
+    # Slurm looks at limits every half minute.
+    job = start(options=("--time=2", "--signal=B:USR1@80"), inject={"sleep": 0.6})
+    finish(cluster, job)
+    records = check_equal(start.run, whole)
+    assert len(records) >= 2 and all(record.outcome == "interrupted" for record in records[:-1])
+    assert "TIMEOUT" not in cluster.log(job)
+
+
+@slow
+def test_the_death_of_either_node_costs_the_steps_since_the_last_checkpoint(cluster, start, whole):
+    if cluster.mode() == "plain":
+        pytest.skip("without user namespaces killing a virtual node leaves its processes alive")
+    job = start()
+    wait_for_step(cluster, job, start.run, 13)
+    cluster.control("kill-node", "nodeB")
+    time.sleep(3)
+    cluster.control("start-node", "nodeB")
+    wait_for_attempt(cluster, job, start.run, 2)
+    wait_for_step(cluster, job, start.run, 30)
+    cluster.control("kill-node", "nodeA")
+    wait_until(lambda: cluster.field(job, "JobState") != "RUNNING", 90, lambda: cluster.story(job))
+    cluster.control("start-node", "nodeA")
+    finish(cluster, job)
+    _, second, third = check_equal(start.run, whole, attempts=3)
+    assert second.facts["checkpoint_step"] >= 10 and third.facts["checkpoint_step"] >= 25
+
+
+@slow
+@pytest.mark.parametrize("cluster", [{"nodes": "n1 n2 n3", "mode": "net"}], indirect=True)
+def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster, start, whole):
+    job = start(inject={"sleep": 0.3})
+    wait_for_step(cluster, job, start.run, 12)
+    assert read_attempts(start.run)[-1].facts["nodes"] == ["n1", "n2"]
+    cluster.control("cut-node", "n1")
+    old = cluster.processes(attempt=1, rank=0)
+    assert old
+    cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=cut")
+    wait_for_attempt(cluster, job, start.run, 2)
+    assert read_attempts(start.run)[-1].facts["nodes"] == ["n2", "n3"]
+    wait_until(lambda: not cluster.processes(attempt=1), 40, lambda: cluster.story(job))
+    finish(cluster, job)
+    records = check_equal(start.run, whole, attempts=2)
+    assert records[0].outcome == "stale"
+
+
+@slow
+def test_a_hang_leaves_every_ranks_stack_and_the_run_goes_on(cluster, start, whole):
+    once = cluster.work / "hung"
+    job = start(inject={"hang": [1, 17], "once": str(once)}, overrides={"train.hang_timeout": 10})
+    finish(cluster, job)
+    first, _ = check_equal(start.run, whole, attempts=2)
+    assert first.outcome == "hung" and "train.hang_timeout" in first.message
+    for rank, place in ((0, "train_step"), (1, "sitecustomize.py")):
+        stack = (start.run / "attempts" / "000001" / f"stacks-{rank:05d}.txt").read_text()
+        assert f"rank {rank} on node" in stack and place in stack
+
+
+@slow
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole):
+    disk = cluster.work / "runs"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount the small disk of this test")
+    cluster.control("stop")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], check=True)
+    try:
+        cluster.control("start")
+        job = start()
+        wait_for_step(cluster, job, start.run, 11)
+        filler = disk / "filler"
+        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(bytes(1 << 12))
+        wait_until(lambda: "warning: could not" in cluster.log(job), 60, lambda: cluster.story(job))
+        whole_before = checkpoint_files.newest_whole(disk / "tiny" / "checkpoints", pytest.fail)
+        assert whole_before is not None
+        filler.unlink()
+        finish(cluster, job)
+        check_equal(start.run, whole, attempts=1)
+        assert "the next try is at the next interval" in cluster.log(job)
+    finally:
+        cluster.control("stop", check=False)
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@slow
+def test_a_killed_controller_delays_a_requeue_and_no_more(cluster, start, whole):
+    job = start()
+    wait_for_step(cluster, job, start.run, 8)
+    cluster.control("kill-ctl")
+    reached = step_of(start.run)
+    wait_until(lambda: step_of(start.run) > reached + 2, 60)
+    assert cluster.kill(1, 1)
+    log = cluster.work / f"slurm-tape-pretrain-{job}.out"
+    wait_until(lambda: "attempt 1:" in log.read_text(), 60)
+    cluster.control("start-ctl")
+    finish(cluster, job)
+    check_equal(start.run, whole, attempts=2)
+
+
+@slow
+def test_a_crash_loop_stops_after_three_attempts_with_the_error_first(cluster, start):
+    job = start(inject={"crash": [1, 3]})
+    assert cluster.wait(job) == "FAILED"
+    records = read_attempts(start.run)
+    assert [record.outcome for record in records] == ["failed"] * 3
+    assert "a step that was made to fail" in next(
+        line for line in cluster.log(job).splitlines()[::-1] if "error: 3" in line
+    )
+    verdict = records[-1].verdict
+    assert verdict["verdict"] == "stop" and "3 attempts in a row" in verdict["reason"]
+    assert "rank 1: RuntimeError: a step that was made to fail" in verdict["reason"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "pretrain.status", str(start.run)],
+        env=cluster.environment | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 1 and "failed" in shown.stdout.splitlines()[0]
+    assert "made to fail" in shown.stdout.splitlines()[0]
+
+
+def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster, start):
+    began = time.time()
+    job = start(overrides={"model.num_attention_heads": 5})
+    assert cluster.wait(job, 60) == "FAILED"
+    log = cluster.log(job)
+    errors = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert errors == [next(line for line in errors if "model.num_attention_heads 5" in line)]
+    assert not (start.run / "attempts").exists()
+    assert float(time.time() - began) < 60
+
+
+def test_kinds_of_jobs_that_come_later_say_so(cluster):
+    jobs = [cluster.submit(script, options=("--nodes=1",)) for script in ("extend_tape.sh", "evaluate_tape.sh")]
+    for job, what in zip(jobs, ("context extension", "evaluation")):
+        assert cluster.wait(job, 60) == "FAILED"
+        assert f"error: {what} is not part of this version" in cluster.log(job)

@@ -1,0 +1,127 @@
+"""Join indexed datasets to one, in the order given, or the shards that preprocess_data.py --shard made.
+
+    python tools/merge_datasets.py --shards data/c4 --remove-shards
+    python tools/merge_datasets.py --input data/c4 data/wiki --output-prefix data/both
+
+The result appears under its name only when it is complete. Memory does not grow with the tokens.
+"""
+
+import argparse
+import json
+
+from megatron_tape import command_line, shards
+from megatron_tape.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+
+
+def main() -> None:
+    """Parse the command line and merge."""
+    arguments = parser().parse_args()
+    if arguments.shards is not None:
+        if arguments.output_prefix is not None:
+            raise ValueError("--shards P writes P; leave out --output-prefix")
+        merge_shards(arguments.shards, arguments)
+        return
+    if arguments.output_prefix is None:
+        raise ValueError("--input needs --output-prefix; add it")
+    if arguments.remove_shards or arguments.count is not None:
+        raise ValueError("--remove-shards and --count belong to --shards; leave them out")
+    merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
+
+
+def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
+    """Merge all shards of `prefix`; raises ValueError or OSError when one is missing, damaged or of another origin."""
+    found = shards.find_shards(prefix, arguments.count)
+    if not found:
+        if shards.read_origin(prefix) is None:
+            raise FileNotFoundError(f"there is no shard of {prefix}; make them with tools/preprocess_data.py --shard")
+        IndexedDatasetReader(prefix)
+        command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
+        return
+    origin = _common_origin([shard.prefix(prefix) for shard in found])
+    everyone = [shards.Shard(index, found[0].count) for index in range(found[0].count)]
+    if shards.is_made(prefix, origin, arguments.overwrite):
+        command_line.say(f"{prefix} is complete already")
+    else:
+        if missing := [str(shard.index) for shard in everyone if shard not in found]:
+            raise FileNotFoundError(
+                f"{len(missing)} of the {len(everyone)} shards of {prefix} are missing: {', '.join(missing)}; "
+                f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
+            )
+        merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=json.dumps(origin))
+    if arguments.remove_shards:
+        for shard in everyone:
+            shards.remove(shard.prefix(prefix))
+        command_line.say(f"removed the shards of {prefix}")
+
+
+def _common_origin(prefixes: list[str]) -> dict:
+    first = None
+    for prefix in prefixes:
+        origin = shards.read_origin(prefix)
+        if origin is None:
+            raise ValueError(f"{prefix} has no .origin, so it may be of other inputs; remove it and make it again")
+        first = origin if first is None else first
+        if origin != first:
+            reason = shards.difference(first, origin)
+            raise ValueError(f"{prefix} was made differently from {prefixes[0]} ({reason}); remove and make one again")
+    return first
+
+
+def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: str | None = None) -> None:
+    """Write the datasets, one after the other, to `output_prefix`.
+
+    Raises ValueError when one is not whole, is multimodal or has another token type than the first, or when all are
+    empty.
+    """
+    datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
+    dtype = datasets[0].dtype
+    for prefix, dataset in zip(prefixes, datasets):
+        if dataset.dtype != dtype:
+            raise ValueError(
+                f"{prefix} holds {dataset.dtype.name} tokens and {prefixes[0]} {dtype.name}; "
+                "merge datasets of one tokenizer only"
+            )
+        if dataset.multimodal:
+            raise ValueError(f"{prefix} is a multimodal dataset, which cannot be merged; leave it out")
+    size = sum(dataset.bin_size for dataset in datasets)
+    with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
+        with command_line.step(f"checking {len(datasets):,} datasets, {size / 1e6:,.1f} MB"):
+            for prefix, dataset in zip(prefixes, datasets):
+                if problem := next(dataset.problems(), None):
+                    raise ValueError(f"{prefix} is not whole: {problem}; write it again")
+        if not any(map(len, datasets)):
+            raise ValueError("the input holds no document; check --input and --text-key of the preprocessing")
+        progress = command_line.Progress(size)
+
+        def copied() -> None:
+            done = writer.tokens * dtype.itemsize
+            progress.update(done, lambda seconds: f"{done / 1e6:,.1f} MB, {done / 1e6 / seconds:,.1f} MB/s")
+
+        try:
+            for dataset in datasets:
+                writer.add_dataset(dataset, copied)
+        finally:
+            progress.end()
+        with command_line.step("writing the index"):
+            writer.finish(origin)
+    command_line.say(
+        f"{output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sources = result.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--input", nargs="+", metavar="P", help="prefixes of datasets, in order, of one token type")
+    sources.add_argument("--shards", metavar="P", help="merge the shards of P into P")
+    add = result.add_argument
+    add("--output-prefix", metavar="P", help="with --input: write P.bin and P.idx")
+    add("--count", type=int, metavar="N", help="with --shards: how many there are, if P has shards of several counts")
+    add("--remove-shards", action="store_true", help="remove the shards once they are merged")
+    add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)
