@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).parent / "slurm_local.sh"
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "munged", "python3", "unshare")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"])
 
 
@@ -28,7 +30,7 @@ def missing():
 
 
 class Cluster:
-    """Virtual nodes, each with a host name and processes of its own, and a working directory with a copy of the code."""
+    """Virtual nodes with a host name and processes each, and a working directory with a copy of the code."""
 
     def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto"):
         self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
@@ -58,8 +60,8 @@ class Cluster:
         """Call slurm_local.sh: start, stop, kill-node N, start-node N, cut-node N, kill-ctl, start-ctl ..."""
         return self.run("bash", str(SCRIPT), *arguments, check=check)
 
-    def run(self, *command, check=True):
-        done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True)
+    def run(self, *command, check=True, cwd=None):
+        done = subprocess.run(command, env=self.environment, cwd=cwd or self.work, capture_output=True, text=True)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -80,8 +82,13 @@ class Cluster:
         return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
 
     def wait(self, job, timeout=300):
-        """Wait for the end of a job and return its state."""
-        return wait_until(lambda: ended(self.field(job, "JobState")), timeout, lambda: self.story(job))
+        """Wait for the end of a job and return its state; of an array, the states of its tasks, once each."""
+
+        def states():
+            shown = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job, check=False))
+            return shown and all(state in ENDED for state in shown) and ",".join(sorted(set(shown)))
+
+        return wait_until(states, timeout, lambda: self.story(job))
 
     def log(self, job):
         path = Path(self.field(job, "StdOut"))
@@ -112,10 +119,6 @@ class Cluster:
         for pid in pids:
             os.kill(pid, number)
         return bool(pids)
-
-
-def ended(state):
-    return state if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED") else None
 
 
 def wait_until(condition, timeout, explain=lambda: ""):

@@ -1,73 +1,18 @@
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol")
-SEARCHED = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-
-pytestmark = pytest.mark.skipif(
-    not all(shutil.which(tool, path=SEARCHED) for tool in TOOLS), reason="Slurm is not installed"
-)
-
-
-class Cluster:
-    """A private Slurm cluster of two nodes on this machine."""
-
-    def __init__(self, directory: Path):
-        self.script = Path(__file__).with_name("slurm_local.sh")
-        self.environment = {**os.environ, "PATH": SEARCHED, "SLURM_LOCAL_DIR": str(directory)}
-        self.environment["SLURM_CONF"] = str(directory / "slurm.conf")
-        for name in [name for name in self.environment if name.startswith(("SLURM_JOB", "SLURM_ARRAY", "SBATCH_"))]:
-            del self.environment[name]
-
-    def local(self, *arguments: str) -> None:
-        result = subprocess.run(
-            ["bash", self.script, *arguments],
-            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout
-
-    def command(self, *arguments, cwd: Path | None = None) -> str:
-        result = subprocess.run(
-            list(map(str, arguments)), env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    def sbatch(self, arguments: list[str], cwd: Path) -> str:
-        return self.command("sbatch", "--parsable", *arguments, cwd=cwd).strip()
-
-    def wait(self, job: str, timeout: float = 60) -> str:
-        """Return the state of a job once it has ended: of an array, of all tasks, once each if they differ."""
-        deadline = time.monotonic() + timeout
-        while True:
-            states = set(re.findall(r"JobState=(\S+)", shown := self.command("scontrol", "show", "job", job)))
-            if states <= ENDED:
-                return ",".join(sorted(states))
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.2)
+from cluster import REPOSITORY, Cluster, wait_until
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    # The paths of unix sockets are short.
-    directory = Path(tempfile.mkdtemp(prefix="tape", dir="/tmp"))
-    cluster = Cluster(directory)
-    try:
-        cluster.local("start")
-        yield cluster
-    finally:
-        cluster.local("stop", "--purge")
-        shutil.rmtree(directory, ignore_errors=True)
+    made = Cluster()
+    made.site()
+    with made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +33,24 @@ ARGUMENTS = ["--input", "*.jsonl", "--tokenizer", "t.model", "--append-eod"]
 
 
 def tool(name, *arguments, cwd):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "tools" / f"{name}.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, REPOSITORY / "tools" / f"{name}.py", *arguments]
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
+def script(cluster):
+    return f"{cluster.work}/repo/slurm/preprocess.sh"
+
+
 def submit(cluster, corpus, prefix, *options, arguments=()):
-    script = ROOT / "slurm" / "preprocess.sh"
-    return cluster.sbatch([*options, script, *ARGUMENTS, "--output-prefix", prefix, *arguments], cwd=corpus)
+    command = [*options, script(cluster), *ARGUMENTS, "--output-prefix", prefix, *arguments]
+    return cluster.run("sbatch", "--parsable", *command, cwd=corpus)
 
 
 def logs(corpus, job):
     paths = sorted(corpus.glob(f"slurm-tape-preprocess-{job}_*.out"))
     return {path.stem.rsplit("_", 1)[1]: path.read_text() for path in paths}
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def check_result(corpus, prefix):
@@ -158,10 +100,10 @@ def test_requeued_owner_of_the_merge_takes_over_its_own_lock(cluster, corpus):
     job = submit(cluster, corpus, "dead", "--array=0-1", "--hold")
     (corpus / f"dead.merge-{job}").symlink_to("1")
     (corpus / "dead.bin.partial").write_bytes(b"half")
-    cluster.command("scontrol", "release", f"{job}_0")
-    wait_until(lambda: "task 0: task 1 joins the parts" in logs(corpus, job).get("0", ""))
+    cluster.run("scontrol", "release", f"{job}_0")
+    wait_until(lambda: "task 0: task 1 joins the parts" in logs(corpus, job).get("0", ""), 60)
     assert not (corpus / "dead.idx").exists()
-    cluster.command("scontrol", "release", f"{job}_1")
+    cluster.run("scontrol", "release", f"{job}_1")
     assert cluster.wait(job) == "COMPLETED", logs(corpus, job)
     check_result(corpus, "dead")
 
@@ -170,9 +112,9 @@ def test_old_parts_of_other_settings_are_overwritten_before_they_are_joined(clus
     for index in range(2):
         tool("preprocess_data", *ARGUMENTS[:-1], "--output-prefix", "old", "--shard", f"{index}/2", cwd=corpus)
     job = submit(cluster, corpus, "old", "--array=0-1", "--hold", arguments=["--overwrite"])
-    cluster.command("scontrol", "release", f"{job}_1")
-    wait_until(lambda: "task 1: 1 of 2 parts are complete" in logs(corpus, job).get("1", ""))
-    cluster.command("scontrol", "release", f"{job}_0")
+    cluster.run("scontrol", "release", f"{job}_1")
+    wait_until(lambda: "task 1: 1 of 2 parts are complete" in logs(corpus, job).get("1", ""), 60)
+    cluster.run("scontrol", "release", f"{job}_0")
     assert cluster.wait(job) == "COMPLETED", logs(corpus, job)
     check_result(corpus, "old")
 
@@ -184,32 +126,30 @@ def test_task_requeued_in_the_middle_starts_its_part_afresh(cluster, corpus):
     options = ["--input", "slow/*.jsonl", "--chunk-bytes", "1"]
     job = submit(cluster, corpus, "back", "--array=0-1", arguments=options)
     partial = corpus / "back.shard-00001-of-00002.bin.partial"
-    wait_until(lambda: partial.exists() and partial.stat().st_size > 10000)
-    cluster.command("scontrol", "requeue", f"{job}_1")
+    wait_until(lambda: partial.exists() and partial.stat().st_size > 10000, 60)
+    cluster.run("scontrol", "requeue", f"{job}_1")
     assert cluster.wait(job) == "COMPLETED", logs(corpus, job)
     tool("preprocess_data", *ARGUMENTS, *options[:2], "--output-prefix", "back-single", cwd=corpus)
     for ending in ("bin", "idx"):
         assert (corpus / f"back.{ending}").read_bytes() == (corpus / f"back-single.{ending}").read_bytes()
     assert len(list(corpus.glob("back.*"))) == 3
-    assert "Restarts=1" in cluster.command("scontrol", "show", "job", f"{job}_1")
+    assert "Restarts=1" in cluster.run("scontrol", "show", "job", f"{job}_1")
 
 
 def test_wrong_submissions_say_what_to_do(cluster, corpus):
     job = submit(cluster, corpus, "gaps", "--array=0-4:2")
     assert cluster.wait(job) == "FAILED"
     assert "error: the array has gaps" in logs(corpus, job)["2"]
-    script = ROOT / "slurm" / "preprocess.sh"
-    job = cluster.sbatch(["--array=0-0", script, *ARGUMENTS], cwd=corpus)
+    job = cluster.run("sbatch", "--parsable", "--array=0-0", script(cluster), *ARGUMENTS, cwd=corpus)
     assert cluster.wait(job) == "FAILED"
     assert "error: --output-prefix is missing" in logs(corpus, job)["0"]
     assert not list(corpus.glob("gaps*"))
 
 
 def test_script_submits_itself_and_explains_itself(cluster, corpus):
-    script = ROOT / "slurm" / "preprocess.sh"
-    said = cluster.command(script, *ARGUMENTS, "--output-prefix", "self", cwd=corpus)
-    job = re.fullmatch(r"Submitted batch job (\d+)\n", said)[1]
+    said = cluster.run(script(cluster), *ARGUMENTS, "--output-prefix", "self", cwd=corpus)
+    job = re.fullmatch(r"Submitted batch job (\d+)", said)[1]
     assert cluster.wait(job, timeout=90) == "COMPLETED", logs(corpus, job)
     assert len(logs(corpus, job)) == 8
     check_result(corpus, "self")
-    assert "sbatch --array=0-7" in cluster.command(script, "--help")
+    assert "sbatch --array=0-7" in cluster.run(script(cluster), "--help")
