@@ -21,7 +21,7 @@ trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
 if [ -z "${SLURM_JOB_ID:-}" ]; then
-  case ${1:-} in -h | --help) sed -n '/^# /!{1!q};s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+  case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
   exec sbatch "$root/slurm/$(basename "$0")" "$@"

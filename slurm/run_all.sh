@@ -7,7 +7,7 @@
 # fails takes the ones after it out of the queue. Reads slurm/site.env.
 
 set -euo pipefail
-case ${1:-} in -h | --help) sed -n '/^# /!{1!q};s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh"
 load_site "$root"
