@@ -25,6 +25,9 @@ CRASH_LIMIT = 3
 IDLE_LIMIT = 10
 """The same for attempts that ended in whatever way: one can be interrupted for ever before its first step."""
 
+RECORDS = 32
+"""Ranks whose end is noted, beside rank 0: of a thousand that fail the others only echo the first."""
+
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 
 
@@ -61,8 +64,10 @@ class Attempt:
                 time.sleep(0.05)
         for earlier in sorted(set(_numbers(root, ".attempt-"))):
             if earlier < number:
-                _remove(root / f".attempt-{earlier:06d}")
+                _revoke(root / f".attempt-{earlier:06d}")
         sync_directory(root)
+        for revoked in root.glob(".revoked-*"):
+            shutil.rmtree(revoked, ignore_errors=True)
         started = {"attempt": number, "started": time.time(), "checkpoint_step": checkpointed_step(root), **facts}
         write_record(attempt.directory / "attempt.json", started)
         return attempt
@@ -98,9 +103,9 @@ class Attempt:
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_end(self, rank: int, outcome: str, message: str, detail: str = "") -> None:
-        """Note how `rank` ended; `detail` is a traceback. The first note of a rank stays."""
+        """Note how `rank` ended; `detail` is a traceback. The first note of a rank stays, and enough are enough."""
         path = self.directory / f"rank-{rank:05d}.json"
-        if not path.exists():
+        if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
             end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
             write_record(path, end)
 
@@ -121,9 +126,12 @@ class AttemptRecord:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended, or vanished, for no reason that a scheduler gave."""
-        ended_well = (FINISHED, INTERRUPTED, STALE)
-        return self.outcome not in ended_well and not (self.outcome is None and self.stop_reason)
+        """Whether it ended, or vanished, for no reason that a scheduler gave.
+
+        After a warning some ranks are killed sooner than others, which then fail.
+        """
+        warned = self.stop_reason is not None and self.outcome in (None, FAILED)
+        return self.outcome not in (FINISHED, INTERRUPTED) and not warned
 
 
 def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
@@ -165,7 +173,7 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
         return "done", attempt.message
     if attempt.outcome == REFUSED:
         return "stop", attempt.message
-    if attempt.outcome == STALE or attempts[-1].number > number:
+    if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
     told = last_error(attempt)
     if loop := crash_loop(attempts, step, attempt.facts.get("job")):
@@ -178,7 +186,7 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
 def last_error(attempt: AttemptRecord) -> str:
     """Tell in one sentence how an attempt that did not finish ended."""
     if not attempt.crashed:
-        return attempt.message or f"{attempt.stop_reason} came before the first step"
+        return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, and left no error"
     return f"rank {attempt.rank}: {attempt.message}"
@@ -230,12 +238,14 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
     return [int(name) for name in names if name.isdigit()]
 
 
-def _remove(home: Path) -> None:
-    """Remove an earlier attempt's directory, although its owner may still be creating files in it."""
-    for _ in range(100):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(home)
-        if not home.exists():
-            return
-        time.sleep(0.05)
-    raise OSError(f"{home} of an earlier attempt cannot be removed; end its processes, or remove it by hand")
+def _revoke(home: Path) -> None:
+    """Take an earlier attempt's directory away, although its owner may be publishing a checkpoint from it.
+
+    Whatever is staged there is renamed, not emptied: of our rename and the owner's that makes it a checkpoint one wins.
+    """
+    revoked = home.with_name(home.name.replace("attempt", "revoked"))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(home, revoked)
+    for staged in list(revoked.glob("step-*")):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(staged, home.with_name(f"{revoked.name}-{staged.name}"))

@@ -213,7 +213,7 @@ class TrainConfig:
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
     hang_timeout: float | None = 1800.0
     """Seconds after which a process in which nothing got done (no step, evaluation batch or save) dumps its stacks and
-    ends the attempt; the start-up has at least half an hour. null means never."""
+    ends the attempt; the start-up has at least an hour. null means never."""
 
 
 @dataclass(kw_only=True)

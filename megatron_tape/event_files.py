@@ -95,14 +95,17 @@ class RecordFile:
         self._length += len(record)
 
 
-def rewrite(path: Path, chunks: Iterable[bytes]) -> None:
+def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) -> None:
     """Put a new file of `chunks`, which may be read from the old one, in the place of `path`; it survives a power cut.
+
+    It is made in `staging`, where that is given and on the same file system.
 
     Raises:
         OSError: naming `path`, if there is no room for the copy; the old file is left as it is.
     """
-    temporary = path.with_name(TEMPORARY)
     try:
+        near = staging is None or staging.stat().st_dev != path.parent.stat().st_dev
+        temporary = path.with_name(TEMPORARY) if near else staging / TEMPORARY
         # Not truncated but unlinked: a stale process may have been stopped while writing it.
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:
@@ -165,10 +168,13 @@ def event_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("events.out.tfevents.*"))
 
 
-def keep_events(directory: Path, last_step: int, restated_texts: Collection[str] = ()) -> None:
+def keep_events(
+    directory: Path, last_step: int, restated_texts: Collection[str] = (), staging: Path | None = None
+) -> None:
     """Replace every event file by one without events past `last_step`; remove a file that would hold none.
 
-    Texts of `last_step` under a tag in `restated_texts` go too: whoever continues the run writes them again.
+    Texts of `last_step` under a tag in `restated_texts` go too: whoever continues the run writes them again. For
+    `staging` see `rewrite`.
     """
     tags = {tag + TEXT_SUFFIX for tag in restated_texts}
 
@@ -186,7 +192,7 @@ def keep_events(directory: Path, last_step: int, restated_texts: Collection[str]
         if len(head) < 2:  # the file version alone
             path.unlink()
         else:
-            rewrite(path, chain(head, kept))
+            rewrite(path, chain(head, kept), staging)
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Event]]:

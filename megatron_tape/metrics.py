@@ -39,10 +39,13 @@ class MetricsWriter:
         resume_step: int = 0,
         tensorboard: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        staging: Path | None = None,
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
-        `clock` gives seconds; the time left is the remaining steps times the mean of the recent ones.
+        Copies of old files are made in `staging`, if that is on the same file system: once it has been taken away the
+        old files stay as they are. `clock` gives seconds; the time left is the remaining steps times the mean of the
+        recent ones.
 
         Raises:
             OSError: if the files cannot be made, or there is no room for a copy of what stays of an earlier attempt.
@@ -55,10 +58,10 @@ class MetricsWriter:
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
         last_kept = resume_step if resume_step > 0 else -1  # a fresh start does not keep step 0's configuration either
         path = directory / "metrics.jsonl"
-        rewrite(path, _rows_up_to(path, last_kept))
+        rewrite(path, _rows_up_to(path, last_kept), staging)
         self._rows = RecordFile(path)
         # Also without TensorBoard: a later attempt, with it, may continue from a step past those to drop now.
-        keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else ())
+        keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

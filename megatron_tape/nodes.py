@@ -144,10 +144,20 @@ def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: i
         if len(devices) < expected:
             found.append(f"{node}: torch sees {len(devices)} of the {expected} GPUs that the job was given there")
         for index, device in enumerate(devices):
-            if device["free"] < needed:
+            if device["total"] < needed:
                 found.append(
-                    f"{node}: GPU {index} ({device['name']}) has {device['free'] / GIB:.1f} of "
-                    f"{device['total'] / GIB:.1f} GiB free, and the run needs about {needed / GIB:.1f}; "
-                    "`python -m pretrain.estimate` says what for"
+                    f"{node}: GPU {index} ({device['name']}) has {device['total'] / GIB:.1f} GiB, and the run needs "
+                    f"about {needed / GIB:.1f}; `python -m pretrain.estimate` says what for"
                 )
     return found
+
+
+def gpu_warnings(gpus: dict[str, list[dict[str, Any]]], needed: int) -> list[str]:
+    """Say which GPU is large enough but not free enough; arguments as `gpu_problems`'."""
+    return [
+        f"{node}: GPU {index} has {device['free'] / GIB:.1f} of {device['total'] / GIB:.1f} GiB free, and the run "
+        f"needs about {needed / GIB:.1f}; does something else run there?"
+        for node, devices in gpus.items()
+        for index, device in enumerate(devices)
+        if device["free"] < needed <= device["total"]
+    ]

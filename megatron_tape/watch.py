@@ -20,7 +20,7 @@ from megatron_tape.attempts import HUNG, STALE, Attempt
 POLL_SECONDS = 1.0
 OWNER_SECONDS = 5.0
 GRACE_SECONDS = 5.0
-STARTUP_SECONDS = 1800.0
+STARTUP_SECONDS = 3600.0
 """The least patience with imports, the index of the data, the checkpoint's checksums: everything before training."""
 EXIT_INTERRUPTED = 75
 EXIT_STALE = 76
@@ -32,9 +32,8 @@ class Watch:
     """Made at the very start, so that no signal is lost; `attach` follows when the attempt is known.
 
     SIGUSR1 and SIGTERM, and `Attempt.request_stop`, turn `stop` into the reason; the training loop looks at it between
-    steps. After `hang_timeout` seconds (None: never) without `progress`, and before `begin_training` not before half an
-    hour, every thread's Python stack goes to
-    `stacks-RANK.txt` in the attempt's directory and the process ends.
+    steps. After `hang_timeout` seconds (None: never) without `progress`, and before `begin_training` not before an
+    hour, every thread's Python stack goes to `stacks-RANK.txt` in the attempt's directory and the process ends.
     """
 
     def __init__(self, hang_timeout: float | None):
@@ -71,8 +70,8 @@ class Watch:
 
     def begin_training(self) -> None:
         """From now on `hang_timeout` holds as it was given."""
-        self._hang_timeout = self._training_hang_timeout
         self.progress("training")
+        self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items; taking one is progress."""
@@ -106,10 +105,12 @@ class Watch:
                     if not self._attempt.is_owner():
                         self._leave(STALE, EXIT_STALE, "a newer attempt has taken over this run")
                     owner_seen = now
-                self.stop = self.stop or self._attempt.stop_reason()
-                if self._rank == 0 and now - beaten >= OWNER_SECONDS:
-                    beaten = now
-                    self._beat()
+                if self._rank == 0:
+                    # One rank is enough: they agree on it after every step.
+                    self.stop = self.stop or self._attempt.stop_reason()
+                    if now - beaten >= OWNER_SECONDS:
+                        beaten = now
+                        self._beat()
             if self._hang_timeout is not None and now - self._since > self._hang_timeout:
                 self._hang()
 

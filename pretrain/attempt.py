@@ -33,6 +33,8 @@ from megatron_tape.attempts import (
 from megatron_tape.config import ConfigError, RunConfig, parse_run_config, refuse, to_yaml
 from megatron_tape.validation import check_datasets, check_inputs, validate
 
+EXIT_TRY_AGAIN = 75
+"""A file system that does not answer, where a configuration that cannot work ends with 2."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
 COMES_LATER = {
     "pretrain.extend_context": "context extension",
@@ -61,13 +63,14 @@ def main(argv: list[str] | None = None) -> int:
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
     decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
     options = parser.parse_args(argv)
-    if options.verb == "decide":
-        return judge(Path(options.run), options.checkpoints, options.attempt)
     try:
-        begin(options)
+        if options.verb == "decide":
+            judge(Path(options.run), options.checkpoints, options.attempt)
+        else:
+            begin(options)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else EXIT_TRY_AGAIN
     return 0
 
 
@@ -84,14 +87,18 @@ def begin(options: argparse.Namespace) -> None:
         config = parse_run_config(["--config", str(link.resolve() / "config.yaml")])
     else:
         config = parse_run_config(_arguments(options.arguments, options.scratch))
+    run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
+    attempts = read_attempts(run)
+    # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
+    mine = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
+    resume = config.checkpoint.resume
+    if mine and checkpointed_step(checkpoints) > mine[0].facts.get("checkpoint_step", 0):
+        resume = "auto"  # what the job was told to start from is behind it
+    config.checkpoint.resume = resume
     validate(config, options.processes)
     check_inputs(config)
     check_datasets(config)
-    run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
-    attempts = read_attempts(run)
     _refuse_other_job(run, attempts, options.job)
-    # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
-    mine = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
     if mine:
         last = mine[-1]
         if loop := crash_loop(mine, checkpointed_step(checkpoints), options.job):
@@ -124,6 +131,7 @@ def begin(options: argparse.Namespace) -> None:
         "ATTEMPT_DIRECTORY": attempt.directory,
         "ROOT": (directory / "code").resolve(),
         "CONFIG": (directory / "config.yaml").resolve(),
+        "RESUME": resume,
         "PREFLIGHT_PORT": ports[0],
         "TRAINING_PORT": ports[1],
     }
@@ -131,17 +139,16 @@ def begin(options: argparse.Namespace) -> None:
         print(f"{name}={shlex.quote(str(value))}")
 
 
-def judge(run: Path, checkpoints: str, number: int) -> int:
+def judge(run: Path, checkpoints: str, number: int) -> None:
     """Print the verdict over an attempt and its reason; what stops a run is followed by the traceback."""
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
-    print(f"{verdict} {reason}")
-    if verdict == "stop" and attempt.detail:
-        print(attempt.detail.rstrip(), file=sys.stderr)
     write_record(
         run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
     )
-    return 0
+    print(f"{verdict} {' '.join(reason.split())}")
+    if verdict == "stop" and attempt.detail:
+        print(attempt.detail.rstrip(), file=sys.stderr)
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
@@ -191,10 +198,11 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
     if (source / ".venv").exists():
         (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
     (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    commit = subprocess.run(
-        ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
-    )
-    (partial / "job.json").write_text(json.dumps({"commit": commit.stdout.strip() or None}) + "\n", encoding="utf-8")
+    commit = ""
+    with contextlib.suppress(OSError):  # no git
+        command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    (partial / "job.json").write_text(json.dumps({"commit": commit or None}) + "\n", encoding="utf-8")
     partial.rename(directory)
 
 

@@ -44,28 +44,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--timeout", type=float, default=45, help="seconds that a rank may take to answer (default: %(default)s)"
     )
+    parser.add_argument(
+        "--no-memory-check", action="store_true", help="start although the estimate says that the GPUs are too small"
+    )
     options, rest = parser.parse_known_args(argv)
     config = parse_run_config(rest)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = None
     if number := os.environ.get(ATTEMPT_VARIABLE):
         attempt = Attempt.open(config.logging.directory, config.checkpoint.directory, int(number))
-    for signal_number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(signal_number, lambda number, frame: _interrupted(attempt, number))
+    # SIGTERM also comes from srun when another rank has failed: it must not be taken for a warning.
+    signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
         validate(config, size)
         _check(config, options, rank, size, attempt)
-    except (Refused, ConfigError) as error:
-        if rank == 0 or isinstance(error, RankZeroMissing):
-            print(f"error: preflight: {error}", file=sys.stderr, flush=True)
-            if attempt is not None:
-                attempt.record_end(rank, REFUSED, f"preflight: {error}")
+    except Exception as error:
+        foreseen = isinstance(error, (Refused, ConfigError))
+        message = f"preflight: {error if foreseen else f'{_here()}: {type(error).__name__}: {error}'}"
+        if rank == 0 or not isinstance(error, Verdict):
+            _record(attempt, rank, message)
+            print(f"error: {message}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-class RankZeroMissing(Refused):
-    """Only the others can tell."""
+class Verdict(Refused):
+    """What rank 0 found, and tells."""
+
+
+def _record(attempt: Attempt | None, rank: int, message: str) -> None:
+    if attempt is not None:
+        attempt.record_end(rank, REFUSED, message)
 
 
 def _interrupted(attempt: Attempt | None, number: int) -> None:
@@ -87,7 +96,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         store = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ConnectionError) as error:
         told = str(error).splitlines()[0]
-        raise RankZeroMissing(f"{_here()}: rank 0 at {address}:{port} does not answer ({told})") from None
+        raise Refused(f"{_here()}: rank 0 at {address}:{port} does not answer ({told})") from None
     home = None if attempt is None else attempt.home
     token = secrets.token_hex(8)
     if rank == 0:
@@ -101,13 +110,16 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, started)
+        if problems:
+            # Before the others learn of it and end, upon which srun ends this rank.
+            _record(attempt, rank, f"preflight: {'; '.join(problems)}")
         store.set("problems", json.dumps(problems))
     try:
         store.wait(["problems"], 2 * timeout)
     except RuntimeError:
-        raise Refused("rank 0 reached no verdict") from None
+        raise Refused(f"{_here()}: rank 0 reached no verdict") from None
     if problems := json.loads(store.get("problems")):
-        raise Refused("; ".join(problems))
+        raise Verdict("; ".join(problems))
     _describe(config, facts, size, say)
     if size > 1:
         _measure(torch, store, rank, size, say)
@@ -141,7 +153,9 @@ def _problems(store, config, options, size, home, token, started) -> list[str]:
             path.unlink(missing_ok=True)
     if options.gpus:
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
-        problems += nodes.gpu_problems(gpus, options.gpus, needed.peak)
+        problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed.peak)
+        for warning in nodes.gpu_warnings(gpus, needed.peak):
+            print(f"warning: preflight: {warning}", file=sys.stderr, flush=True)
     return problems
 
 
@@ -182,16 +196,16 @@ def _measure(torch, store, rank: int, size: int, say) -> None:
         backend = "nccl" if on_gpu else "gloo"
         store = dist.PrefixStore("preflight", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-        numbers, seconds = torch.ones(megabytes * MIB // 4, device=device), []
-        for _ in range(4):
+        numbers, seconds = torch.empty(megabytes * MIB // 4, device=device), []
+        for _ in range(4):  # the first is a warm-up
+            numbers.fill_(1)
             dist.barrier()
             began = time.perf_counter()
             dist.all_reduce(numbers)
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        # The first is a warm-up; dividing keeps repeated sums finite.
-        sums_right = bool((numbers == float(size) ** 4).all())
+        sums_right = bool((numbers == size).all())
         dist.destroy_process_group()
     except RuntimeError as error:
         raise Refused(f"{_here()}: the all-reduce over all ranks failed: {str(error).splitlines()[0]}") from None

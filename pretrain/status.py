@@ -82,7 +82,8 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     beat = last.heartbeat
     silent = now - beat.get("time", last.facts.get("started", 0))
     if silent > (SILENT_SECONDS if beat else STARTING_SECONDS) or queue == "":
-        return State("gone", False, f"its processes left no sign for {duration(silent)}")
+        word, but = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
+        return State(word, False, f"its processes left no sign for {duration(silent)}{but}")
     if not beat:
         return State("starting", True)
     idle, limit = now - beat["since"], beat.get("hang_timeout")

@@ -54,7 +54,7 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
     from megatron_tape.checkpoint import CheckpointError
 
     try:
-        stopped = train(config, watch)
+        reason = train(config, watch)
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "interrupted")
         if speaks:
@@ -70,13 +70,12 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
             raise
         print(f"error{'' if speaks else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
         return EXIT_STALE if outcome == STALE else 1
-    if stopped is None:
+    if reason is None:
         if speaks:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
         return 0
-    watch.record_end(INTERRUPTED, stopped)
     if speaks:
-        print(f"{stopped}; the same command continues", file=sys.stderr, flush=True)
+        print(f"{reason}; the same command continues", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 
 
@@ -161,13 +160,15 @@ def train(config: RunConfig, watch: Watch) -> str | None:
     if layout.rank == 0:
         watch.attempt.check_owner()
         directory = config.logging.directory
-        writer = MetricsWriter(directory, settings.steps, first_step - 1, config.logging.tensorboard)
+        writer = MetricsWriter(
+            directory, settings.steps, first_step - 1, config.logging.tensorboard, staging=watch.attempt.home
+        )
         writer.text("configuration", to_yaml(config), first_step - 1)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             file.write(to_yaml(config))
 
     if layout.any_rank(watch.stop is not None):
-        return f"{watch.stop or 'a signal to another rank'} came before step {first_step}"
+        return stopped(watch, layout, f"came before step {first_step}")
     watch.begin_training()
     micro_batches = batches.training(first_step)
     tokens_per_step = settings.global_batch_size * config.model.seq_length
@@ -232,11 +233,20 @@ def train(config: RunConfig, watch: Watch) -> str | None:
         if stopping and not last:
             if writer is not None:
                 writer.close()
-            return f"{watch.stop or 'a signal to another rank'} stopped the run after step {step}"
+            return stopped(watch, layout, f"stopped the run after step {step}")
         watch.progress("training")
     if writer is not None:
         writer.close()
     return None
+
+
+def stopped(watch: Watch, layout, what: str) -> str:
+    """Record on rank 0 why the run stops, before any rank ends and its launcher ends the others; return the reason."""
+    reason = f"{watch.stop or 'a signal to another rank'} {what}"
+    if layout.rank == 0:
+        watch.record_end(INTERRUPTED, reason)
+    layout.any_rank(False)
+    return reason
 
 
 def claim_attempt(config: RunConfig, layout) -> Attempt:

@@ -5,12 +5,17 @@
 load_site() {
   ROOT=$1
   if [ -f "$ROOT/slurm/site.env" ]; then
+    # Modules and conda stumble over `set -eu`.
+    local before
+    before=$(set +o)
+    set +eu
     # shellcheck disable=SC1091
     source "$ROOT/slurm/site.env"
+    eval "$before"
   fi
   if [ -z "${TAPE_PYTHON:-}" ]; then
     TAPE_PYTHON=python3
-    [ -x "$ROOT/.venv/bin/python" ] && TAPE_PYTHON=$ROOT/.venv/bin/python
+    if [ -z "${TAPE_CONTAINER:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then TAPE_PYTHON=$ROOT/.venv/bin/python; fi
   fi
   export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
   if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
@@ -52,7 +57,9 @@ run_job() {
     *) set -- "$ROOT/$recipe" "$@" ;;
   esac
   local nodes gpus tasks job_link requeued=()
-  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,) || fail "scontrol does not answer"
+  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST says nothing"
   gpus=${SLURM_GPUS_ON_NODE:-0}
   # One task per GPU; on nodes without any, one per node. srun starts them, tells each its rank, and ends all when one
   # dies: a second launcher (torchrun) below it would only stand between Slurm's signals and the training processes.
@@ -64,23 +71,40 @@ run_job() {
   say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 
   local variables
-  variables=$(run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
+  patiently variables run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
     --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
-    --scratch "${TAPE_SCRATCH:-}" --log "$(job_field StdOut)" -- "$@") || exit 1
+    --scratch "${TAPE_SCRATCH:-}" --log "$(job_field StdOut)" -- "$@" || exit 1
   eval "$variables"
   export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT=$PREFLIGHT_PORT MASTER_ADDR
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
 
   if [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
-    step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus "$gpus" \
-      --timeout "${TAPE_PREFLIGHT_TIMEOUT:-45}"
+    # shellcheck disable=SC2086
+    step pretrain.preflight --config "$CONFIG" --nodes "$nodes" --gpus $((gpus < tasks ? gpus : tasks)) \
+      ${TAPE_PREFLIGHT_OPTIONS:-}
     if [ "$STEP_STATUS" = 0 ] && [ ! -e "$ATTEMPT_DIRECTORY/stop" ]; then
       MASTER_PORT=$TRAINING_PORT
-      step "$module" --config "$CONFIG"
+      step "$module" --config "$CONFIG" --checkpoint.resume "$RESUME"
     fi
   fi
   conclude
+}
+
+# patiently VARIABLE COMMAND...: put the command's output into VARIABLE; status 75, a file system that does not answer,
+# is waited for.
+patiently() {
+  local -n output=$1
+  shift
+  local tries status
+  for tries in $(seq 10); do
+    output=$("$@")
+    status=$?
+    [ $status = 75 ] || return $status
+    say "trying again in a minute ($tries of 10)"
+    sleep 60
+  done
+  return 1
 }
 
 # step MODULE ARGS...: run it on every rank, and wait for its end whatever signals come; sets STEP_STATUS.
@@ -91,7 +115,7 @@ step() {
   # shellcheck disable=SC2086
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
-    --cpus-per-task="$(cpus_per_task)" --distribution=block --kill-on-bad-exit=1 --unbuffered \
+    --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block --kill-on-bad-exit=1 --unbuffered \
     $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
     $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
@@ -139,9 +163,10 @@ job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 
 
 # conclude: end the job, or requeue it, as the run's records say.
 conclude() {
-  local verdict reason
-  read -r verdict reason < <(run_module pretrain.attempt decide --run "$RUN_DIRECTORY" \
-    --checkpoints "$CHECKPOINT_DIRECTORY" --attempt "$ATTEMPT")
+  local told verdict reason
+  patiently told run_module pretrain.attempt decide --run "$RUN_DIRECTORY" --checkpoints "$CHECKPOINT_DIRECTORY" \
+    --attempt "$ATTEMPT"
+  read -r verdict reason <<<"$told"
   say "attempt $ATTEMPT: $reason"
   case $verdict in
     done) exit 0 ;;
@@ -161,18 +186,19 @@ requeue() {
     fail "the job was submitted with --no-requeue; submit the same command to continue"
   fi
   for tries in $(seq 60); do
-    case $(job_field JobState) in
-      RUNNING)
+    case $(job_field JobState)/$(job_field Restarts) in
+      RUNNING/"${SLURM_RESTART_COUNT:-0}")
         say "requeueing"
         trap 'exit 1' TERM
         if scontrol requeue "$SLURM_JOB_ID"; then
-          sleep 300 # Slurm kills this script
+          sleep 300 & # Slurm kills this script
+          wait $!
           exit 1
         fi
         ;;
-      "") ;; # the controller does not answer
+      /) ;; # the controller does not answer
       *)
-        # Cancelled, or requeued by Slurm itself.
+        # Cancelled, or requeued by Slurm itself, which may be running the next attempt elsewhere already.
         exit 1
         ;;
     esac
@@ -192,7 +218,8 @@ on_signal() {
   if [ -n "$left" ] && [ "$left" -lt 3600 ]; then
     (
       sleep $((left > 40 ? left - 30 : left / 4))
-      [ "$(job_field JobState)" = RUNNING ] && [ "$(job_field Requeue)" = 1 ] && scontrol requeue "$SLURM_JOB_ID"
+      [ "$(job_field JobState)/$(job_field Restarts)/$(job_field Requeue)" = "RUNNING/${SLURM_RESTART_COUNT:-0}/1" ] &&
+        scontrol requeue "$SLURM_JOB_ID"
     ) &
   fi
 }

@@ -1,6 +1,7 @@
 """Who owns a run, and what is decided from the records of its attempts."""
 
 import json
+import os
 
 import pytest
 
@@ -63,6 +64,42 @@ def test_a_stale_attempt_cannot_publish_what_it_staged_before_and_costs_no_check
     assert checkpointed_step(run / "checkpoints") == 5
 
 
+@pytest.mark.parametrize("moment", ["before the home goes", "after the home went", "before what is staged goes"])
+def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_not_there(run, monkeypatch, moment):
+    first = claim(run)
+    save(first, 5)
+    staging = checkpoint_files.staging_directory(first.home, 10)
+    (staging / "weights").write_text("w")
+    size, sha256 = checkpoint_files.digest(staging / "weights")
+    entry = {"weights": {"bytes": size, "sha256": sha256}}
+    rename, count = os.rename, [0]
+
+    def publish(path):
+        monkeypatch.setattr(os, "rename", rename)
+        try:
+            checkpoint_files.publish(path, run / "checkpoints", 10, entry)
+            checkpoint_files.prune(run / "checkpoints", 1)
+        except FileNotFoundError:
+            pass
+
+    def renamed(source, target):
+        count[0] += 1
+        if count[0] == 1 and moment == "before the home goes":
+            publish(staging)
+        rename(source, target)
+        if count[0] == 1 and moment == "after the home went":
+            publish(staging)
+        if count[0] == 1 and moment == "before what is staged goes":  # by a handle that a network file system kept
+            publish(target / staging.name)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    claim(run)
+    step = 5 if moment == "after the home went" else 10
+    assert checkpointed_step(run / "checkpoints") == step
+    assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
+    assert not list((run / "checkpoints").glob(".revoked*"))
+
+
 def test_what_an_attempt_published_before_it_was_taken_over_counts(run):
     save(claim(run), 5)
     assert read_attempts(run)[0].facts["checkpoint_step"] == 0
@@ -88,7 +125,8 @@ def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_told_to_stop_i
     assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
     attempt = claim(run)
     attempt.request_stop("USR1")
-    assert verdict(run) == ("again", "USR1 came before the first step; the newest checkpoint is of step 0")
+    told = "USR1 came before the first step, or left no time to save; the newest checkpoint is of step 0"
+    assert verdict(run) == ("again", told)
 
 
 def test_an_attempt_that_was_taken_over_stops(run):
@@ -153,7 +191,24 @@ def test_a_job_that_is_always_interrupted_before_its_first_step_stops_in_the_end
     for count in range(1, 11):
         claim(run).request_stop("USR1")
         assert verdict(run)[0] == ("again" if count < 10 else "stop")
-    assert verdict(run)[1].endswith("the last: USR1 came before the first step")
+    assert "the last: USR1 came before the first step" in verdict(run)[1]
+
+
+def test_a_rank_that_fails_after_a_warning_is_no_crash_and_a_run_that_was_taken_from_nobody_is(run):
+    attempt = claim(run)
+    attempt.request_stop("TERM")
+    attempt.record_end(1, "failed", "connection closed by peer")
+    assert verdict(run)[0] == "again" and not read_attempts(run)[-1].crashed
+    claim(run).record_end(0, "stale", "a newer attempt has taken over this run")
+    assert verdict(run)[0] == "again" and read_attempts(run)[-1].crashed
+
+
+def test_of_many_ranks_that_fail_enough_are_noted_and_rank_0_always(run):
+    attempt = claim(run)
+    for rank in range(99, -1, -1):
+        attempt.record_end(rank, "failed", "x")
+    assert len(list(attempt.directory.glob("rank-*.json"))) == 33
+    assert (attempt.directory / "rank-00000.json").exists()
 
 
 def test_torn_records_are_as_good_as_none(run):

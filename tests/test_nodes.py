@@ -73,7 +73,10 @@ def test_missing_and_small_gpus_are_named():
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
     told = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
     assert told[0] == "a: torch sees 1 of the 2 GPUs that the job was given there"
-    assert told[1].startswith("b: GPU 1 (T4) has 14.0 of 15.0 GiB free, and the run needs about 20.0")
+    assert told[1].startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0")
+    assert nodes.gpu_warnings({"b": [large, small]}, 20 * gib) == []
+    (told,) = nodes.gpu_warnings({"b": [large, small]}, 15 * gib)
+    assert told.startswith("b: GPU 1 has 14.0 of 15.0 GiB free")
 
 
 def test_fingerprints_differ_where_bytes_differ(tmp_path):

@@ -39,7 +39,7 @@ def test_a_node_with_other_data_or_other_versions_is_named(cluster, start):  # n
 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_node(cluster, start):  # noqa: F811
-    job = start(site=("TAPE_PREFLIGHT_TIMEOUT=6",))
+    job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 6'",))
     wait_until(lambda: cluster.kill(1, 1, signal.SIGSTOP), 60, lambda: cluster.story(job))
     assert refused(cluster, job) == "error: preflight: rank 1 on nodeB did not answer within 6 s"
 
