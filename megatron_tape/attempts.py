@@ -68,7 +68,13 @@ class Attempt:
         sync_directory(root)
         for revoked in root.glob(".revoked-*"):
             shutil.rmtree(revoked, ignore_errors=True)
-        started = {"attempt": number, "started": time.time(), "checkpoint_step": checkpointed_step(root), **facts}
+        started = {
+            "attempt": number,
+            "started": time.time(),
+            "checkpoint_directory": str(root.resolve()),
+            "checkpoint_step": checkpointed_step(root),
+            **facts,
+        }
         write_record(attempt.directory / "attempt.json", started)
         return attempt
 
@@ -123,6 +129,11 @@ class AttemptRecord:
     stop_reason: str | None = None
     verdict: dict[str, Any] | None = None
     heartbeat: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether the only error is that of losing the connection to another rank, which left none."""
+        return self.outcome == FAILED and _is_echo(self.message)
 
     @property
     def crashed(self) -> bool:
@@ -187,6 +198,8 @@ def last_error(attempt: AttemptRecord) -> str:
     """Tell in one sentence how an attempt that did not finish ended."""
     if not attempt.crashed:
         return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
+    if attempt.lost_peer:
+        return f"a rank was killed or its node was lost, and left no error; rank {attempt.rank} lost its connection"
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, and left no error"
     return f"rank {attempt.rank}: {attempt.message}"
@@ -208,7 +221,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _json(path))]
     order = {FINISHED: 0, REFUSED: 1, HUNG: 2, FAILED: 2, STALE: 3, INTERRUPTED: 4}
     # The cause comes first; what fails on other ranks a moment later is its consequence.
-    ends.sort(key=lambda end: (order[end["outcome"]], end["time"]))
+    ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
     first = ends[0] if ends else {}
     stop = directory / "stop"
     return AttemptRecord(
@@ -222,6 +235,10 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         verdict=_json(directory / "verdict.json") or None,
         heartbeat=_json(directory / "heartbeat.json"),
     )
+
+
+def _is_echo(message: str) -> bool:
+    return any(told in message for told in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def _json(path: Path) -> dict[str, Any]:

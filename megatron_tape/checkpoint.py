@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch  # noqa: F401  (checkpoint_files imports it at the first save, when it may be gone)
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from megatron_tape import checkpoint_files as files
 from megatron_tape.attempts import Attempt, StaleAttempt
-from megatron_tape.config import RunConfig, config_dict, model_differences
+from megatron_tape.config import ConfigError, RunConfig, config_dict
 from megatron_tape.engine import Engine
 from megatron_tape.parallel import ParallelLayout
+from megatron_tape.validation import check_same_model
 from megatron_tape.weights import shard, unshard
 
 logger = logging.getLogger(__name__)
@@ -209,14 +211,11 @@ def _refuse_later(directory: Path, chosen: str | None) -> None:
 
 
 def _check_settings(path: Path, saved: dict, config: RunConfig, warn: bool) -> None:
+    try:
+        check_same_model(path, config)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
     now = config_dict(config)
-    shape = {key: value for key, value in saved["model"].items() if key != "seq_length"}
-    differences = model_differences(shape, {k: v for k, v in now["model"].items() if k != "seq_length"})
-    if differences:
-        raise CheckpointError(
-            f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, or choose "
-            "another checkpoint.directory"
-        )
     changed = [f"{a}.{b}" for a, b in ORDER_KEYS if saved.get(a, {}).get(b) != now[a][b]]
     if changed and warn:
         logger.warning(

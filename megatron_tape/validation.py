@@ -4,11 +4,21 @@ Each refusal is one sentence that names the key, its value and the fix. Nothing 
 """
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_tape.config import ConfigError, ModelConfig, RunConfig, blend, is_positive, refuse, split_shares
+from megatron_tape.config import (
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    blend,
+    is_positive,
+    model_differences,
+    refuse,
+    split_shares,
+)
 from megatron_tape.indexed_dataset import IndexedDatasetReader
 from megatron_tape.tokenizer import Tokenizer, load_tokenizer
 
@@ -194,6 +204,18 @@ def check_datasets(config: RunConfig) -> None:
             f"data.reset_attention_mask is true, but the documents of {prefix} do not end in data.tokenizer's "
             "end-of-document token; preprocess them again with --append-eod",
         )
+
+
+def check_same_model(path: Path, config: RunConfig) -> None:
+    """Raise `ConfigError` where the checkpoint at `path` is of another model; sequence lengths may differ."""
+    saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["config"]["model"]
+    now = dataclasses.asdict(config.model)
+    differences = model_differences({**saved, "seq_length": None}, {**now, "seq_length": None})
+    refuse(
+        bool(differences),
+        f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, or choose another "
+        "checkpoint.directory",
+    )
 
 
 def check_inputs(config: RunConfig) -> None:

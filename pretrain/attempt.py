@@ -1,5 +1,6 @@
 """Begin and judge the attempts of a run for a batch script, which calls this before and after the processes.
 
+    python -m pretrain.attempt check -- RECIPE [--section.key value ...]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
@@ -9,6 +10,7 @@ that copy), takes the run over, and prints shell variables. `decide` prints `don
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -30,8 +32,9 @@ from megatron_tape.attempts import (
     read_attempts,
     write_record,
 )
+from megatron_tape.checkpoint_files import list_checkpoints, problems
 from megatron_tape.config import ConfigError, RunConfig, parse_run_config, refuse, to_yaml
-from megatron_tape.validation import check_datasets, check_inputs, validate
+from megatron_tape.validation import check_datasets, check_inputs, check_same_model, validate
 
 EXIT_TRY_AGAIN = 75
 """A file system that does not answer, where a configuration that cannot work ends with 2."""
@@ -44,7 +47,9 @@ COMES_LATER = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the two verbs; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain.attempt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
     add = begin_parser.add_argument
@@ -58,13 +63,19 @@ def main(argv: list[str] | None = None) -> int:
     add("--scratch", default="", help="run directories lie in SCRATCH/runs unless the configuration says otherwise")
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
+    check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
+    check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
     decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes are gone")
     decide_parser.add_argument("--run", required=True, help="the run's directory")
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
     decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
     options = parser.parse_args(argv)
     try:
-        if options.verb == "decide":
+        if options.verb == "check":
+            config = parse_run_config(_arguments(options.arguments, ""))
+            validate(config, config.parallel.tensor_model_parallel_size)
+            check_inputs(config)
+        elif options.verb == "decide":
             judge(Path(options.run), options.checkpoints, options.attempt)
         else:
             begin(options)
@@ -98,6 +109,10 @@ def begin(options: argparse.Namespace) -> None:
     validate(config, options.processes)
     check_inputs(config)
     check_datasets(config)
+    _check_directories(config)
+    start = _start(config)
+    if start is not None:
+        check_same_model(start, config)
     _refuse_other_job(run, attempts, options.job)
     if mine:
         last = mine[-1]
@@ -158,11 +173,38 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     )
     before = []
     if recipe is not None:
-        refuse(not Path(recipe).is_file(), f"recipe {recipe} does not exist; see pretrain/recipes")
+        refuse(
+            not Path(recipe).is_file(),
+            f"recipe {recipe} does not exist in {Path.cwd()}; give its path from there, before all settings",
+        )
         before = ["--config", recipe]
         if scratch:
             before += ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"]
     return [*before, *rest]
+
+
+def _start(config: RunConfig) -> Path | None:
+    """Return the checkpoint that the run will start from, as far as its files' sizes tell."""
+    if config.checkpoint.resume != "auto":
+        return None if config.checkpoint.resume == "none" else Path(config.checkpoint.resume)
+    found = list_checkpoints(config.checkpoint.directory)
+    return next((path for _, path in found if not problems(path, deep=False)), None)
+
+
+def _check_directories(config: RunConfig) -> None:
+    """Raise ConfigError, naming the key, where a directory of the run cannot be made."""
+    for key, directory in (
+        ("logging.directory", config.logging.directory),
+        ("checkpoint.directory", config.checkpoint.directory),
+        ("data.cache_directory", config.data.cache_directory),
+    ):
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+                told = f"{key} is {directory}, which cannot be made ({error.strerror}); choose another"
+                raise ConfigError(told) from None
+            raise
 
 
 def _refuse_other_job(run: Path, attempts: list, job: str) -> None:

@@ -84,7 +84,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
         ("optimizer state", result.optimizer),
         ("activations of the layers", result.layer_activations),
         ("logits and loss", result.logits),
-        ("ZeRO's buffers", result.buffers),
+        ("ZeRO's buffers (reduce_bucket_size)", result.buffers),
         ("more at the peak", result.working),
     ):
         yield f"  {name}", f"{size / GIB:8.2f} GiB"

@@ -34,6 +34,8 @@ class Refused(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Check, print what was found, and return the exit status."""
     parser = argparse.ArgumentParser(
+        prog="python -m pretrain.preflight",
+        usage="%(prog)s --config X.yaml [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Settings of the run are explained by `python -m pretrain.train --help`.",

@@ -2,8 +2,8 @@
 
     python -m pretrain.status RUN
 
-RUN is the run's directory (logging.directory). The exit status is 0 while the run goes on, waits in the queue or is
-finished, 1 when it is stuck, failed or gone, 2 when RUN is no run.
+RUN is the run's directory (logging.directory). The exit status is 0 while the run goes on, waits in the queue, was
+interrupted by hand or is finished; 1 when it is stuck, failed or gone, or its job has left it; 2 when RUN is no run.
 """
 
 import argparse
@@ -22,6 +22,7 @@ SILENT_SECONDS = 60
 STARTING_SECONDS = 180
 TAIL_BYTES = 1 << 18
 SHOWN = 8
+LONGEST = 120
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,18 @@ class State:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the screen and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     run = Path(parser.parse_args(argv).run)
     attempts = read_attempts(run)
     if not attempts:
-        print(f"error: {run} holds no attempt at a run; give the logging.directory of one", file=sys.stderr)
+        print(
+            f"error: {run} holds no attempt at a run: give the logging.directory of one, or wait for its job to start "
+            "(squeue --me)",
+            file=sys.stderr,
+        )
         return 2
     state = judge(attempts[-1], queue_state(attempts[-1].facts.get("job")), time.time())
     print("\n".join(screen(run, attempts, state)))
@@ -76,9 +83,11 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     if last.outcome == INTERRUPTED and queue is None:
         return State("interrupted", True, "the same command continues")
     if last.outcome == INTERRUPTED or (ended and last.stop_reason):
-        return State("stopped", False, "no job continues it; the same command does")
+        return State(
+            "stopped", False, "its job has ended; the same command continues, unless a new job is in the queue"
+        )
     if ended:
-        return State("failed", False, "no job continues it; the same command does")
+        return State("failed", False, "its job has ended; the same command continues")
     beat = last.heartbeat
     silent = now - beat.get("time", last.facts.get("started", 0))
     if silent > (SILENT_SECONDS if beat else STARTING_SECONDS) or queue == "":
@@ -98,7 +107,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     total = config.get("train", {}).get("steps")
     step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
     lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
-    share = f" of {total:,} ({step / total:.1%})" if total else ""
+    share = f" of {total:,} ({min(1, step / total):.1%})" if total else ""
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]
@@ -108,9 +117,9 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
             loss += f"; validation {_number(checked['validation_loss'])} at step {checked['step']:,}"
         lines.append(loss)
         lines.append(f"speed       {row['tokens_per_second']:,.0f} tokens/s{_eta(rows, last, total, state)}")
-    saved = _last_checkpoint(run, config)
-    lines.append(f"checkpoint  {saved}")
-    if errors := [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]:
+    lines.append(f"checkpoint  {_last_checkpoint(last.facts.get('checkpoint_directory', run / 'checkpoints'))}")
+    errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
+    if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
     if log := last.facts.get("log"):
         lines.append(f"log         {log}")
@@ -126,7 +135,8 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
     where = f"{f'job {job} on ' if job else ''}{_nodes(attempt.facts.get('nodes', []))}"
     where += f", from step {attempt.facts.get('checkpoint_step', 0):,}"
     if attempt.outcome is not None:
-        end = f"{attempt.outcome}: {attempt.message}"
+        told = last_error(attempt) if attempt.crashed else attempt.message
+        end = f"{attempt.outcome}: {told if len(told) <= LONGEST else told[:LONGEST] + ' ...'}"
     elif attempt.stop_reason:
         end = f"ended by {attempt.stop_reason}"
     else:
@@ -171,9 +181,7 @@ def _eta(rows: list[dict[str, Any]], last: AttemptRecord, total: int | None, sta
     return f", ETA {duration(seconds * (total - recent[-1]['step']))}"
 
 
-def _last_checkpoint(run: Path, config: dict[str, Any]) -> str:
-    named = Path(config.get("checkpoint", {}).get("directory") or run / "checkpoints")
-    root = named if named.is_dir() else run / "checkpoints"
+def _last_checkpoint(root: str | Path) -> str:
     for step, path in list_checkpoints(root):
         if not problems(path, deep=False):
             return f"step {step:,}, {duration(time.time() - path.stat().st_mtime)} ago: {path}"

@@ -56,7 +56,7 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
     try:
         reason = train(config, watch)
     except KeyboardInterrupt:
-        watch.record_end(INTERRUPTED, "interrupted")
+        watch.record_end(INTERRUPTED, "Ctrl-C")
         if speaks:
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
         return 130
@@ -228,12 +228,12 @@ def train(config: RunConfig, watch: Watch) -> str | None:
         if step % config.checkpoint.interval == 0 or last or stopping:
             if writer is not None:
                 writer.sync()
-            save(engine, config, step, {"bad_steps": bad_steps}, watch)
+            saved = save(engine, config, step, {"bad_steps": bad_steps}, watch)
             stopping = layout.any_rank(watch.stop is not None)
         if stopping and not last:
             if writer is not None:
                 writer.close()
-            return stopped(watch, layout, f"stopped the run after step {step}")
+            return stopped(watch, layout, f"stopped the run after step {step}{'' if saved else ', which is not saved'}")
         watch.progress("training")
     if writer is not None:
         writer.close()
@@ -266,8 +266,10 @@ def claim_attempt(config: RunConfig, layout) -> Attempt:
     return Attempt.open(config.logging.directory, config.checkpoint.directory, told[0])
 
 
-def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> None:
-    """Save a checkpoint. A disk that fails costs the run this checkpoint only; at the last step it is waited for.
+def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> bool:
+    """Save a checkpoint, and tell whether that went well.
+
+    A disk that fails costs the run this checkpoint only; at the last step it is waited for.
 
     Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
     """
@@ -287,7 +289,8 @@ def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> 
                 time.sleep(LAST_SAVE_WAIT)
         else:
             logger.info("saved %s", path)
-            return
+            return True
+    return False
 
 
 def position_norms(model, layout) -> dict[str, float]:

@@ -6,16 +6,19 @@ load_site() {
   ROOT=$1
   if [ -f "$ROOT/slurm/site.env" ]; then
     # Modules and conda stumble over `set -eu`.
-    local before
-    before=$(set +o)
+    local flags=$-
     set +eu
     # shellcheck disable=SC1091
     source "$ROOT/slurm/site.env"
-    eval "$before"
+    case $flags in *e*) set -e ;; esac
+    case $flags in *u*) set -u ;; esac
   fi
   if [ -z "${TAPE_PYTHON:-}" ]; then
     TAPE_PYTHON=python3
     if [ -z "${TAPE_CONTAINER:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then TAPE_PYTHON=$ROOT/.venv/bin/python; fi
+  fi
+  if [ -z "${TAPE_CONTAINER:-}" ] && ! command -v "$TAPE_PYTHON" >/dev/null; then
+    fail "TAPE_PYTHON is $TAPE_PYTHON, which does not exist here; run make install, or set it in slurm/site.env"
   fi
   export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
   if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
@@ -46,6 +49,12 @@ fail() {
   exit 1
 }
 
+# check_arguments [RECIPE] [--section.key value ...]: refuse what cannot work before a job waits for it in the queue.
+check_arguments() {
+  [ $# -gt 0 ] && [ "${1#-}" = "$1" ] || return 0
+  run_module pretrain.attempt check -- "$@"
+}
+
 # ----- a job: one attempt at a run, requeued until the run is finished -----
 
 # run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]
@@ -67,6 +76,12 @@ run_job() {
   job_link=$PWD/runs/.jobs/$SLURM_JOB_ID
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     requeued=(--requeued)
+  fi
+  local left
+  left=$(seconds_left)
+  if [ -n "$left" ] && [ "$left" -lt 900 ]; then
+    say "warning: the time limit is ${left} s away, and Slurm warns of it 180 s before, unless --signal says otherwise;" \
+      "give the job more time where that is too little to start and take a step"
   fi
   say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 
@@ -199,6 +214,7 @@ requeue() {
       /) ;; # the controller does not answer
       *)
         # Cancelled, or requeued by Slurm itself, which may be running the next attempt elsewhere already.
+        say "Slurm has ended this job; if it does not requeue it, the same command continues"
         exit 1
         ;;
     esac
@@ -210,7 +226,7 @@ requeue() {
 # on_signal NAME: a warning of preemption or of the time limit. The ranks look for the file, save, and end.
 on_signal() {
   SIGNALED=$1
-  say "$1: the run saves and is requeued"
+  if [ "$1" = USR1 ]; then say "$1: the run saves and is requeued"; else say "$1: the run saves, if it can, and ends"; fi
   [ -n "${ATTEMPT_DIRECTORY:-}" ] && echo "$1" >"$ATTEMPT_DIRECTORY/stop"
   # Where a time limit is near and the ranks do not get to their next step before it, requeue all the same.
   local left

@@ -27,10 +27,10 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
 # Slurm runs a copy of this file; the code is where it was submitted from, or, when requeued, in the run's directory.
-root=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's|.* Command=\([^ ]*\)/slurm/[^/ ]*.*|\1|p')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/extend_tape\.sh.*|\1|p')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
-source "$root/slurm/common.sh" || { echo "error: submit this script by a path without spaces" >&2; exit 1; }
+source "$root/slurm/common.sh" || exit 1
 load_site "$root"
 run_job pretrain.extend_context pretrain/recipes/tape_155m.yaml "$@"

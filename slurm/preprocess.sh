@@ -31,7 +31,7 @@ esac
 
 # Slurm runs a copy of this script; the job knows where the original lies.
 if [ -n "${SLURM_JOB_ID:-}" ]; then
-  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/slurm/[^/ ]*.*|\1|p')
+  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/preprocess\.sh.*|\1|p')
   root=${root%%$'\n'*} # an array's last task sees all tasks
 else
   root=$(cd "$(dirname "$0")/.." && pwd)

@@ -24,14 +24,15 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
+  check_arguments "$@" || exit
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
 # Slurm runs a copy of this file; the code is where it was submitted from, or, when requeued, in the run's directory.
-root=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's|.* Command=\([^ ]*\)/slurm/[^/ ]*.*|\1|p')
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/pretrain_tape\.sh.*|\1|p')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
-source "$root/slurm/common.sh" || { echo "error: submit this script by a path without spaces" >&2; exit 1; }
+source "$root/slurm/common.sh" || exit 1
 load_site "$root"
 run_job pretrain.train pretrain/recipes/tape_155m.yaml "$@"

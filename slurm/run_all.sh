@@ -26,6 +26,7 @@ submit() {
   sbatch --parsable "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
 }
 
+check_arguments "$@" || exit
 pretraining=$(submit pretrain_tape.sh -- "$@")
 extension=$(submit extend_tape.sh "$pretraining" --)
 evaluation=$(submit evaluate_tape.sh "$extension" --)
@@ -33,5 +34,5 @@ echo "pretraining  job $pretraining"
 echo "extension    job $extension, after $pretraining"
 echo "evaluation   job $evaluation, after $extension"
 for module in pretrain.extend_context pretrain.evaluate; do
-  has_module "$module" || echo "note: $module is not part of this version; its job will end at once and say so"
+  has_module "$module" || echo "note: $module is not part of this version: its job ends at once, and those after it leave the queue"
 done

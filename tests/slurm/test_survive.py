@@ -103,7 +103,11 @@ def wait_for_step(cluster, job, run, step, timeout=120):
 
 
 def wait_for_attempt(cluster, job, run, number, timeout=120):
-    wait_until(lambda: len(read_attempts(run)) >= number, timeout, lambda: cluster.story(job))
+    wait_until(
+        lambda: sum("started" in record.facts for record in read_attempts(run)) >= number,
+        timeout,
+        lambda: cluster.story(job),
+    )
 
 
 def completed(cluster, job):
@@ -200,8 +204,8 @@ def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, wh
 
 @slow
 def test_the_time_limit_saves_and_continues(cluster, start, whole):
-    # Slurm looks at limits every half minute.
-    job = start(options=("--time=2", "--signal=B:USR1@80"), inject={"sleep": 0.6})
+    # Slurm looks at limits every half minute, and warns up to a minute early.
+    job = start(options=("--time=2", "--signal=B:USR1@30"), inject={"sleep": 1.5})
     finish(cluster, job)
     records = check_equal(start.run, whole)
     assert len(records) >= 2 and all(record.outcome == "interrupted" for record in records[:-1])
