@@ -111,7 +111,7 @@ def begin(options: argparse.Namespace) -> None:
     check_datasets(config)
     _check_directories(config)
     start = _start(config)
-    if start is not None:
+    if start is not None and (start / "state.json").is_file():
         check_same_model(start, config)
     _refuse_other_job(run, attempts, options.job)
     if mine:
