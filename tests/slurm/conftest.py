@@ -10,11 +10,6 @@ import cluster as clusters
 MISSING = clusters.missing()
 
 
-def pytest_report_header():
-    if MISSING:
-        return f"SKIPPED: everything in tests/slurm, which needs a Slurm on this machine: {MISSING}"
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if MISSING and Path(__file__).parent in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
