@@ -6,6 +6,7 @@ an error. `validate` refuses what cannot work before a process group or a parame
 """
 
 import dataclasses
+import difflib
 import math
 import re
 import sys
@@ -294,7 +295,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
 
             validate(config, world_size=config.parallel.tensor_model_parallel_size)
     except (jsonargparse.ArgumentError, ConfigError) as error:
-        print(f"error: {_one_sentence(str(error))}", file=sys.stderr)
+        print(f"error: {_advised(_one_sentence(str(error)), sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
         print(f"# {config.model.parameter_count():,} parameters, {config.model.flops_per_token():,} FLOPs per token")
@@ -340,6 +341,21 @@ def _one_sentence(message: str) -> str:
     ):
         message = re.sub(pattern, replacement, message)
     return message
+
+
+def _advised(message: str, argv: list[str]) -> str:
+    """Add what helps with the two most usual mistakes: a misspelt key, and no recipe."""
+    if "arguments are required" in message and not any(str(word).startswith("--config") for word in argv):
+        return (
+            "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
+        )
+    found = re.search(r"unknown key (?:or argument )?(?:--)?([\w.]+)", message)
+    if found is None:
+        return message
+    sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
+    keys = [f"{section}.{item.name}" for section, kind in sections.items() for item in dataclasses.fields(kind)]
+    close = difflib.get_close_matches(found[1], keys, n=1)
+    return f"{message}; did you mean {close[0]}?" if close else message
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:

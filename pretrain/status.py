@@ -7,6 +7,7 @@ interrupted by hand or is finished; 1 when it is stuck, failed or gone, or its j
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     state = judge(attempts[-1], queue_state(attempts[-1].facts.get("job")), time.time())
-    print("\n".join(screen(run, attempts, state)))
+    with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
+        print("\n".join(screen(run, attempts, state)), flush=True)
     return 0 if state.well else 1
 
 

@@ -168,6 +168,13 @@ def test_a_section_that_is_no_mapping_is_named(parse, capsys, value):
     assert "train" in refusal(capsys, parse, train=value)
 
 
+def test_a_misspelt_key_is_told_its_neighbour_and_no_recipe_where_to_find_one(capsys):
+    for argv, told in ((["--train.step=3"], "did you mean train.steps?"), ([], "give --config RECIPE.yaml")):
+        with pytest.raises(SystemExit):
+            parse_run_config(argv)
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("section, key", [("model", "num_layers"), ("data", "prefix"), ("train", "steps")])
 def test_a_missing_key_is_named(parse, capsys, section, key):
     rest = {name: value for name, value in MINIMAL[section].items() if name != key}
