@@ -151,7 +151,7 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     with _agreement(layout) as agreement:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         _check_ranks_files(path, state)
-        _check_settings(path, state["config"], config, warn=layout.rank == 0)
+        _check_settings(path, state["config"], config, warn=layout.rank == 0 and state["step"] > 0)
     agreement.check("cannot continue")
     return Checkpoint(path, state)
 

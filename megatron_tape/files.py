@@ -7,6 +7,7 @@ writers cannot meet, and a file that a killed process left behind is simply take
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -97,6 +98,45 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
         partial.discard()
 
 
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Yield an empty directory to write into that appears as `path` only if the block succeeds.
+
+    It is called `path` + `.partial` meanwhile, and one that a killed process left behind is taken over. Files written
+    into it must have been brought to disk by then. Raises FileExistsError, before anything is written, when `path`
+    exists, and ValueError when another process is writing it.
+    """
+    path = Path(os.path.abspath(path))
+    fix = "choose another output, or move it away"
+    refuse_existing(path, fix=fix)
+    partial = path.with_name(path.name + SUFFIX)
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    ours = False
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(descriptor), os.stat(partial))
+        except FileNotFoundError:  # the previous holder renamed or removed it between our open and our lock
+            pass
+        except OSError as error:
+            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # some network file systems know no locks
+        if not ours:
+            raise ValueError(f"another process is writing {path}; wait for it or choose another output")
+        for leftover in partial.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        yield partial
+        refuse_existing(path, fix=fix)
+        os.fsync(descriptor)
+        os.rename(partial, path)
+        ours = False
+        sync_directory(path.parent)
+    finally:
+        if ours:
+            shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
+
+
 def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
     """Raise FileExistsError, with `fix` as advice, when one of the paths exists."""
     for path in paths:
@@ -123,7 +163,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Bring renames and removals in a directory to disk."""
+    """Bring renames and removals in a directory, or a file's contents, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

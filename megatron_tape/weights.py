@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_tape.config import ModelConfig
 
+WRAPPED = "gpt."
+"""What `LanguageModel` and checkpoints put before the name of a `GPTModel` parameter."""
 _PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -31,6 +33,32 @@ def _split_layer(name: str) -> tuple[str, str, str]:
     if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
         return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
     return "", "", name
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
+    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    P, V = model.position_mlp_width, model.vocab_size
+    layer = {
+        "input_layernorm.weight": (C,),
+        "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
+        "self_attention.linear_proj.weight": (C, H * D),
+        "pre_mlp_layernorm.weight": (C,),
+        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
+        "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
+    }
+    update = {
+        "position_update.token_mixing": (G, H) if model.token_mixing == "full" else (H,),
+        "position_update.x_proj": (P, C),
+        "position_update.up_proj": (P, G),
+        "position_update.down_proj": (G, P),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (V, C)}
+    for index in range(model.num_layers):
+        parts = layer | (update if index < model.num_position_updates else {})
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in parts.items()}
+    shapes["decoder.final_layernorm.weight"] = (C,)
+    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (V, C)}
 
 
 def to_megatron(weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from megatron_tape.files import PartialFile, atomic_output
+from megatron_tape.files import PartialFile, atomic_directory, atomic_output
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):
@@ -56,3 +56,27 @@ def test_unknown_mode_and_directories_are_refused(tmp_path):
         pass
     with pytest.raises(ValueError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
         pass
+
+
+def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
+    path = tmp_path / "deep" / "out"
+    with pytest.raises(RuntimeError), atomic_directory(path) as directory:
+        (directory / "file").write_text("half")
+        raise RuntimeError
+    assert os.listdir(path.parent) == []
+    (path.parent / "out.partial" / "leftover").mkdir(parents=True)
+    with atomic_directory(path) as directory:
+        (directory / "file").write_text("whole")
+        assert not path.exists()
+        with pytest.raises(ValueError, match="another process is writing"), atomic_directory(path):
+            pass
+    assert os.listdir(path.parent) == ["out"] and os.listdir(path) == ["file"]
+
+
+def test_an_existing_directory_is_left_alone_whenever_it_came(tmp_path):
+    path = tmp_path / "out"
+    with pytest.raises(FileExistsError), atomic_directory(path):
+        path.mkdir()
+    with pytest.raises(FileExistsError), atomic_directory(path):
+        raise AssertionError
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == []

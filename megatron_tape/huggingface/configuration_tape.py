@@ -1,0 +1,89 @@
+"""Configuration of TAPE language models for transformers."""
+
+from transformers import PreTrainedConfig
+
+GATE_INPUTS = ("mlp", "attention")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+class TapeConfig(PreTrainedConfig):
+    """Settings of a Llama-like decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
+
+    Llama's keys mean what they mean there. Besides:
+
+    attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
+    qk_norm: RMSNorm on each head's query and key before they are rotated (as in Qwen3).
+    rope_parameters: `rope_theta` and `rope_type` (default, linear or llama3) with that type's own keys.
+    position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
+    gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
+        block's output before its residual).
+
+    Raises ValueError for settings that the model cannot have.
+    """
+
+    model_type = "tape"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 768,
+        intermediate_size: int = 3072,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 1024,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-5,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        tie_word_embeddings: bool = False,
+        rope_parameters: dict | None = None,
+        attention_bias: bool = False,
+        attention_dropout: float = 0.0,
+        qk_norm: bool = False,
+        position_mlp_size: int | None = None,
+        gate_input: str = "mlp",
+        **kwargs,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.use_cache = use_cache
+        self.rope_parameters = rope_parameters
+        self.attention_bias = attention_bias
+        self.attention_dropout = attention_dropout
+        self.qk_norm = qk_norm
+        self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
+        self.gate_input = gate_input
+        if gate_input not in GATE_INPUTS:
+            raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
+        if num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+        if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
+            raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")
+
+
+__all__ = ["TapeConfig"]

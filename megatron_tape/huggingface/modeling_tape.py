@@ -1,0 +1,378 @@
+"""TAPE language models for transformers: a Llama-like decoder whose rotary positions are rewritten by content.
+
+"Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). This file and
+`configuration_tape.py` travel with an exported checkpoint; they need torch and transformers alone.
+
+Beside its hidden state every token carries a position state z (B, S, G, D): D/2 complex numbers for each key/value
+head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f); queries and keys are multiplied by it,
+the attention map averages it as it averages values, and each layer but the last rewrites it:
+    z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
+No token's states depend on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
+
+Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple, logging
+
+from .configuration_tape import TapeConfig
+
+logger = logging.get_logger(__name__)
+
+
+def rotate(x: Tensor, z: Tensor) -> Tensor:
+    """Multiply x (..., D) by z (..., D) as complex numbers, both stored as [real | imaginary]."""
+    x_re, x_im = x.chunk(2, dim=-1)
+    z_re, z_im = z.chunk(2, dim=-1)
+    return torch.cat([torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)], dim=-1)
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attend with explicit scores; a value of any width, and no copy of keys and values for the heads of a group.
+
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or added.
+    Returns the averages (B, S, H, E) and the attention map (B, H, S, T).
+    """
+    B, H, S, _ = query.shape
+    G = key.shape[1]
+    scores = torch.matmul(query.reshape(B, G, -1, query.shape[-1]) * scaling, key.transpose(2, 3)).view(B, H, S, -1)
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    weights = F.dropout(weights, dropout, training=module.training)
+    averages = torch.matmul(weights.view(B, G, -1, weights.shape[-1]), value).view(B, H, S, -1)
+    return averages.transpose(1, 2), weights
+
+
+class TapePhases(nn.Module):
+    """RoPE's phases, the position state before the first layer."""
+
+    def __init__(self, config: TapeConfig):
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+
+    def frequencies(self) -> Tensor:
+        """Return the D/2 angles per position, float32."""
+        rope = self.config.rope_parameters
+        if rope["rope_type"] == "default":
+            D = self.config.head_dim
+            return 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D)
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)[0]
+
+    def _apply(self, fn, recurse=True):
+        # Angles of long contexts need float32, also in a model moved to bfloat16.
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        if not kept.is_meta:
+            self.inv_freq = kept.to(self.inv_freq.device)
+        return self
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Return exp(i s theta_f) for integer positions (B, S) as float32 (B, S, D)."""
+        angles = position_ids[..., None].float() * self.inv_freq
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class TapePosition(nn.Module):
+    """The update of the position state: mixing over tokens, then a gated linear map of its G heads for each token."""
+
+    def __init__(self, config: TapeConfig):
+        super().__init__()
+        H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
+        self.token_mixing = nn.Parameter(torch.zeros(G, H))
+        self.x_proj = nn.Parameter(torch.empty(P, config.hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(P, G))
+        self.down_proj = nn.Parameter(torch.zeros(G, P))
+
+    def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
+        """Return the next layer's state (B, S, G, D) from the state, its averages (B, S, H, D), and (B, S, C)."""
+        B, S, G, D = state.shape
+        N = B * S
+        mixing = self.token_mixing.expand(N, -1, -1)
+        mixed = torch.baddbmm(state.reshape(N, G, D), mixing, averaged.reshape(N, -1, D))
+        gate = F.silu(F.linear(gate_input, self.x_proj)).view(N, -1)
+        # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
+        outer = (self.down_proj.T.unsqueeze(2) * self.up_proj.unsqueeze(1)).flatten(1)
+        return torch.baddbmm(mixed, (gate @ outer).view(N, G, G), mixed).view(B, S, G, D)
+
+
+class TapeAttention(nn.Module):
+    """Attention that rotates by the position state and averages it together with the values."""
+
+    def __init__(self, config: TapeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+        C, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=bias)
+        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
+        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, state, attention_mask, past_key_values, average_state, **kwargs):
+        """Return the output (B, S, C), the averaged state (B, S, H, D) if asked for, and the map where it exists.
+
+        hidden_states (B, S, C), state (B, S, G, D); the mask as the attention implementation wants it.
+        """
+        B, S, _ = hidden_states.shape
+        D, G = self.head_dim, state.shape[2]
+        query = self.q_proj(hidden_states).view(B, S, -1, D)
+        key = self.k_proj(hidden_states).view(B, S, G, D)
+        value = self.v_proj(hidden_states).view(B, S, G, D)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
+        key = rotate(key, state)
+        if average_state:
+            value = torch.cat([value, state.expand_as(value)], dim=-1)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        (output, *averaged), weights = self.attend(query, key, value, attention_mask, **kwargs)
+        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
+
+    def attend(self, query, key, value, attention_mask, **kwargs) -> tuple[list[Tensor], Tensor | None]:
+        """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map where it exists."""
+        implementation = self.config._attn_implementation
+        kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        # The fast kernels want a value as wide as the key, so they run once for each part; one query has so little to
+        # do that reading the keys once is faster.
+        if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
+            averages, weights = grouped_attention(self, query, key, value, attention_mask, **kwargs)
+            return averages.split(self.head_dim, dim=-1), weights
+        attention = ALL_ATTENTION_FUNCTIONS[implementation]
+        parts = value.split(self.head_dim, dim=-1)
+        return [attention(self, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
+
+
+class TapeMLP(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self, config: TapeConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, S, C) to (B, S, C)."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TapeDecoderLayer(GradientCheckpointingLayer):
+    """One layer: maps hidden states and position state to the next layer's."""
+
+    def __init__(self, config: TapeConfig, layer_idx: int):
+        super().__init__()
+        self.gate_input = config.gate_input
+        self.self_attn = TapeAttention(config, layer_idx)
+        self.mlp = TapeMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # Nobody would read the state after the last layer.
+        self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
+
+    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, **kwargs):
+        """Map (B, S, C) and (B, S, G, D) to the same, and give the attention map where it exists."""
+        kwargs["average_state"] = self.position is not None
+        normed = self.input_layernorm(hidden_states)
+        attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, past_key_values, **kwargs)
+        hidden_states = hidden_states + attention_output
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.position is not None:
+            state = self.position(state, averaged, mlp_output if self.gate_input == "mlp" else attention_output)
+        return hidden_states + mlp_output, state, weights
+
+
+class TapePreTrainedModel(PreTrainedModel):
+    """What all TAPE models share."""
+
+    config_class = TapeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TapeDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start as RoPE: with token_mixing and down_proj at zero the position state keeps its phases."""
+        if isinstance(module, TapePosition):
+            nn.init.zeros_(module.token_mixing)
+            nn.init.normal_(module.x_proj, std=self.config.initializer_range)
+            nn.init.normal_(module.up_proj, std=module.up_proj.shape[1] ** -0.5)
+            nn.init.zeros_(module.down_proj)
+        elif isinstance(module, TapePhases):
+            module.inv_freq.copy_(module.frequencies())
+        else:
+            super()._init_weights(module)
+
+
+class TapeModel(TapePreTrainedModel):
+    """The decoder without its language-model head."""
+
+    def __init__(self, config: TapeConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.phases = TapePhases(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder on token ids (B, S) or embeddings (B, S, C).
+
+        attention_mask (B, T) is 0 at padding; position_ids (B or 1, S) matter up to a shift only. Tokens whose
+        position_ids start over are documents that do not see each other, unless a mask or a cache is given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        config = self.config
+        use_cache = config.use_cache if use_cache is None else use_cache
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if output_attentions and config._attn_implementation != "eager":
+            raise ValueError(
+                f"{config._attn_implementation} attention never holds the maps that output_attentions asks for; "
+                'load the model with attn_implementation="eager"'
+            )
+        if use_cache and self.training and self.gradient_checkpointing:
+            logger.warning_once(
+                "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
+            )
+            use_cache = False
+
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=config)
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        B, S, _ = hidden_states.shape
+        # A static cache keeps its length on the device; asking for it would stall every step.
+        known = isinstance(past_length, int) and not torch.compiler.is_compiling()
+        if known and past_length + S > config.max_position_embeddings:
+            logger.warning_once(
+                f"more tokens than the {config.max_position_embeddings} of max_position_embeddings: "
+                "the model was not trained on contexts this long"
+            )
+        if position_ids is None:
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_length).unsqueeze(
+                0
+            )
+        mask = create_causal_mask(
+            config=config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+
+        phases = self.phases(position_ids).to(hidden_states.dtype)
+        state = phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
+        for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
+        all_hidden_states, all_weights = [], []
+        for layer in self.layers:
+            if output_hidden_states:
+                all_hidden_states.append(hidden_states)
+            hidden_states, state, weights = layer(hidden_states, state, **for_layers)
+            all_weights.append(weights)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values,
+            hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
+            attentions=tuple(all_weights) if output_attentions else None,
+        )
+
+
+class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
+    """The decoder with its language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TapeConfig):
+        super().__init__(config)
+        self.model = TapeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Return logits (B, S, V), of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
+
+        labels (B, S) are the input ids themselves (they are shifted here), -100 where no loss shall be taken.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["TapeForCausalLM", "TapeModel", "TapePreTrainedModel"]

@@ -1,0 +1,193 @@
+"""The files from which `AutoTokenizer` makes the tokenizer that a model was trained with, id for id.
+
+A Hugging Face tokenizer is copied. A SentencePiece model becomes a `tokenizer.json` of the same pieces; whether it
+gives the same ids is tried out on real text before it is written. The `transformers` package is not needed.
+"""
+
+import json
+import math
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_tape.tokenizer import Tokenizer, load_tokenizer
+
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_ROLES = ("bos", "eos", "unk", "pad")
+_SPACE = "▁"
+_TRIED_MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
+_TRIED_TEXT = (
+    "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
+    "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
+)
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
+_FROM_TEXT = (_NORMAL, _USER_DEFINED)
+_NEVER = -1e9
+"""Score of a piece that text does not become, though its name may stand there."""
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """What the rest of an export needs to know."""
+
+    vocab_size: int
+    special_ids: dict[str, int | None]
+    """`bos_token_id`, `eos_token_id` and `pad_token_id`."""
+
+
+def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
+    """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
+
+    Raises FileNotFoundError where there is none, ValueError where it is none or cannot be converted exactly.
+    """
+    ours, source = load_tokenizer(source), Path(source)
+    if source.is_dir():
+        source = next(source / name for name in ("tokenizer.json", "tokenizer.model") if (source / name).is_file())
+    if source.suffix == ".json":
+        special = _copy_hugging_face(source, ours, output, context)
+    else:
+        special = _convert_sentencepiece(source, ours, output, context)
+    ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
+    return ExportedTokenizer(ours.vocab_size, ids)
+
+
+def _write_config(output: Path, context: int, tokens: dict[str, str], **more: object) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{role}_token": token for role, token in tokens.items()},
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        **more,
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (output / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int) -> dict[str, int | None]:
+    import tokenizers
+
+    shutil.copyfile(source, output / "tokenizer.json")
+    for name in _BESIDE:
+        if (source.parent / name).is_file():
+            shutil.copyfile(source.parent / name, output / name)
+    library = tokenizers.Tokenizer.from_file(str(source))
+    special = {"bos": ours.bos, "eos": ours.eod}
+    if (output / "tokenizer_config.json").is_file():
+        settings = json.loads((output / "tokenizer_config.json").read_text(encoding="utf-8"))
+        pad = settings.get("pad_token")
+        pad = pad.get("content") if isinstance(pad, dict) else pad
+        special["pad"] = library.token_to_id(pad) if pad else None
+    else:
+        tokens = {role: library.id_to_token(index) for role, index in special.items() if index is not None}
+        unknown = getattr(library.model, "unk_token", None)
+        _write_config(output, context, tokens | ({"unk": unknown} if unknown else {}))
+    return special
+
+
+def _convert_sentencepiece(source: Path, ours: Tokenizer, output: Path, context: int) -> dict[str, int | None]:
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(source.read_bytes())
+    converted, special = _converted(model, source)
+    texts = [*_texts(), *(f"a{piece.piece}b" for piece in model.pieces if piece.type == _USER_DEFINED)]
+    scores = (
+        [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
+    )
+    _try_out(converted, ours, source, texts, scores)
+    converted.save(str(output / "tokenizer.json"))
+    shutil.copyfile(source, output / "tokenizer.model")
+    names = {role: model.pieces[index].piece for role, index in special.items()}
+    # SentencePiece never reads a special token from text, so the model never saw one there.
+    _write_config(output, context, names, split_special_tokens=True)
+    return dict(special)
+
+
+def _converted(model, source: Path):
+    """Return a `tokenizers.Tokenizer` of the pieces of a SentencePiece model, and the ids of its special pieces."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    trainer, rules = model.trainer_spec, model.normalizer_spec
+    pieces = [piece.piece for piece in model.pieces]
+    if trainer.model_type == trainer.BPE:
+        vocabulary = {piece: index for index, piece in enumerate(pieces)}
+        core = models.BPE(
+            vocabulary,
+            _merges(model.pieces),
+            unk_token=pieces[trainer.unk_id],
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    elif trainer.model_type == trainer.UNIGRAM:
+        scores = [(p.piece, p.score if p.type in _FROM_TEXT else _NEVER) for p in model.pieces]
+        core = models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
+    else:
+        raise ValueError(f"{source} is a SentencePiece model of words or characters; only BPE and unigram are exported")
+    steps = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        from tokenizers import Regex
+
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if rules.add_dummy_prefix:
+        decoding.append(decoders.Strip(" ", 1, 0))
+    result = Tokenizer(core)
+    result.normalizer = normalizers.Sequence(steps)
+    result.decoder = decoders.Sequence(decoding)
+    kinds = {piece.piece: piece.type for piece in model.pieces}
+    result.add_special_tokens(
+        [AddedToken(p, normalized=False, special=True) for p in pieces if kinds[p] in (_CONTROL, _UNKNOWN)]
+    )
+    result.add_tokens([AddedToken(p, normalized=False, special=False) for p in pieces if kinds[p] == _USER_DEFINED])
+    ids = {role: getattr(trainer, f"{role}_id") for role in _ROLES}
+    return result, {role: index for role, index in ids.items() if 0 <= index < len(pieces)}
+
+
+def _merges(pieces) -> list[tuple[str, str]]:
+    """Every way to join two pieces to a third, the third with the best score first, as SentencePiece joins them."""
+    normal = {piece.piece: (-piece.score, index) for index, piece in enumerate(pieces) if piece.type == _NORMAL}
+    found = []
+    for piece, rank in normal.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in normal and right in normal:
+                found.append((rank, normal[left][1], normal[right][1], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _texts() -> list[str]:
+    """Return text that every machine has, and what is hard to get right."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [library / f"{module}.py" for module in _TRIED_MODULES]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_TRIED_TEXT]
+
+
+def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores: list[float] | None) -> None:
+    """Raise ValueError where the converted tokenizer gives other ids than ours.
+
+    A unigram model, whose `scores` are given, may divide a text otherwise that is as likely either way, such as a line
+    of dashes: which of the two SentencePiece takes is an accident that is not imitated.
+    """
+    converted.encode_special_tokens = True
+    for text in texts:
+        theirs, expected = converted.encode(text, add_special_tokens=False).ids, ours.encode(text)
+        if theirs == expected:
+            continue
+        if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
+            continue
+        raise ValueError(
+            f"{source} cannot be converted: its tokenizer.json would give other ids on some text; give a "
+            "tokenizer.json that does not with --tokenizer"
+        )
+    converted.encode_special_tokens = False

@@ -1,0 +1,76 @@
+"""Trains tiny models under every layout on real text and keeps their logits; see huggingface/test_export.py."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from training_cases import RECIPE, option, run, tp, zero
+
+from megatron_tape.checkpoint import find_checkpoint, load_weights
+from megatron_tape.config import parse_run_config
+from megatron_tape.model import LanguageModel, transformer_config
+from megatron_tape.parallel import initialize_distributed
+from megatron_tape.tokenizer import load_tokenizer
+
+VOCABULARY = 400
+PADDED = 416
+LENGTH = 48
+
+
+def settings(data):
+    options = {
+        "data.prefix": f"{data}/text",
+        "data.tokenizer": f"{data}/tokenizer.model",
+        "model.vocab_size": PADDED,
+        "model.seq_length": LENGTH,
+        "optimizer.lr": 0.02,
+        "train.steps": 4,
+        "train.eval_steps": 1,
+        "train.eval_interval": 4,
+        "logging.sample_tokens": 0,
+        "logging.interval": 1,
+    }
+    return [option(key, value) for key, value in options.items()]
+
+
+def cases():
+    """Every tensor-parallel size with every ZeRO stage, and among them the kinds of models."""
+    per_head = [option("model.token_mixing", "per_head"), option("model.num_query_groups", 4)]
+    tied = [option("model.tie_embeddings", "true"), option("model.gate_input", "attention")]
+    rope = [option("model.position_encoding", "rope"), option("model.rope_scaling_factor", 2)]
+    return {
+        "tp1_zero0": [tp(1), zero(0)],
+        "tp1_zero1": [tp(1), zero(1)],
+        "tp1_zero2_rope": [tp(1), zero(2), option("model.position_encoding", "rope")],
+        "tp1_zero3_per_head": [tp(1), zero(3), *per_head],
+        "tp2_zero0_tied": [tp(2), zero(0), *tied],
+        "tp2_zero1_per_head": [tp(2), zero(1), *per_head],
+        "tp2_zero2_scaled_rope": [tp(2), zero(2), *rope],
+        "tp2_zero3": [tp(2), zero(3)],
+    }
+
+
+def logits(folder, name, overrides, text):
+    """The training model's own logits at its last checkpoint."""
+    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *overrides]
+    config = parse_run_config(arguments)
+    layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
+    sequence_parallel = config.parallel.uses_sequence_parallel
+    shape = transformer_config(config.model, layout.tensor_parallel_size, sequence_parallel)
+    model = LanguageModel(config.model, shape, layout.groups)
+    load_weights(find_checkpoint(config, layout), model, layout)
+    with torch.no_grad():
+        return model(text)
+
+
+def main(folder, data):
+    tokenizer = load_tokenizer(f"{data}/tokenizer.model")
+    ids = tokenizer.encode(Path(data, "held_out.txt").read_text(encoding="utf-8"))
+    text = torch.tensor(ids[: 2 * LENGTH]).view(2, LENGTH)
+    kept = {"text": text}
+    for name, overrides in cases().items():
+        run(data, name, *settings(data), *overrides)
+        kept[name] = logits(data, name, [*settings(data), *overrides], text)
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, f"{data}/logits.safetensors")

@@ -1,0 +1,535 @@
+"""The transformers model: equal to the reference, and at home in everything transformers offers."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from released import load
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from megatron_tape.huggingface import configuration_tape, modeling_tape
+from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.reference import ReferenceConfig, forward, from_released
+
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.15,
+    rms_norm_eps=1e-5,
+)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small gain nothing from threads, and on a busy machine wait for them at every operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randomize(model):
+    """Move TAPE's matrices away from their zero start."""
+    for name, parameter in model.named_parameters():
+        if ".position." in name:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+def build(dtype=torch.float32, **changes):
+    config = TapeConfig(**({"position_mlp_size": 6, "attn_implementation": "sdpa"} | SMALL | changes))
+    return randomize(TapeForCausalLM(config)).to(dtype).eval()
+
+
+def tokens(batch=2, length=17):
+    return torch.randint(1, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def reference_logits(model, input_ids, weights=None, **options):
+    config = model.config
+    rope = config.rope_parameters
+    reference = ReferenceConfig(
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        rope_theta=rope["rope_theta"],
+        rope_scaling_factor=rope.get("factor", 1.0),
+        norm_epsilon=config.rms_norm_eps,
+        gate_input=config.gate_input,
+    )
+    return forward(weights or dict(model.named_parameters()), input_ids, reference, **options)["logits"]
+
+
+VARIANTS = {
+    "mha": dict(num_key_value_heads=4),
+    "gqa": {},
+    "one_group": dict(num_key_value_heads=1),
+    "gate_attention": dict(gate_input="attention"),
+    "scaled": dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}),
+    "tied": dict(tie_word_embeddings=True),
+    "wide_heads": dict(head_dim=12),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_the_reference(variant, attention):
+    model = build(attn_implementation=attention, **VARIANTS[variant])
+    input_ids = tokens()
+    cotangent = torch.randn(*input_ids.shape, SMALL["vocab_size"])
+    logits = model(input_ids).logits
+    logits.mul(cotangent).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    expected = reference_logits(model, input_ids)
+    expected.mul(cotangent).sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["adape", "adape_interp"])
+def test_logits_and_gradients_equal_the_released_code(name, attention):
+    settings, weights, gradients, rest = load(name)
+    scaling = settings["rope_scaling"] or {"type": "default"}
+    model = TapeForCausalLM(
+        TapeConfig(
+            **{key: settings[key] for key in SMALL if key in settings and key != "initializer_range"},
+            position_mlp_size=settings["position_size"],
+            rope_parameters={"rope_theta": settings["rope_theta"], "rope_type": scaling["type"]}
+            | {key: value for key, value in scaling.items() if key == "factor"},
+            attn_implementation=attention,
+        )
+    )
+    missing, unexpected = model.load_state_dict(from_released(weights), strict=False)
+    last = f"model.layers.{settings['num_hidden_layers'] - 1}.position."
+    assert not missing and all(key.startswith(last) for key in unexpected)
+    output = model(rest["input_ids"], labels=rest["input_ids"])
+    torch.testing.assert_close(output.logits, rest["logits"], rtol=1e-5, atol=1e-5)
+    output.loss.backward()
+    for key in ("model.layers.0.position.up_proj", "model.layers.0.self_attn.q_proj.weight"):
+        released = gradients.get(key, gradients.get(key.replace(".position.", ".pe.") + ".weight"))
+        torch.testing.assert_close(model.get_parameter(key).grad, released, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_bf16_errs_at_most_twice_as_much_as_the_reference_in_bf16(attention):
+    model = build(attn_implementation=attention)
+    input_ids = tokens(4, 63)
+    exact = reference_logits(model, input_ids)
+    rounded = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    plain = (reference_logits(model, input_ids, rounded) - exact).abs().mean()
+    assert (model.bfloat16()(input_ids).logits - exact).abs().mean() <= 2 * plain
+
+
+ZERO_START = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),
+    "llama3": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        ),
+        {},
+    ),
+    "linear": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}, tie_word_embeddings=True),
+        {},
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}, dict(attention_bias=True)),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=12), dict(qk_norm=True)),
+}
+
+
+@pytest.mark.parametrize("family", ZERO_START)
+def test_the_zero_start_equals_transformers_own_model(family):
+    config_class, model_class, shared, ours = ZERO_START[family]
+    theirs = model_class(config_class(**SMALL, **shared)).eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    model = TapeForCausalLM(TapeConfig(**SMALL, **shared, **ours)).eval()
+    missing, unexpected = model.load_state_dict(theirs.state_dict(), strict=False)
+    assert not unexpected and all(".position." in name for name in missing)
+    input_ids = tokens(length=100)
+    torch.testing.assert_close(model(input_ids).logits, theirs(input_ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def generate(model, input_ids, **options):
+    """Generate 24 tokens with and without a cache from the same random numbers, and return both."""
+    outputs = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        kwargs = dict(max_new_tokens=24, pad_token_id=0, use_cache=use_cache) | options
+        outputs.append(model.generate(input_ids, **kwargs)[:, input_ids.shape[1] :])
+    assert len(outputs[0].unique()) > 8, "too few different tokens to tell anything"
+    return outputs
+
+
+DECODING = {
+    "greedy": dict(do_sample=False),
+    "sampling": dict(do_sample=True, temperature=1.5, top_k=20),
+    "beams": dict(do_sample=False, num_beams=3),
+    "sampled_beams": dict(do_sample=True, num_beams=2),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("decoding", DECODING)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_generation_with_a_cache_equals_generation_without(groups, decoding, attention):
+    model = build(torch.float64, num_key_value_heads=groups, attn_implementation=attention)
+    cached, uncached = generate(model, tokens(), **DECODING[decoding])
+    assert torch.equal(cached, uncached)
+
+
+def left_padded(lengths, width):
+    input_ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width)
+    rows = [row[:length] for row, length in zip(tokens(len(lengths), width), lengths)]
+    for i, row in enumerate(rows):
+        input_ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
+    return rows, input_ids, mask.long()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("decoding", ["greedy", "beams"])
+def test_left_padding_changes_no_token(decoding, attention):
+    model = build(torch.float64, attn_implementation=attention)
+    rows, input_ids, mask = left_padded([4, 9, 13], 13)
+    cached, uncached = generate(model, input_ids, attention_mask=mask, **DECODING[decoding])
+    assert torch.equal(cached, uncached)
+    for row, padded in zip(rows, cached):
+        alone = model.generate(row[None], max_new_tokens=24, pad_token_id=0, **DECODING[decoding])[0, len(row) :]
+        assert torch.equal(padded, alone)
+
+
+def test_padded_batches_equal_single_prompts_in_the_forward_pass():
+    for attention in ("eager", "sdpa"):
+        model = build(attn_implementation=attention)
+        rows, input_ids, mask = left_padded([4, 9, 13], 13)
+        logits = model(input_ids, attention_mask=mask).logits
+        assert logits.isfinite().all()
+        for row, padded in zip(rows, logits):
+            torch.testing.assert_close(padded[-len(row) :], model(row[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_generation_continues_from_a_kept_cache():
+    model = build(torch.float64)
+    prompt, kwargs = tokens(), dict(do_sample=False, pad_token_id=0)
+    first = model.generate(prompt, max_new_tokens=6, return_dict_in_generate=True, **kwargs)
+    cache = first.past_key_values
+    # The next turn of a conversation: seven tokens more, at once.
+    turn = torch.cat([first.sequences, tokens(2, 7)], dim=1)
+    second = model.generate(turn, past_key_values=cache, max_new_tokens=12, **kwargs)
+    assert torch.equal(second, model.generate(turn, max_new_tokens=12, use_cache=False, **kwargs))
+
+
+def test_the_cache_is_transformers_own_and_holds_rotated_keys_and_values_beside_the_state():
+    model = build()
+    cache = model(tokens(2, 17), use_cache=True).past_key_values
+    assert type(cache) is DynamicCache
+    widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
+    assert widths == [(8, 16), (8, 16), (8, 8)], "the last layer averages no state, so it keeps none"
+    assert cache.layers[0].keys.shape == (2, 2, 17, 8)
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "beams"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_static_cache_generates_the_same(attention, decoding):
+    model = build(torch.float64, attn_implementation=attention)
+    _, input_ids, mask = left_padded([5, 13], 13)
+    cached, uncached = generate(model, input_ids, attention_mask=mask, **DECODING[decoding])
+    static = model.generate(
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=24,
+        pad_token_id=0,
+        cache_implementation="static",
+        **DECODING[decoding],
+    )
+    assert torch.equal(static[:, 13:], uncached)
+
+
+def test_a_prompt_in_chunks_equals_the_whole_prompt():
+    model = build(torch.float64)
+    input_ids = tokens(2, 30)
+    cache, chunks = DynamicCache(config=model.config), []
+    for chunk in input_ids.split([1, 11, 2, 16], dim=1):
+        chunks.append(model(chunk, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(chunks, dim=1), model(input_ids).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_shifting_positions_changes_no_logit():
+    model = build()
+    input_ids = tokens()
+    expected = model(input_ids).logits
+    shifted = model(input_ids, position_ids=torch.arange(17)[None] + torch.tensor([[5], [100]])).logits
+    torch.testing.assert_close(shifted, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_packed_documents_equal_the_reference():
+    model = build()
+    input_ids = tokens(1, 17)
+    documents = torch.tensor([0] * 6 + [1] * 11)[None]
+    positions = torch.cat([torch.arange(6), torch.arange(11)])[None]
+    logits = model(input_ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits, reference_logits(model, input_ids, documents=documents), rtol=1e-5, atol=1e-5)
+
+
+def test_embeddings_and_kept_logits():
+    model = build()
+    input_ids = tokens()
+    logits = model(input_ids).logits
+    embeddings = model.get_input_embeddings()(input_ids)
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, logits)
+    torch.testing.assert_close(model(input_ids, logits_to_keep=2).logits, logits[:, -2:])
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(input_ids, inputs_embeds=embeddings)
+
+
+def test_hidden_states_and_attention_maps():
+    model = build(attn_implementation="eager")
+    output = model(tokens(), output_hidden_states=True, output_attentions=True)
+    assert [state.shape for state in output.hidden_states] == [(2, 17, 32)] * 4
+    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert [weights.shape for weights in output.attentions] == [(2, 4, 17, 17)] * 3
+    torch.testing.assert_close(output.attentions[1].sum(-1), torch.ones(2, 4, 17))
+    with pytest.raises(ValueError, match='attn_implementation="eager"'):
+        build()(tokens(), output_attentions=True)
+
+
+def test_other_attention_functions_never_see_a_wide_value():
+    widths = []
+
+    def equal_widths(module, query, key, value, attention_mask, **kwargs):
+        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("equal_widths", equal_widths)
+    model = build(attn_implementation="equal_widths")
+    torch.testing.assert_close(model(tokens()).logits, reference_logits(model, tokens()), rtol=1e-5, atol=1e-5)
+    assert widths == [(8, 8, 8)] * 5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(reentrant):
+    model = build().train()
+    input_ids = tokens()
+    model(input_ids, labels=input_ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model(input_ids, labels=input_ids, use_cache=True).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_compiled_forward_and_backward_equal_eager():
+    model = build()
+    input_ids = tokens()
+    expected = model(input_ids, use_cache=False).logits
+    expected.square().mean().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(input_ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load_is_bit_identical(tmp_path, tied):
+    model = build(tie_word_embeddings=tied, gate_input="attention")
+    model.save_pretrained(tmp_path)
+    loaded, report = TapeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.gate_input == "attention" and loaded.config.position_mlp_size == 6
+    state = loaded.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_loading_weights_without_tape_starts_as_rope(tmp_path):
+    theirs = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    theirs.save_pretrained(tmp_path)
+    model = TapeForCausalLM.from_pretrained(tmp_path, config=TapeConfig(**SMALL))
+    position = model.model.layers[0].position
+    assert not position.token_mixing.any() and not position.down_proj.any()
+    assert position.x_proj.std() > 0 and position.up_proj.std() > 0
+    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_phases_stay_in_float32(tmp_path):
+    model = build(head_dim=16)
+    exact = model.model.phases.inv_freq.clone()
+    model.save_pretrained(tmp_path)
+    for moved in (TapeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.bfloat16()):
+        assert moved.dtype == torch.bfloat16
+        assert torch.equal(moved.model.phases.inv_freq, exact)
+
+
+def test_an_export_loads_without_this_project(tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path / "model")
+    for module in (configuration_tape, modeling_tape):
+        source = Path(module.__file__)
+        (tmp_path / "model" / source.name).write_text(source.read_text())
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "configuration_tape.TapeConfig",
+        "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    torch.save((tokens(), model(tokens()).logits), tmp_path / "expected.pt")
+    program = """if True:
+        import sys, torch
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+        input_ids, logits = torch.load("expected.pt")
+        torch.testing.assert_close(model(input_ids).logits, logits, rtol=1e-5, atol=1e-5)
+        assert model.generate(input_ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 20
+        assert not [name for name in sys.modules if name.split(".")[0] in ("megatron_tape", "megatron")]
+    """
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_long_prompts_warn_once_and_run(caplog):
+    model = build(max_position_embeddings=19)
+    with caplog.at_level(logging.WARNING):
+        model.generate(tokens(), max_new_tokens=2, pad_token_id=0, do_sample=False)
+        assert "was not trained on contexts" not in caplog.text
+        model(tokens(2, 30))
+        model.generate(tokens(2, 30), max_new_tokens=3, pad_token_id=0, do_sample=False)
+    assert caplog.text.count("was not trained on contexts") == 1
+
+
+def test_configurations_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="gate_input"):
+        TapeConfig(gate_input="both")
+    with pytest.raises(ValueError, match="multiple of num_key_value_heads"):
+        TapeConfig(num_attention_heads=4, num_key_value_heads=3)
+    with pytest.raises(ValueError, match="yarn"):
+        TapeConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+
+
+def training_arguments(folder, steps, rate):
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=rate,
+        per_device_train_batch_size=4,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+    )
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_trainer_lowers_the_loss(tmp_path):
+    input_ids = tokens(4, 16)
+    data = [{"input_ids": row, "labels": row} for row in input_ids]
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = Trainer(model, training_arguments(tmp_path, 3, 1e-2), train_dataset=data)
+    trainer.train()
+    losses = losses_of(trainer)
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    after = model.state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+
+
+def test_lora_trains_and_merges(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    input_ids = tokens(4, 16)
+    data = [{"input_ids": row, "labels": row} for row in input_ids]
+    lora = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], r=4, task_type="CAUSAL_LM")
+    model = get_peft_model(build(), lora)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trainable) == 3 * 4 * 2 and all("lora_" in name for name in trainable)
+    trainer = Trainer(model, training_arguments(tmp_path, 4, 5e-2), train_dataset=data)
+    trainer.train()
+    losses = losses_of(trainer)
+    assert losses[-1] < losses[0]
+    model.eval()
+    tuned = model(input_ids=input_ids).logits
+    torch.testing.assert_close(model.merge_and_unload()(input_ids).logits, tuned, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_generation_pipeline_runs(tmp_path):
+    from datasets_for_tests import write_tokenizer
+
+    write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.padding_side = "left"
+    model = build(torch.float64)
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=2)
+    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8"]
+    for prompt, (output,) in zip(prompts, generator(prompts, **options)):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        alone = model.generate(ids, pad_token_id=63, use_cache=False, **options)[0, ids.shape[1] :]
+        assert len(alone) == 6
+        assert output["generated_text"] == prompt + tokenizer.decode(alone, skip_special_tokens=True)
+
+
+def test_auto_classes_know_a_registered_tape():
+    AutoConfig.register("tape", TapeConfig, exist_ok=True)
+    AutoModelForCausalLM.register(TapeConfig, TapeForCausalLM, exist_ok=True)
+    config = AutoConfig.for_model("tape", **SMALL)
+    assert type(AutoModelForCausalLM.from_config(config)) is TapeForCausalLM

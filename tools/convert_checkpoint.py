@@ -1,0 +1,91 @@
+"""Convert checkpoints: to Hugging Face's transformers, and from the TAPE authors' code.
+
+    python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
+    python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
+
+An output appears only when it is complete, and one that exists is left alone.
+"""
+
+import argparse
+
+from megatron_tape import command_line
+
+
+def main() -> None:
+    """Parse the command line and convert."""
+    arguments = parser().parse_args()
+    arguments.convert(arguments)
+
+
+def to_hf(arguments: argparse.Namespace) -> None:
+    """Write a Hugging Face model from a checkpoint of this project."""
+    size = parse_size(arguments.max_shard_size)
+    from megatron_tape.huggingface.export import export
+
+    export(arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer)
+
+
+def from_released(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint of this project from one of the TAPE authors' code."""
+    from megatron_tape.huggingface.released import import_released
+
+    import_released(
+        arguments.weights,
+        arguments.config,
+        arguments.output,
+        arguments.vocab_multiple,
+        arguments.token_mixing,
+        arguments.allow_pickle,
+    )
+
+
+def parse_size(text: str) -> int:
+    """Read `5GB`, `500MB` or `2000` as bytes, in powers of 1000; raises ValueError for anything else."""
+    number, power = text.strip().upper().removesuffix("B"), 0
+    if number[-1:] in ("K", "M", "G", "T"):
+        number, power = number[:-1], " KMGT".index(number[-1])
+    try:
+        size = int(float(number) * 1000**power)
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ValueError(f"--max-shard-size is {text!r}; give a size such as 5GB or 500MB")
+    return size
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    directions = result.add_subparsers(required=True, metavar="DIRECTION")
+
+    export = directions.add_parser("to-hf", help="a checkpoint of this project to a Hugging Face model")
+    export.set_defaults(convert=to_hf)
+    add = export.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints (the newest whole one), or one step")
+    add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: %(default)s)")
+    add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
+
+    released = directions.add_parser(
+        "from-released", help="a checkpoint of the TAPE authors' code to one of this project"
+    )
+    released.set_defaults(convert=from_released)
+    add = released.add_argument
+    add("--weights", required=True, metavar="FILE", help="safetensors file by the released names")
+    add("--config", required=True, metavar="JSON", help="the model's config.json")
+    add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
+    add("--vocab-multiple", type=int, default=1, help="pad the vocabulary to a multiple of this (default: %(default)s)")
+    add(
+        "--token-mixing",
+        choices=("full", "per_head"),
+        default="full",
+        help="how the checkpoint can be trained on: TAPE's map over heads as a matrix, or as the scales that the "
+        "released code knows (default: %(default)s)",
+    )
+    add("--allow-pickle", action="store_true", help="read .bin and .pt files, too: only from people you trust")
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)
