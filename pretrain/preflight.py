@@ -7,6 +7,7 @@ the same bytes everywhere, the checkpoint directory is not shared, writable and 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -120,7 +121,13 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         store.wait(["problems"], 2 * timeout)
     except RuntimeError:
         raise Refused(f"{_here()}: rank 0 reached no verdict") from None
-    if problems := json.loads(store.get("problems")):
+    problems = json.loads(store.get("problems"))
+    store.set(f"told/{rank}", "yes")
+    if problems:
+        if rank == 0:
+            # The store ends with this rank: let the others learn why.
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"told/{other}" for other in range(size)], timedelta(seconds=5))
         raise Verdict("; ".join(problems))
     _describe(config, facts, size, say)
     if size > 1:
