@@ -101,7 +101,7 @@ def _usage(tape: bool, has_tokenizer: bool) -> list[str]:
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         *load,
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        f"tokenizer = AutoTokenizer.from_pretrained(path{remote})",
         'inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))",
         "```",
