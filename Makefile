@@ -10,12 +10,12 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
 
-# The jobs of tests/slurm spend much of their time waiting: several at once.
+# Two files at a time; the jobs of tests/slurm spend much of their time waiting, so there more at once.
 test: $(STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	$(BIN)/python -m pytest --ignore=tests/slurm
+	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/slurm -n 3
 endif
 
