@@ -2,10 +2,10 @@
 
 A run that is preempted, crashes or is requeued takes several attempts, each a group of processes. An attempt's records
 lie in `RUN/attempts/NNNNNN`. It writes checkpoints through a directory of its own, `CHECKPOINTS/.attempt-NNNNNN`: its
-fencing token. The next attempt removes that directory before it looks for a checkpoint, so an attempt that lives on
-somewhere (a node cut off the network) has no place left to write into, whatever it believes: its next save fails, and
-the ranks that look whether the directory is still there end. No lock and no clock is involved. Nothing here imports
-torch.
+fencing token. The next attempt renames that directory away before it looks for a checkpoint, so an attempt that lives
+on somewhere (a node cut off the network) has no place left to write into, whatever it believes: its next save fails,
+and the ranks that look whether the directory is still there end. No lock and no clock is involved. Nothing here
+imports torch.
 """
 
 import contextlib
