@@ -37,10 +37,18 @@ class ModelConfig:
     """Query heads (H)."""
     num_query_groups: int | None = None
     """Key/value groups (G); null means one per head."""
+    kv_channels: int | None = None
+    """Width of one head (D); null means hidden_size / num_attention_heads."""
+    qkv_bias: bool = False
+    """Add biases to the query, key and value projections, as Qwen2 does."""
+    qk_norm: bool = False
+    """RMSNorm on every head's query and key before they are rotated, as in Qwen3."""
     seq_length: int
     """Tokens per training sequence (S)."""
     vocab_size: int
     """Rows of the embedding: the tokenizer's pieces, rounded up as tensor parallelism needs."""
+    unpadded_vocab_size: int | None = None
+    """Rows that stand for tokens, which an export keeps; null means as many as the tokenizer has ids."""
     position_mlp_size: int | None = None
     """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
@@ -49,8 +57,16 @@ class ModelConfig:
     """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling_type: Literal["linear", "llama3"] = "linear"
+    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) those of slow frequencies alone."""
     rope_scaling_factor: float = 1.0
-    """Positions are divided by this (linear position scaling); 2 stretches a trained context twofold."""
+    """What positions are divided by; 2 stretches a trained context twofold."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: frequencies that turn less often than this in rope_original_seq_length tokens are scaled in full."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
+    rope_original_seq_length: int = 8192
+    """llama3: tokens of the context before it was stretched."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False
@@ -61,7 +77,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head (D)."""
-        return self.hidden_size // self.num_attention_heads
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
     @property
     def query_groups(self) -> int:
@@ -81,7 +97,8 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Count the trainable numbers of the whole model."""
         hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
-        attention = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+        attention = (hidden + self.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
+        attention += 2 * dim * self.qk_norm
         layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
         mixing = heads * groups if self.token_mixing == "full" else heads
         update = mixing + self.position_mlp_width * (hidden + 2 * groups)
@@ -415,13 +432,16 @@ def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     def derived(model: dict[str, Any]) -> dict[str, Any]:
         heads = model.get("num_attention_heads")
         defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads if heads else None}
+        if heads and model.get("hidden_size"):
+            defaults["kv_channels"] = model["hidden_size"] // heads
         return {key: defaults.get(key) if value is None else value for key, value in model.items()}
 
+    open_in_both = {key for key in a if a[key] is None and b.get(key, "absent") is None}
     a, b = derived(a), derived(b)
     return [
         f"model.{key}: checkpoint {a.get(key, 'absent')}, configuration {b.get(key, 'absent')}"
         for key in {**a, **b}
-        if a.get(key, "absent") != b.get(key, "absent")
+        if a.get(key, "absent") != b.get(key, "absent") and key not in open_in_both
     ]
 
 

@@ -120,7 +120,8 @@ def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
     mixing = heads * groups if model.token_mixing == "full" else heads
     update = mixing + model.position_mlp_width * (hidden + 2 * groups)
-    replicated = (2 * model.num_layers + 1) * hidden + model.num_position_updates * update
+    norms = 2 * hidden + 2 * model.head_dim * model.qk_norm
+    replicated = model.num_layers * norms + hidden + model.num_position_updates * update
     return replicated + (model.parameter_count() - replicated) // tensor_size
 
 
@@ -149,7 +150,7 @@ def activations(
 
     def layer(first: bool, last: bool) -> int:
         moves, averages = tape and not first, tape and not last
-        attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages)
+        attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
         mlp = tokens * 5 * model.ffn_hidden_size // tensor_size * width
         update = _update(model, local, tensor_size) * width if averages else 0
         return 2 * norm + attention + mlp + update
@@ -173,7 +174,14 @@ def activations(
 
 
 def _attention(
-    model: ModelConfig, batch: int, width: int, tensor_size: int, masked: bool, moves: bool, averages: bool
+    model: ModelConfig,
+    batch: int,
+    width: int,
+    tensor_size: int,
+    masked: bool,
+    moves: bool,
+    averages: bool,
+    fused_norms: bool,
 ) -> int:
     """Count bytes kept by one layer's attention.
 
@@ -186,19 +194,28 @@ def _attention(
     projected = heads + 2 * groups
     # Megatron cuts queries out of groups by a copy.
     copied = heads if grouped and groups > 1 else 0
-    if model.position_encoding == "nope":
+    # What rotating, or attention itself without it, starts from stays only if the rotation needs a gradient.
+    read, normed = moves, 0
+    if model.qk_norm:
+        read = fused_norms or width == 4
+        normed = heads + groups if moves else 0
+    if model.position_encoding == "nope" and not model.qk_norm:
         queries, keys = copied, 0
     else:
-        queries, keys = heads + (copied if moves else 0), groups
+        queries, keys = heads + (copied if read else 0), groups
     values = groups if moves else 0
     if masked and grouped:
         # Keys and values are repeated for every head; the projection's output stays where something is cut out of it.
         keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
-        projected = projected if moves or not queries else 0
+        projected = projected if read or not queries else 0
     calls = 2 if averages else 1
-    numbers = projected + queries + keys + values + calls * heads
+    numbers = projected + queries + keys + values + normed + calls * heads
     mask = calls * tokens * model.seq_length * width if masked else 0
-    return tokens * (numbers * dim * width + calls * 4 * heads) + mask
+    norms = 0
+    if model.qk_norm:
+        # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
+        norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
+    return tokens * (numbers * dim * width + calls * 4 * heads + norms) + mask
 
 
 def _update(model: ModelConfig, local: int, tensor_size: int) -> int:

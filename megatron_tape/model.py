@@ -34,6 +34,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization="RMSNorm",
@@ -69,7 +71,7 @@ class LanguageModel(torch.nn.Module):
         self.encoding = ENCODINGS[model.position_encoding](model, config, groups)
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(self.encoding, config.num_layers, model.gate_input),
+            transformer_layer_spec=block_spec(model, self.encoding),
             vocab_size=model.vocab_size,
             max_sequence_length=model.seq_length,
             share_embeddings_and_output_weights=model.tie_embeddings,

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_tape.config import ModelConfig
+
 
 @dataclass(frozen=True)
 class ReferenceConfig:
@@ -20,16 +22,34 @@ class ReferenceConfig:
     num_attention_heads: int
     num_query_groups: int
     rope_theta: float = 10000.0
+    rope_scaling_type: str = "linear"
     rope_scaling_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_length: int = 8192
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
 
 
-def rope_phases(positions: Tensor, head_dim: int, theta: float, scale: float = 1.0) -> Tensor:
-    """Return exp(i s theta_f / scale) as [cos | sin]: any integer positions (...,) to float32 (..., D)."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions.float()[..., None] / scale * frequencies
+def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
+    """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
+
+    `llama3` leaves fast frequencies alone and divides slow ones, by how often they turn in the original context.
+    """
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    scaled = frequencies / config.rope_scaling_factor
+    if config.rope_scaling_type == "linear":
+        return scaled
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_seq_length / (2 * torch.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / config.rope_scaling_factor + kept * frequencies
+
+
+def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return exp(i s theta_f) as [cos | sin]: any integer positions (...,) to float32 (..., D)."""
+    angles = positions.float()[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -62,15 +82,16 @@ def forward(
 
     `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing` A (G, H),
     `.x_proj` W_x (P, C), `.up_proj` W_up (P, G) and `.down_proj` W_down (G, P); a layer without them leaves the
-    position state as it is, so with none at all this is RoPE. Returns `logits` (B, S, V) and, after each layer,
-    `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
+    position state as it is, so with none at all this is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`) and norms
+    of each head's q and k (`self_attn.q_norm.weight`) are applied where they are. Returns `logits` (B, S, V) and, after
+    each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
     """
     B, S = input_ids.shape
     H, G = config.num_attention_heads, config.num_query_groups
     x = weights["model.embed_tokens.weight"][input_ids]
     D = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // H
     positions = torch.arange(S, device=x.device) if positions is None else positions
-    phases = rope_phases(positions, D, config.rope_theta, config.rope_scaling_factor)
+    phases = rope_phases(positions, rope_frequencies(config, D))
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
     hidden_states, position_states = [], []
 
@@ -79,7 +100,13 @@ def forward(
         w = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
 
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
-        q, k, v = ((y @ w[f"self_attn.{p}_proj.weight"].T).view(B, S, n, D) for p, n in (("q", H), ("k", G), ("v", G)))
+        q, k, v = (
+            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(B, S, n, D)
+            for p, n in (("q", H), ("k", G), ("v", G))
+        )
+        if "self_attn.q_norm.weight" in w:
+            q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
+            k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
         z_per_head = z.repeat_interleave(H // G, dim=2)
         averaged = attend(rotate(q, z_per_head), rotate(k, z), torch.cat([v, z], dim=-1), documents)
         o, u = averaged.split(D, dim=-1)

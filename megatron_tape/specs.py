@@ -9,22 +9,28 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megatron_tape.config import ModelConfig
 from megatron_tape.layers import CoreAttention, PositionSelfAttention, PositionTransformerLayer, RMSNorm
 from megatron_tape.position import PositionEncoding
 
 
-def layer_spec(encoding: PositionEncoding, gate_input: str = "mlp") -> ModuleSpec:
+def layer_spec(model: ModelConfig, encoding: PositionEncoding) -> ModuleSpec:
     """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP."""
+    norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
         module=PositionTransformerLayer,
-        params={"encoding": encoding, "gate_input": gate_input},
+        params={"encoding": encoding, "gate_input": model.gate_input},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
                 module=PositionSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=CoreAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
@@ -38,6 +44,6 @@ def layer_spec(encoding: PositionEncoding, gate_input: str = "mlp") -> ModuleSpe
     )
 
 
-def block_spec(encoding: PositionEncoding, num_layers: int, gate_input: str = "mlp") -> TransformerBlockSubmodules:
-    """Return the spec of the whole decoder: `num_layers` layers and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(encoding, gate_input)] * num_layers, layer_norm=RMSNorm)
+def block_spec(model: ModelConfig, encoding: PositionEncoding) -> TransformerBlockSubmodules:
+    """Return the spec of the whole decoder: its layers and the final norm."""
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(model, encoding)] * model.num_layers, layer_norm=RMSNorm)

@@ -38,12 +38,19 @@ def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_
 def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` where the model's sizes do not fit each other."""
     sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
-    numbers = "position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std"
-    _check_section("model", model, positive=(*sizes.split(), *numbers.split()))
+    numbers = "kv_channels unpadded_vocab_size position_mlp_size norm_epsilon init_std"
+    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length"
+    positive = (*sizes.split(), *numbers.split(), *(f"rope_{name}" for name in rope.split()))
+    _check_section("model", model, positive)
     heads, groups = model.num_attention_heads, model.query_groups
     refuse(
-        model.hidden_size % heads != 0,
-        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either",
+        model.kv_channels is None and model.hidden_size % heads != 0,
+        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either, "
+        "or set model.kv_channels",
+    )
+    refuse(
+        model.kv_channels is not None and model.head_dim % 2 != 0,
+        f"model.kv_channels {model.kv_channels} is odd, so heads have no rotary pairs; make it even",
     )
     refuse(
         model.head_dim % 2 != 0,
@@ -58,6 +65,16 @@ def validate_model(model: ModelConfig) -> None:
         model.token_mixing == "per_head" and groups != heads,
         f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
         f"{heads}; use token_mixing full",
+    )
+    refuse(
+        model.rope_low_freq_factor >= model.rope_high_freq_factor,
+        f"model.rope_low_freq_factor {model.rope_low_freq_factor} is not below model.rope_high_freq_factor "
+        f"{model.rope_high_freq_factor}; change either",
+    )
+    refuse(
+        (model.unpadded_vocab_size or 0) > model.vocab_size,
+        f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which has "
+        "its rows and the padding's; raise vocab_size",
     )
 
 
@@ -107,6 +124,11 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         tensor_size > 1 and model.position_encoding == "tape" and not config.parallel.uses_sequence_parallel,
         f"model.position_encoding tape with {tensor_key} needs parallel.sequence_parallel, since its position update "
         "runs where tokens are sharded; set that to true or null",
+    )
+    refuse(
+        tensor_size > 1 and model.qk_norm and not config.parallel.uses_sequence_parallel,
+        f"model.qk_norm with {tensor_key} needs parallel.sequence_parallel, which adds up the norms' gradients; set "
+        "that to true or null",
     )
     data_size, train = world_size // tensor_size, config.train
     refuse(
@@ -210,7 +232,9 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     """Raise `ConfigError` where the checkpoint at `path` is of another model; sequence lengths may differ."""
     saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["config"]["model"]
     now = dataclasses.asdict(config.model)
-    differences = model_differences({**saved, "seq_length": None}, {**now, "seq_length": None})
+    # A checkpoint from before a setting existed is of a model with its default.
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
+    differences = model_differences({**defaults, **saved, "seq_length": None}, {**now, "seq_length": None})
     refuse(
         bool(differences),
         f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, or choose another "

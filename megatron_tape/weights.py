@@ -5,6 +5,7 @@ queries, its key, its value) and the two halves of the gated MLP, and cuts matri
 """
 
 import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _PLAIN = {
     "output_layer.weight": "lm_head.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "position_update.token_mixing": "position.token_mixing",
@@ -26,6 +29,8 @@ _PLAIN = {
     "position_update.up_proj": "position.up_proj",
     "position_update.down_proj": "position.down_proj",
 }
+
+_FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 
 
 def _split_layer(name: str) -> tuple[str, str, str]:
@@ -39,9 +44,13 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     P, V = model.position_mlp_width, model.vocab_size
+    bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
+    norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
     layer = {
         "input_layernorm.weight": (C,),
         "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
+        **bias,
+        **norms,
         "self_attention.linear_proj.weight": (C, H * D),
         "pre_mlp_layernorm.weight": (C,),
         "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
@@ -61,11 +70,27 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (V, C)}
 
 
-def to_megatron(weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+def initial_update(model: ModelConfig, layer_number: int, seed: int) -> dict[str, Tensor]:
+    """Draw the position update of layer `layer_number` (from 1): whole float32 tensors by `TapeUpdate`'s names.
+
+    `token_mixing` and `down_proj` are zero, so that the model starts as RoPE. The stream is its own: the other weights
+    are those of a RoPE model with the same seed.
+    """
+    generator = torch.Generator().manual_seed((seed + 7919 * layer_number) % 2**63)
+    heads, groups, width = model.num_attention_heads, model.query_groups, model.position_mlp_width
+    return {
+        "token_mixing": torch.zeros((groups, heads) if model.token_mixing == "full" else (heads,)),
+        "x_proj": torch.empty(width, model.hidden_size).normal_(0.0, model.init_std, generator=generator),
+        "up_proj": torch.empty(width, groups).normal_(0.0, groups**-0.5, generator=generator),
+        "down_proj": torch.zeros(groups, width),
+    }
+
+
+def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     """Return the whole tensor of the `GPTModel` parameter `name`; KeyError where `weights` lacks a part of it."""
     _, prefix, rest = _split_layer(name)
-    if rest == "self_attention.linear_qkv.weight":
-        parts = [weights[f"{prefix}self_attn.{p}_proj.weight"] for p in "qkv"]
+    if match := _FUSED.fullmatch(rest):
+        parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
@@ -77,14 +102,23 @@ def to_megatron(weights: dict[str, Tensor], name: str, model: ModelConfig) -> Te
     return tensor
 
 
+def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every whole weight by Hugging Face's names, in the order of the layers."""
+    shapes = {}
+    for name, shape in parameter_shapes(model).items():
+        for part, tensor in from_megatron(name, torch.empty(shape, device="meta"), model).items():
+            shapes[part] = tuple(tensor.shape)
+    return shapes
+
+
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
     _, prefix, rest = _split_layer(name)
-    if rest == "self_attention.linear_qkv.weight":
+    if match := _FUSED.fullmatch(rest):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
         parts = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
-        return {f"{prefix}self_attn.{p}_proj.weight": part.flatten(0, 1) for p, part in zip("qkv", parts)}
+        return {f"{prefix}self_attn.{p}_proj.{match[1]}": part.flatten(0, 1) for p, part in zip("qkv", parts)}
     if rest == "mlp.linear_fc1.weight":
         return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
     if rest == "position_update.token_mixing" and tensor.dim() == 1:

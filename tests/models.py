@@ -27,7 +27,7 @@ def small_model(**changes):
 
 
 def build(model, tp=1, recompute="none", seed=0, randomize=True, sequence_parallel=None, dtype=torch.float32):
-    """Build a model on this process's share; `randomize` moves TAPE's matrices away from their zero start."""
+    """Build a model on this process's share; `randomize` moves TAPE's matrices, biases and norms from their start."""
     layout = initialize_distributed(tp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
@@ -43,6 +43,9 @@ def randomize_tape(built):
     for update in built.position_updates():
         for parameter in update.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    for name, parameter in built.named_parameters():
+        if name.endswith(("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def whole_weights(built, model):
@@ -57,8 +60,7 @@ def reference_config(model):
     return ReferenceConfig(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
-        rope_theta=model.rope_theta,
-        rope_scaling_factor=model.rope_scaling_factor,
+        **{key: value for key, value in vars(model).items() if key.startswith("rope_")},
         norm_epsilon=model.norm_epsilon,
         gate_input=model.gate_input,
     )

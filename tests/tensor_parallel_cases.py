@@ -14,7 +14,9 @@ VARIANTS = {
     "tape_gate_from_attention": {"gate_input": "attention"},
     "tape_per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
     "tape_tied": {"tie_embeddings": True},
+    "tape_biased_qk_norm": {"qkv_bias": True, "qk_norm": True, "kv_channels": 12},
     "rope": {"position_encoding": "rope"},
+    "rope_biased_qk_norm": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True},
     "nope": {"position_encoding": "nope"},
 }
 

@@ -271,6 +271,9 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("parallel.sequence_parallel is true", 1, {"parallel__sequence_parallel": True}),
         ("tape with parallel.tensor_model_parallel_size 2 needs parallel.sequence_parallel", 2,
          {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False}),
+        ("model.qk_norm with parallel.tensor_model_parallel_size 2 needs parallel.sequence_parallel", 2,
+         {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False, "model__qk_norm": True,
+          "model__position_encoding": "rope"}),
         ("train.global_batch_size 16 is not divisible by train.micro_batch_size 2 times 3 data-parallel", 3, {}),
         ("train.precision bf16 with deepspeed.zero_stage 0", 1, {"deepspeed__zero_stage": 0}),
         ("deepspeed.offload_optimizer is true with deepspeed.zero_stage 0", 1,
@@ -300,7 +303,8 @@ def test_what_cannot_run_is_refused_in_one_sentence(message, world_size, changes
 
 POSITIVE = [
     "model num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size",
-    "model position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std",
+    "model kv_channels unpadded_vocab_size position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std",
+    "model rope_low_freq_factor rope_high_freq_factor rope_original_seq_length",
     "optimizer lr eps",
     "schedule power",
     "parallel tensor_model_parallel_size",
@@ -356,7 +360,7 @@ def test_differences_between_models_are_named_with_both_values():
 
 def test_a_default_spelled_out_is_no_difference():
     saved = dataclasses.asdict(ModelConfig(**MODEL))
-    assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32}) == []
+    assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32, "kv_channels": 8}) == []
     assert model_differences(saved, saved | {"num_query_groups": 4}) == [
         "model.num_query_groups: checkpoint 8, configuration 4"
     ]
@@ -372,6 +376,9 @@ def test_parameters_are_counted_matrix_by_matrix():
         ({"position_encoding": "rope"}, -2 * tape),
         ({"tie_embeddings": True}, -11 * 8),
         ({"num_layers": 1}, -2 * (layer + tape)),
+        ({"kv_channels": 6}, 3 * (8 * (4 + 2 * 2) + 4 * 8) * (6 - 2)),
+        ({"qkv_bias": True}, 3 * (4 + 2 * 2) * 2),
+        ({"qk_norm": True}, 3 * 2 * 2),
     ):
         assert dataclasses.replace(model, **change).parameter_count() - model.parameter_count() == expected
     per_head = ModelConfig(**sizes, position_mlp_size=7, token_mixing="per_head")
@@ -395,3 +402,11 @@ def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
     validate_model(ModelConfig(**MODEL))
     with pytest.raises(ConfigError, match="model.hidden_size 65"):
         validate_model(ModelConfig(**MODEL | {"hidden_size": 65}))
+    validate_model(ModelConfig(**MODEL | {"hidden_size": 65, "kv_channels": 8}))
+    for changes, message in (
+        ({"kv_channels": 7}, "model.kv_channels 7 is odd"),
+        ({"unpadded_vocab_size": 1000}, "model.unpadded_vocab_size 1000 exceeds model.vocab_size"),
+        ({"rope_low_freq_factor": 4.0}, "model.rope_low_freq_factor 4.0 is not below"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate_model(ModelConfig(**MODEL | changes))

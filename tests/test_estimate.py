@@ -31,6 +31,11 @@ SHAPES = {
     "rope_multi_head": {"position_encoding": "rope", "num_query_groups": None},
     "nope": {"position_encoding": "nope"},
     "nope_one_group": {"position_encoding": "nope", "num_query_groups": 1},
+    "tape_biased_wide_heads": {"qkv_bias": True, "kv_channels": 12},
+    "tape_qk_norm": {"qk_norm": True},
+    "tape_qk_norm_one_group": {"qk_norm": True, "num_query_groups": 1},
+    "rope_qk_norm": {"position_encoding": "rope", "qk_norm": True},
+    "nope_qk_norm_multi_head": {"position_encoding": "nope", "qk_norm": True, "num_query_groups": 4},
 }
 MIDDLE = dict(hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6, num_query_groups=2, seq_length=256)
 

@@ -16,7 +16,11 @@ VARIANTS = {
     "gate_from_attention": {"gate_input": "attention"},
     "per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
     "scaled": {"rope_scaling_factor": 2.0, "rope_theta": 500.0},
+    "llama3": {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0, "rope_original_seq_length": 32},
     "tied": {"tie_embeddings": True},
+    "biased": {"qkv_bias": True},
+    "qk_norm_wide_heads": {"qk_norm": True, "kv_channels": 12},
+    "biased_qk_norm_rope": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True, "num_query_groups": 1},
     "rope": {"position_encoding": "rope"},
 }
 

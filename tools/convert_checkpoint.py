@@ -1,6 +1,7 @@
-"""Convert checkpoints: to Hugging Face's transformers, and from the TAPE authors' code.
+"""Convert checkpoints: to Hugging Face's transformers, from there, and from the TAPE authors' code.
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
+    python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
 
 An output appears only when it is complete, and one that exists is left alone.
@@ -23,6 +24,24 @@ def to_hf(arguments: argparse.Namespace) -> None:
     from megatron_tape.huggingface.export import export
 
     export(arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer)
+
+
+def from_hf(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint of this project from a Hugging Face model."""
+    from megatron_tape.huggingface.llama_family import import_model
+
+    import_model(
+        arguments.model,
+        arguments.output,
+        arguments.position_encoding,
+        arguments.rope_scaling_factor,
+        arguments.vocab_multiple,
+        arguments.token_mixing,
+        arguments.gate_input,
+        arguments.position_mlp_size,
+        arguments.seed,
+        arguments.allow_pickle,
+    )
 
 
 def from_released(arguments: argparse.Namespace) -> None:
@@ -53,6 +72,17 @@ def parse_size(text: str) -> int:
     return size
 
 
+def factor(text: str) -> float:
+    """Read a finite number of at least 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,6 +97,30 @@ def parser() -> argparse.ArgumentParser:
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
 
+    imported = directions.add_parser(
+        "from-hf", help="a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
+    )
+    imported.set_defaults(convert=from_hf)
+    add = imported.add_argument
+    add("--model", required=True, metavar="DIR", help="config.json, weights and tokenizer, as transformers saves them")
+    _add_output(imported)
+    add(
+        "--position-encoding",
+        choices=("tape", "rope"),
+        default="tape",
+        help="tape starts as the model is, and can learn to move positions; rope keeps it (default: %(default)s)",
+    )
+    add(
+        "--rope-scaling-factor",
+        type=factor,
+        default=1.0,
+        metavar="X",
+        help="divide positions by this besides, which stretches the context as much (default: %(default)s)",
+    )
+    add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
+    add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
+    add("--seed", type=int, default=1234, help="of what TAPE draws at its start (default: %(default)s)")
+
     released = directions.add_parser(
         "from-released", help="a checkpoint of the TAPE authors' code to one of this project"
     )
@@ -74,8 +128,21 @@ def parser() -> argparse.ArgumentParser:
     add = released.add_argument
     add("--weights", required=True, metavar="FILE", help="safetensors file by the released names")
     add("--config", required=True, metavar="JSON", help="the model's config.json")
+    _add_output(released)
+    return result
+
+
+def _add_output(direction: argparse.ArgumentParser) -> None:
+    """Add what both imports ask for."""
+    add = direction.add_argument
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
-    add("--vocab-multiple", type=int, default=1, help="pad the vocabulary to a multiple of this (default: %(default)s)")
+    add(
+        "--vocab-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)",
+    )
     add(
         "--token-mixing",
         choices=("full", "per_head"),
@@ -84,7 +151,6 @@ def parser() -> argparse.ArgumentParser:
         "released code knows (default: %(default)s)",
     )
     add("--allow-pickle", action="store_true", help="read .bin and .pt files, too: only from people you trust")
-    return result
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.config import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.imported import TOKENIZER
 from megatron_tape.huggingface.model_card import final_losses, model_card
 from megatron_tape.huggingface.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
@@ -27,6 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
 _VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 _CODE = ("configuration_tape.py", "modeling_tape.py")
+# The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
+_PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -53,8 +56,13 @@ def export(
                 f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
                 "has; tape and rope can be exported"
             )
-        pieces = _write_tokenizer(state, tokenizer, directory, model)
-        rows = vocabulary_rows(state, model, pieces)
+        if model.position_encoding == "rope" and model.qkv_bias and model.qk_norm:
+            raise ValueError(
+                f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers with rope has "
+                "both; tape has them"
+            )
+        pieces = _write_tokenizer(saved, tokenizer, directory)
+        rows = vocabulary_rows(model, pieces)
         ids = _NO_IDS if pieces is None else pieces.special_ids
         _write_json(directory / "config.json", huggingface_config(model, rows, dtype) | ids)
         _write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
@@ -73,12 +81,21 @@ def export(
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
     tape = model.position_encoding == "tape"
+    name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
     rope: dict = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling_factor != 1.0:
+    if model.rope_scaling_type == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_seq_length,
+        }
+    elif model.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": model.rope_scaling_factor}
     config = {
-        "architectures": ["TapeForCausalLM" if tape else "LlamaForCausalLM"],
-        "model_type": "tape" if tape else "llama",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": kind,
         "vocab_size": rows,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
@@ -92,7 +109,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": rope,
         "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": False,
+        "attention_bias": tape and model.qkv_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
         "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
@@ -101,31 +118,31 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         # Before transformers 5 Llama's rotary settings lay outside rope_parameters; it still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
-        return config | older | {"mlp_bias": False}
+        return config | older | ({"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False})
     return config | {
         "auto_map": {
             "AutoConfig": "configuration_tape.TapeConfig",
             "AutoModel": "modeling_tape.TapeModel",
             "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
         },
-        "qk_norm": False,
+        "qk_norm": model.qk_norm,
         "position_mlp_size": model.position_mlp_width,
         "gate_input": model.gate_input,
     }
 
 
-def vocabulary_rows(state: dict, model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
+def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
     """Return how many rows of the embedding stand for tokens; those beyond only pad them for tensor parallelism.
 
-    An imported model has as many as it came with (`vocabulary` in the state), another as many as its tokenizer has ids.
+    An imported model has as many as it came with, another as many as its tokenizer has ids.
     """
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+    rows = model.unpadded_vocab_size or model.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {model.vocab_size} rows in its "
-            "vocabulary; give the model's own with --tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {rows} rows in its vocabulary; give the "
+            "model's own with --tokenizer"
         )
-    known = model.vocab_size if tokenizer is None else tokenizer.vocab_size
-    return state.get("vocabulary", known)
+    return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
 
 def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int) -> None:
@@ -178,17 +195,19 @@ def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.
         _write_json(directory / "model.safetensors.index.json", index)
 
 
-def _write_tokenizer(state: dict, given: str | None, directory: Path, model: ModelConfig) -> ExportedTokenizer | None:
+def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
     if given == NO_TOKENIZER:
         return None
-    source = given or state["config"].get("data", {}).get("tokenizer")
+    source = given or saved.state["config"].get("data", {}).get("tokenizer")
+    if source is None and (saved.path / TOKENIZER).is_dir():
+        source = saved.path / TOKENIZER
     if source is None:
         raise ValueError(
             f"the checkpoint names no tokenizer; give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export "
             "without one"
         )
     try:
-        return write_tokenizer(source, directory, model.seq_length)
+        return write_tokenizer(source, directory, saved.model.seq_length)
     except FileNotFoundError:
         whose = "" if given else " of this run"
         raise FileNotFoundError(

@@ -1,6 +1,7 @@
 """Writes weights that came from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,11 +10,15 @@ from torch import Tensor
 
 from megatron_tape import checkpoint_files, command_line
 from megatron_tape.config import ModelConfig
-from megatron_tape.files import atomic_directory
+from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
-from megatron_tape.weights import WRAPPED, parameter_shapes, to_megatron
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
+from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.weights import WRAPPED, parameter_shapes, to_megatron, whole_shapes
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
+TOKENIZER = "tokenizer"
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -38,19 +43,27 @@ class _Padded(Mapping):
 
 
 def write_imported(
-    output: str | Path, model: ModelConfig, weights: Mapping[str, Tensor], vocabulary: int, origin: str
+    output: str | Path,
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    origin: str,
+    tokenizer: Path | None = None,
+    unread: tuple[str, ...] = (),
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.weights`) as the new checkpoint `output`.
 
-    `model.vocab_size` may exceed `vocabulary`, the rows that the weights have: it is padded, and an export takes the
-    padding away again. `weights` is asked for one parameter at a time and may read it only then. `origin` says where
-    they come from. Raises ValueError where one is missing or of another shape; then nothing is left behind.
+    The weights have `model.unpadded_vocab_size` rows, to which those up to `model.vocab_size` are added; an export
+    takes them away again. `weights` is asked for one parameter at a time and may read it only then. `origin` says where
+    they come from. The tokenizer in the directory `tokenizer`, if there is one, goes along as `OUTPUT/tokenizer`.
+    Raises ValueError where a weight is missing, of another shape, or not one of the model's, unless its name starts
+    with one of `unread`; then nothing is left behind.
 
     The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings as
     `OUTPUT/model.yaml` has them.
     """
     output = Path(output)
     shapes = parameter_shapes(model)
+    _check(weights, model, origin, unread)
     padded = _Padded(weights, model.vocab_size)
     with atomic_directory(output) as directory:
         total = sum(size_in_bytes(shape, torch.float32) for shape in shapes.values())
@@ -60,12 +73,12 @@ def write_imported(
             for name, shape in shapes.items():
                 try:
                     tensor = to_megatron(padded, name, model)
-                except KeyError as error:
-                    raise ValueError(f"{origin} lacks the parameter {error.args[0]}") from None
                 except RuntimeError as error:
                     raise ValueError(f"{origin} does not fit its settings at {name}: {error}") from None
                 if tuple(tensor.shape) != shape:
                     raise ValueError(f"{origin} gives {name} the shape {tuple(tensor.shape)} instead of {shape}")
+                if tensor.dtype not in _TYPES:
+                    raise ValueError(f"{origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
                 file.write(f"weight/{WRAPPED}{name}", tensor)
                 written += size_in_bytes(shape, torch.float32)
                 progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
@@ -78,22 +91,58 @@ def write_imported(
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
-            "vocabulary": vocabulary,
             "origin": origin,
             "config": {"model": dataclasses.asdict(model)},
         }
         checkpoint_files.write_json(directory / "state.json", state)
         _write_settings(directory / "model.yaml", model)
+        copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
         entries = {}
-        for name in (TENSORS, "state.json", "model.yaml"):
+        for name in (TENSORS, "state.json", "model.yaml", *copied):
             size, sha256 = checkpoint_files.digest(directory / name)
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         checkpoint_files.write_json(directory / checkpoint_files.MANIFEST, manifest)
     command_line.say(
-        f"wrote {output}; train from it with --config {output / 'model.yaml'} --config RECIPE "
-        f"--checkpoint.resume {output}"
+        f"wrote {output}; train from it with --config RECIPE --config {output / 'model.yaml'} "
+        f"--checkpoint.resume {output} --logging.directory runs/NAME"
     )
+    if copied:
+        command_line.say(f"its tokenizer, for the data: {output / TOKENIZER}")
+
+
+def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
+    """Raise ValueError where names, or the rows of the vocabulary, are not the model's."""
+    # A mapping that is asked whether it has a name may read the tensor.
+    expected, found = whole_shapes(model), set(weights)
+    if missing := [name for name in expected if name not in found]:
+        raise ValueError(f"{origin} lacks the parameter {missing[0]}")
+    # Older programs saved what follows from the settings; tied embeddings are read once.
+    unread = (*unread, *(("lm_head.weight",) if model.tie_embeddings else ()))
+    for name in sorted(found):
+        if name not in expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{origin} holds {name}, which a model of its settings does not have")
+    for name in _VOCABULARY:
+        if name in expected and (rows := len(weights[name])) != model.unpadded_vocab_size:
+            raise ValueError(f"{origin} has {rows} rows in {name}, and its settings say {model.unpadded_vocab_size}")
+
+
+def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
+    """Copy the tokenizer in a directory, if one can be read there, and return the names of the copies."""
+    if source is None or not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
+        return []
+    try:
+        load_tokenizer(source)
+    except (ValueError, OSError) as error:
+        command_line.say(f"the tokenizer is left out: {error}")
+        return []
+    target.mkdir()
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+        sync_directory(target / name)
+    sync_directory(target)
+    return [f"{target.name}/{name}" for name in names]
 
 
 def _write_settings(path: Path, model: ModelConfig) -> None:

@@ -19,6 +19,7 @@ _BESIDE = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *_BESIDE)
 _ROLES = ("bos", "eos", "unk", "pad")
 _SPACE = "▁"
 _TRIED_MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")

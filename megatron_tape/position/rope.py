@@ -1,20 +1,19 @@
-"""Rotary positional encoding (Su et al., 2021), as Llama applies it, with linear position scaling."""
+"""Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions."""
 
 import torch
 from torch import Tensor
 
 from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.position.base import PositionEncoding
-from megatron_tape.reference import rope_phases
+from megatron_tape.reference import rope_frequencies, rope_phases
 
 
 class RotaryPosition(PositionEncoding):
-    """Every layer rotates by the same phases exp(i s theta_f / scale)."""
+    """Every layer rotates by the same phases exp(i s theta_f)."""
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the phases (S, B or 1, 1, D), computed in float32."""
-        model = self.model
-        phases = rope_phases(positions_SB, model.head_dim, model.rope_theta, model.rope_scaling_factor)
+        phases = rope_phases(positions_SB, rope_frequencies(self.model, self.model.head_dim))
         return phases.to(dtype).unsqueeze(2)
 
     def rotate(self, query: Tensor, key: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

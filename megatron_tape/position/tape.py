@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_tape.ops.position_update import contextualize, mix_tokens
 from megatron_tape.position.rope import RotaryPosition
+from megatron_tape.weights import initial_update
 
 
 def tokens_to_heads(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -59,24 +60,11 @@ class TapeUpdate(torch.nn.Module):
 
     def __init__(self, encoding: TapePosition, layer_number: int):
         super().__init__()
-        model = encoding.model
-        heads, groups, width = model.num_attention_heads, model.query_groups, model.position_mlp_width
         self.group = encoding.groups.tp
-        dtype = encoding.config.params_dtype
-        # A stream of its own: the other weights are those of a RoPE model with the same seed.
-        generator = torch.Generator().manual_seed((torch.initial_seed() + 7919 * layer_number) % 2**63)
-
-        def parameter(*shape: int, std: float = 0.0) -> torch.nn.Parameter:
-            drawn = torch.empty(shape).normal_(0.0, std, generator=generator) if std else torch.zeros(shape)
-            weight = torch.nn.Parameter(drawn.to(dtype))
+        for name, drawn in initial_update(encoding.model, layer_number, torch.initial_seed()).items():
+            weight = torch.nn.Parameter(drawn.to(encoding.config.params_dtype))
             weight.sequence_parallel = encoding.config.sequence_parallel
-            return weight
-
-        full = model.token_mixing == "full"
-        self.token_mixing = parameter(groups, heads) if full else parameter(heads)
-        self.x_proj = parameter(width, model.hidden_size, std=model.init_std)
-        self.up_proj = parameter(width, groups, std=groups**-0.5)
-        self.down_proj = parameter(groups, width)
+            self.register_parameter(name, weight)
         self.record_norms = False
         self.norms: Tensor | None = None
         """When `record_norms` is set: [sum |z''|^2, sum |z'' - z|^2, complex numbers] of the local tokens."""

@@ -440,7 +440,7 @@ def test_released_pickles_need_permission(tmp_path):
         ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),
         ({"num_hidden_layers": 1}, "model.layers.1"),
         ({"intermediate_size": 48}, "mlp"),
-        ({"vocab_size": 60}, "says 60"),
+        ({"vocab_size": 60}, "settings say 60"),
     ],
 )
 def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, told):
@@ -454,18 +454,26 @@ def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, told
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_training_starts_from_an_imported_checkpoint(trained, tmp_path, caplog):
-    from megatron_tape.huggingface.released import import_released
+def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(trained, tmp_path):
+    import test_import
+
+    from megatron_tape.huggingface.export import export
+    from megatron_tape.huggingface.llama_family import import_model
     from pretrain import train
 
-    write_released(tmp_path, "adape_interp")
-    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported", 416)
+    test_import.write_source(tmp_path / "source", "qwen3", vocab_size=405)
+    import_model(tmp_path / "source", tmp_path / "imported", vocab_multiple=16)
     settings = [option for option in export_cases.settings(trained) if "model.vocab_size" not in option]
     recipe = ["--config", str(export_cases.RECIPE), "--config", str(tmp_path / "imported" / "model.yaml")]
     resume = ["--checkpoint.resume", str(tmp_path / "imported"), "--logging.directory", str(tmp_path / "run")]
     status = train.main([*recipe, *settings, *resume])
     assert status == 0
     assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 4
+    export(tmp_path / "run", tmp_path / "exported")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
+    assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape == (405, 32)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert after["model.layers.0.position.token_mixing"].abs().max() > 0
 
 
 BIG = {

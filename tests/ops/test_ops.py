@@ -59,5 +59,5 @@ def test_rotation_is_the_complex_product_and_groups_share_a_state():
 
     expected = as_complex(q) * as_complex(z.repeat_interleave(2, dim=2))
     assert_equal_with_gradients(rotate_groups(q, z), torch.cat([expected.real, expected.imag], dim=-1), (q, z))
-    phase = reference.rope_phases(torch.arange(5), 8, 10000.0).double()
+    phase = reference.rope_phases(torch.arange(5), 10000.0 ** -(torch.arange(4) / 4)).double()
     torch.testing.assert_close(rotate(q[:, 0, 0], phase).norm(dim=-1), q[:, 0, 0].norm(dim=-1))

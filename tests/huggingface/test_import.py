@@ -1,0 +1,272 @@
+"""tools/convert_checkpoint.py from-hf: what is imported computes what it did, and comes back unchanged."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from datasets_for_tests import write_tokenizer
+from models import build
+from safetensors.torch import load_file, save_file
+from test_export import convert
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from megatron_tape.huggingface import llama_family
+from megatron_tape.huggingface.export import export
+from megatron_tape.huggingface.llama_family import import_model
+from megatron_tape.huggingface.saved_weights import open_weights
+
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+FAMILY = {
+    "llama1": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=4)),
+    "llama2_gqa": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=1, rms_norm_eps=1e-5)),
+    "llama3_tied": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "llama_linear": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, dict(sliding_window=None, head_dim=12)),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=12, tie_word_embeddings=True)),
+}
+IDS = torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(5))
+
+
+def write_source(folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90, **saving):
+    """A model of transformers with random weights, its biases and norms included, and its logits."""
+    config_class, model_class, changes = FAMILY[kind]
+    torch.manual_seed(3)
+    model = model_class(config_class(**SIZES | changes | {"vocab_size": vocab_size}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.to(dtype).save_pretrained(folder, **saving)
+    return loaded_logits(folder)
+
+
+def loaded_logits(folder):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="float32")(IDS).logits
+
+
+def training_logits(checkpoint):
+    """Logits of this project's model, which a run would start from."""
+    saved = open_weights(checkpoint)
+    built, _ = build(saved.model, randomize=False)
+    with torch.no_grad():
+        for name, parameter in built.gpt.named_parameters():
+            parameter.copy_(saved.read(name))
+        return built(IDS)[..., :90]
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope"])
+@pytest.mark.parametrize("kind", FAMILY)
+def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path, kind, encoding):
+    expected = write_source(tmp_path / "source", kind)
+    import_model(tmp_path / "source", tmp_path / "imported", encoding, vocab_multiple=64)
+    saved = open_weights(tmp_path / "imported")
+    assert (saved.model.vocab_size, saved.model.unpadded_vocab_size) == (128, 90)
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
+    added = {name for name in after if ".position." in name}
+    assert set(after) - added == set(before) and bool(added) == (encoding == "tape")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    if encoding == "rope":
+        architecture = json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"]
+        assert architecture == {"qwen2": "qwen2", "qwen3": "qwen3"}.get(kind, "llama")
+
+
+def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):
+    expected = write_source(tmp_path / "source", dtype=torch.bfloat16, max_shard_size="20KB")
+    assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
+    path = tmp_path / "source" / "config.json"
+    settings = json.loads(path.read_text())
+    rope = settings.pop("rope_parameters")
+    settings |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    path.write_text(json.dumps(settings))
+    done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
+    assert done.returncode == 0, done.stderr
+    export(tmp_path / "imported", tmp_path / "exported", "bf16", tokenizer="none")
+    torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
+
+
+def test_stretched_positions_are_those_of_transformers(tmp_path):
+    write_source(tmp_path / "source", "llama_linear")
+    import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    path = tmp_path / "source" / "config.json"
+    settings = json.loads(path.read_text())
+    settings["rope_parameters"]["factor"] *= 2
+    path.write_text(json.dumps(settings))
+    torch.testing.assert_close(
+        loaded_logits(tmp_path / "exported"), loaded_logits(tmp_path / "source"), atol=1e-5, rtol=0
+    )
+    assert open_weights(tmp_path / "imported").model.seq_length == 128
+
+
+def test_an_exported_tape_model_comes_back(tmp_path):
+    write_source(tmp_path / "source", "qwen3")
+    import_model(tmp_path / "source", tmp_path / "first", gate_input="attention", position_mlp_size=5)
+    export(tmp_path / "first", tmp_path / "exported", tokenizer="none")
+    path = tmp_path / "exported" / "model.safetensors"
+    weights = load_file(path)
+    for name in weights:
+        if ".position." in name:
+            weights[name] = torch.randn_like(weights[name])
+    save_file(weights, path)
+    import_model(tmp_path / "exported", tmp_path / "second", vocab_multiple=16)
+    torch.testing.assert_close(
+        training_logits(tmp_path / "second"), loaded_logits(tmp_path / "exported"), atol=1e-4, rtol=1e-4
+    )
+    export(tmp_path / "second", tmp_path / "again", tokenizer="none")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert set(again) == set(weights) and all(torch.equal(again[name], weights[name]) for name in weights)
+    with pytest.raises(ValueError, match="TAPE model, which rope would not be"):
+        import_model(tmp_path / "exported", tmp_path / "no", "rope")
+    with pytest.raises(ValueError, match="position_mlp_size 5, which cannot become 7"):
+        import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    write_source(tmp_path / "source")
+    write_tokenizer(tmp_path / "source" / "tokenizer.json")
+    import_model(tmp_path / "source", tmp_path / "imported")
+    export(tmp_path / "imported", tmp_path / "exported")
+    copies = [tmp_path / name / "tokenizer.json" for name in ("source", "imported/tokenizer", "exported")]
+    assert len({path.read_bytes() for path in copies}) == 1
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == 90
+
+
+def test_pickles_need_permission_and_give_the_same(tmp_path):
+    write_source(tmp_path / "source")
+    import_model(tmp_path / "source", tmp_path / "expected")
+    safe = tmp_path / "source" / "model.safetensors"
+    torch.save(load_file(safe), tmp_path / "source" / "pytorch_model.bin")
+    safe.unlink()
+    arguments = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
+    done = convert(*arguments)
+    assert done.returncode == 1 and "--allow-pickle" in done.stderr and not (tmp_path / "imported").exists()
+    done = convert(*arguments, "--allow-pickle")
+    assert done.returncode == 0, done.stderr
+    name = "tensors-tp00-dp00000.safetensors"
+    assert (tmp_path / "imported" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "kind, change, told",
+    [
+        ("llama1", {"model_type": "gemma"}, "model_type is 'gemma'"),
+        ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama1", {"attention_bias": True}, "attention_bias"),
+        ("llama1", {"mlp_bias": True}, "mlp_bias"),
+        ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama1", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_parameters"),
+        ("llama1", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
+        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no factor"),
+        ("llama1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("mistral", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
+        ("llama1", {"num_hidden_layers": 2}, "holds model.layers.2"),
+        ("llama1", {"intermediate_size": 40}, "mlp"),
+        ("llama1", {"vocab_size": 80}, "90 rows"),
+        ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
+        ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
+        ("llama1", {"hidden_size": None}, "hidden_size"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, told):
+    write_source(tmp_path / "source", kind)
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
+    assert done.returncode == 1 and told in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_window_that_mistral_has_unless_told_otherwise_is_refused(tmp_path):
+    write_source(tmp_path / "source", "mistral")
+    path = tmp_path / "source" / "config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("sliding_window", None)
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="sliding_window is 4096"):
+        import_model(tmp_path / "source", tmp_path / "imported")
+
+
+def test_defaults_are_those_of_transformers():
+    for name, config in (
+        ("llama", LlamaConfig()),
+        ("mistral", MistralConfig()),
+        ("qwen2", Qwen2Config()),
+        ("qwen3", Qwen3Config()),
+    ):
+        for key, value in llama_family._DEFAULTS[name].items():
+            if key == "qk_norm" or (name, key) in (("mistral", "attention_bias"), ("qwen2", "attention_bias")):
+                continue  # fixed by the architecture
+            assert getattr(config, key) == value, (name, key)
+        assert (config.rms_norm_eps, config.initializer_range, config.tie_word_embeddings) == (1e-6, 0.02, False)
+        assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_incomplete_and_damaged_models_are_refused(tmp_path):
+    write_source(tmp_path / "source", max_shard_size="20KB")
+    shards = sorted((tmp_path / "source").glob("*.safetensors"))
+
+    def refused(told, damage):
+        damaged = tmp_path / "damaged"
+        shutil.copytree(tmp_path / "source", damaged)
+        damage(damaged)
+        with pytest.raises((ValueError, OSError), match=told):
+            import_model(damaged, tmp_path / "imported")
+        shutil.rmtree(damaged)
+        assert os.listdir(tmp_path) == ["source"]
+
+    refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
+    refused("no whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
+    refused("no JSON", lambda folder: (folder / "config.json").write_text("{"))
+    refused("does not exist", lambda folder: (folder / "config.json").unlink())
+    index = "model.safetensors.index.json"
+    refused("no index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
+    refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
+    refused("holds none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
+    with pytest.raises(FileNotFoundError, match="hf download"):
+        import_model(tmp_path / "nowhere", tmp_path / "imported")
+    import_model(tmp_path / "source", tmp_path / "imported")
+    with pytest.raises(FileExistsError):
+        import_model(tmp_path / "source", tmp_path / "imported")
