@@ -1,4 +1,4 @@
-"""The demo: from text to two trained models and their curves, by the commands a cluster would run.
+"""The demo: from text to two trained models, their curves and a text, by the commands a cluster would run.
 
 Every stage is skipped whose output is there already; outputs appear whole or not at all, so an interrupted demo goes on
 where it was.
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from megatron_tape.indexed_dataset import IndexedDatasetReader
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
+PROMPT = "def main("
 STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab:blue", "linestyle": "--"}}
 
 
@@ -61,6 +63,21 @@ def main() -> int:
             command += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
         stages.append((f"training {name}", None, command))
 
+    exported = directory / "tape-hf"
+    stages += [
+        (
+            "export to Hugging Face",
+            None,
+            [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(directory / "tape")]
+            + ["--output", str(exported)],
+        ),
+        (
+            "a continuation",
+            None,
+            [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"],
+        ),
+    ]
+
     print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir {directory}", flush=True)
     for number, (name, output, command) in enumerate(stages, 1):
         shown = shlex.join([Path(command[0]).name, *command[1:]])
@@ -71,6 +88,9 @@ def main() -> int:
                 continue
             print(f"{prefix} is damaged and made again", flush=True)
             command = [*command, "--overwrite"]
+        if "to-hf" in command:
+            # An earlier demo's may be of fewer steps.
+            shutil.rmtree(exported, ignore_errors=True)
         status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}).returncode
         if status != 0:
             print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
@@ -81,6 +101,7 @@ def main() -> int:
     write_summary(rows, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
     print(f"\n{(directory / 'summary.md').read_text()}")
+    print(f"The TAPE model for transformers: {exported}")
     print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, {directory}/curves.png")
     print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
     return 0

@@ -1,5 +1,6 @@
 """`make demo`, cut to a few steps: real text, the data tools, torchrun with two processes, both models, the summary."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,9 @@ def test_the_demo_runs_to_its_summary_and_reuses_what_is_whole(tmp_path):
     assert set(rows) == {"TAPE", "RoPE"}
     assert all(6 < float(row[4]) < 8.4 for row in rows.values())  # below the 8.3 nats of 4096 equal pieces
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "tape-hf" / "config.json").read_text())["architectures"] == ["TapeForCausalLM"]
+    continuation = first.stdout.split("a continuation: ")[1].split("\n", 1)[1]
+    assert continuation.startswith("def main(") and len(continuation) > 60
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir() if path.is_file()}
 
     second = demo(tmp_path)
