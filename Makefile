@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What those have who load an exported model: nothing of this project, the oldest transformers that works.
+PLAIN := .venv-transformers
+OLDEST_TRANSFORMERS := 5.0.0
+PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
 
 .PHONY: demo test lint install clean
 
@@ -11,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
 
 # Two files at a time; the jobs of tests/slurm spend much of their time waiting, so there more at once.
-test: $(STAMP)
+test: $(STAMP) $(PLAIN_STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
@@ -34,5 +38,13 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/pip install -e '.[dev]'
 	touch $(STAMP)
 
+# The tests start Python there only a few times; compiling every module would take as long as installing.
+$(PLAIN_STAMP): requirements.txt | $(STAMP)
+	$(BIN)/python -m venv $(PLAIN)
+	$(PLAIN)/bin/pip install --no-compile $$(grep '^torch==' requirements.txt) transformers==$(OLDEST_TRANSFORMERS)
+	touch $@
+
+$(PLAIN): $(PLAIN_STAMP)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(PLAIN) build *.egg-info

@@ -1,12 +1,20 @@
 """Configuration of TAPE language models for transformers."""
 
-from transformers import PreTrainedConfig
+import transformers
+from packaging.version import Version
+
+OLDEST_TRANSFORMERS = "5.0.0"
+if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+    raise ImportError(
+        f"TAPE models need transformers {OLDEST_TRANSFORMERS} or newer, and this is {transformers.__version__}: "
+        "pip install -U transformers"
+    )
 
 GATE_INPUTS = ("mlp", "attention")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
-class TapeConfig(PreTrainedConfig):
+class TapeConfig(transformers.PreTrainedConfig):
     """Settings of a Llama-like decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
 
     Llama's keys mean what they mean there. Besides:

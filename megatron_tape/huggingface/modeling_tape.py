@@ -12,6 +12,8 @@ No token's states depend on later tokens, so a cache of the rotated keys and of 
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, P position MLP width.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +29,8 @@ from transformers.utils import can_return_tuple, logging
 from .configuration_tape import TapeConfig
 
 logger = logging.get_logger(__name__)
+# Before transformers 5.4 caches and masks did not know where the new tokens go, and had to be told.
+_MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -129,7 +133,9 @@ class TapeAttention(nn.Module):
             self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, state, attention_mask, past_key_values, average_state, **kwargs):
+    def forward(
+        self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
+    ):
         """Return the output (B, S, C), the averaged state (B, S, H, D) if asked for, and the map where it exists.
 
         hidden_states (B, S, C), state (B, S, G, D); the mask as the attention implementation wants it.
@@ -147,7 +153,7 @@ class TapeAttention(nn.Module):
             value = torch.cat([value, state.expand_as(value)], dim=-1)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
         (output, *averaged), weights = self.attend(query, key, value, attention_mask, **kwargs)
         return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
@@ -262,7 +268,7 @@ class TapeModel(TapePreTrainedModel):
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
         attention_mask (B, T) is 0 at padding; position_ids (B or 1, S) matter up to a shift only. Tokens whose
-        position_ids start over are documents that do not see each other, unless a mask or a cache is given.
+        position_ids start over are documents that do not see each other, if there is no mask and use_cache is False.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
@@ -293,21 +299,23 @@ class TapeModel(TapePreTrainedModel):
                 f"more tokens than the {config.max_position_embeddings} of max_position_embeddings: "
                 "the model was not trained on contexts this long"
             )
+        if (cache_position := kwargs.pop("cache_position", None)) is None:
+            cache_position = torch.arange(S, device=hidden_states.device) + past_length
         if position_ids is None:
-            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_length).unsqueeze(
-                0
-            )
+            position_ids = cache_position.unsqueeze(0)
         mask = create_causal_mask(
-            config=config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
+            config,
+            hidden_states,
+            attention_mask,
             past_key_values=past_key_values,
             position_ids=position_ids,
+            **({"cache_position": cache_position} if _MASK_WANTS_CACHE_POSITION else {}),
         )
 
         phases = self.phases(position_ids).to(hidden_states.dtype)
         state = phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
+        for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
         for layer in self.layers:
             if output_hidden_states:

@@ -1,10 +1,6 @@
 """The transformers model: equal to the reference, and at home in everything transformers offers."""
 
-import json
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ from transformers import (
     pipeline,
 )
 
-from megatron_tape.huggingface import configuration_tape, modeling_tape
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 from megatron_tape.reference import ReferenceConfig, forward, from_released
@@ -410,34 +405,6 @@ def test_phases_stay_in_float32(tmp_path):
     for moved in (TapeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.bfloat16()):
         assert moved.dtype == torch.bfloat16
         assert torch.equal(moved.model.phases.inv_freq, exact)
-
-
-def test_an_export_loads_without_this_project(tmp_path):
-    model = build()
-    model.save_pretrained(tmp_path / "model")
-    for module in (configuration_tape, modeling_tape):
-        source = Path(module.__file__)
-        (tmp_path / "model" / source.name).write_text(source.read_text())
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config["auto_map"] = {
-        "AutoConfig": "configuration_tape.TapeConfig",
-        "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
-    }
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    torch.save((tokens(), model(tokens()).logits), tmp_path / "expected.pt")
-    program = """if True:
-        import sys, torch
-        from transformers import AutoModelForCausalLM
-        model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
-        input_ids, logits = torch.load("expected.pt")
-        torch.testing.assert_close(model(input_ids).logits, logits, rtol=1e-5, atol=1e-5)
-        assert model.generate(input_ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 20
-        assert not [name for name in sys.modules if name.split(".")[0] in ("megatron_tape", "megatron")]
-    """
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_long_prompts_warn_once_and_run(caplog):

@@ -1,0 +1,61 @@
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Exported:
+    directory: Path
+    model: torch.nn.Module
+    """What was exported, as this process made it."""
+
+
+@pytest.fixture(scope="session")
+def source_text():
+    return (Path(sysconfig.get_path("stdlib")) / "queue.py").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory):
+    """Random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megatron_tape.config import ModelConfig
+    from megatron_tape.huggingface.configuration_tape import TapeConfig
+    from megatron_tape.huggingface.export import export, huggingface_config
+    from megatron_tape.huggingface.imported import write_imported
+    from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+
+    sys.path.insert(0, str(ROOT / "tools"))
+    from train_tokenizer import train
+
+    folder = tmp_path_factory.mktemp("exports")
+    library, rows = Path(sysconfig.get_path("stdlib")), 400
+    (folder / "tokenizer.model").write_bytes(train([(library / "heapq.py").read_text(encoding="utf-8")], rows))
+    sizes = dict(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
+    made = {}
+    for encoding in ("tape", "rope"):
+        settings = ModelConfig(
+            position_encoding=encoding,
+            **sizes,
+            seq_length=128,
+            vocab_size=rows,
+            init_std=0.15,
+            unpadded_vocab_size=rows,
+        )
+        config = huggingface_config(settings, rows, "fp32")
+        torch.manual_seed(0)
+        model = TapeForCausalLM(TapeConfig(**config)) if encoding == "tape" else LlamaForCausalLM(LlamaConfig(**config))
+        for name, parameter in model.named_parameters():
+            if ".position." in name:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        write_imported(folder / "checkpoints" / encoding, settings, model.state_dict(), "a random model")
+        export(folder / "checkpoints" / encoding, folder / encoding, tokenizer=str(folder / "tokenizer.model"))
+        made[encoding] = Exported(folder / encoding, model.eval())
+    return made
