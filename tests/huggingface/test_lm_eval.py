@@ -63,9 +63,11 @@ def test_the_command_scores_a_tape_export_as_its_logits_do(exports, rows, tmp_pa
     command = [Path(sys.executable).parent / "lm_eval", "--model", "hf", "--tasks", "next_piece,pieces"]
     command += ["--model_args", f"pretrained={directory},trust_remote_code=True", "--include_path", tmp_path]
     command += ["--device", "cpu", "--batch_size", "3", "--output_path", tmp_path / "results"]
-    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    # Not this process's environment, in which other tests set the variables of torch.distributed.
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "1"  # models this small only wait for threads
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,) = (tmp_path / "results").rglob("results_*.json")
     results = json.loads(results.read_text())["results"]
