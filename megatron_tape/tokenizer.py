@@ -129,4 +129,5 @@ def _named_token(path: Path, key: str) -> str | None:
         raise ValueError(
             f"{path} is not a JSON object ({error}); save the tokenizer again or remove the file"
         ) from error
-    return token.get("content") if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None

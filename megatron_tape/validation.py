@@ -24,9 +24,15 @@ from megatron_tape.tokenizer import Tokenizer, load_tokenizer
 
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Check choices and signs of one section; None passes, as it stands for a derived value."""
+    """Check types, choices and signs of one section; None passes where it stands for a derived value."""
     for item in dataclasses.fields(section):
         value, choices = getattr(section, item.name), get_args(item.type)
+        for kind, told in ((int, "a whole number"), (float, "a number"), (bool, "true or false")):
+            fine = (int, float) if kind is float else kind
+            # true is a whole number to Python.
+            if item.type is kind or (item.type == kind | None and value is not None):
+                wrong = not isinstance(value, fine) or (kind is not bool and isinstance(value, bool))
+                refuse(wrong, f"{name}.{item.name} is {value!r}; set it to {told}")
         if getattr(item.type, "__origin__", None) is Literal and value not in choices:
             raise ConfigError(f"{name}.{item.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
         if item.name in positive and value is not None and not is_positive(value):
@@ -202,10 +208,13 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         tokenizer = load_tokenizer(config.data.tokenizer)
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.tokenizer cannot be used: {error}") from error
+    key = "vocab_size" if config.model.unpadded_vocab_size is None else "unpadded_vocab_size"
+    rows = getattr(config.model, key)
     refuse(
-        tokenizer.vocab_size > config.model.vocab_size,
-        f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} pieces of "
-        f"data.tokenizer {config.data.tokenizer}; raise it to at least that",
+        tokenizer.vocab_size > rows,
+        f"model.{key} {rows} is smaller than the {tokenizer.vocab_size} pieces of data.tokenizer "
+        f"{config.data.tokenizer}; "
+        + ("raise it to at least that" if key == "vocab_size" else "give the tokenizer that the model came with"),
     )
     return tokenizer
 

@@ -149,12 +149,13 @@ def train(config: RunConfig, watch: Watch) -> str | None:
     if checkpoint is not None:
         checkpoints.load_weights(checkpoint, model, layout)
     engine = Engine(model, config, layout)
-    bad_steps = 0
+    progress = {"bad_steps": 0}
     if checkpoint is not None:
         watch.progress("loading the training state")
         checkpoints.load_training_state(checkpoint, engine)
-        bad_steps = checkpoint.state["progress"]["bad_steps"]
+        progress = checkpoint.state["progress"]
         logger.info("continuing from %s at step %d of %d", checkpoint.path, first_step, settings.steps)
+    bad_steps = progress["bad_steps"]
 
     writer = None
     if layout.rank == 0:
@@ -228,7 +229,7 @@ def train(config: RunConfig, watch: Watch) -> str | None:
         if step % config.checkpoint.interval == 0 or last or stopping:
             if writer is not None:
                 writer.sync()
-            saved = save(engine, config, step, {"bad_steps": bad_steps}, watch)
+            saved = save(engine, config, step, {**progress, "bad_steps": bad_steps}, watch)
             stopping = layout.any_rank(watch.stop is not None)
         if stopping and not last:
             if writer is not None:

@@ -35,9 +35,15 @@ def continuation(arguments: argparse.Namespace) -> str:
         raise ValueError("transformers is not installed; pip install transformers") from None
     with command_line.step(f"loading {arguments.model}"):
         code = {"trust_remote_code": arguments.trust_remote_code}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model, **code)
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, **code)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model, **code)
+            model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, **code)
+        except Exception as error:  # whatever the libraries below raise, often over many lines
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"{arguments.model} cannot be loaded: {reason or type(error).__name__}") from None
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
+    if ids["input_ids"].shape[1] == 0:
+        raise ValueError("--prompt has no token for this tokenizer; give some text to continue")
     transformers.set_seed(arguments.seed)
     sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
     with command_line.step("generating"):

@@ -1,7 +1,8 @@
 """Turns a checkpoint of this project into a directory that transformers loads without this project.
 
-TAPE models travel with their modelling code; `rope` models become plain Llama models. The weights are read, joined over
-the tensor-parallel ranks, split as Hugging Face has them, and written one parameter at a time.
+TAPE models travel with their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models. The
+weights are read, joined over the tensor-parallel ranks, split as Hugging Face has them, and written one parameter at a
+time.
 """
 
 import json
@@ -64,13 +65,15 @@ def export(
         pieces = _write_tokenizer(saved, tokenizer, directory)
         rows = vocabulary_rows(model, pieces)
         ids = _NO_IDS if pieces is None else pieces.special_ids
-        _write_json(directory / "config.json", huggingface_config(model, rows, dtype) | ids)
+        config = huggingface_config(model, rows, dtype)
+        _write_json(directory / "config.json", config | ids)
         _write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if model.position_encoding == "tape":
             for name in _CODE:
                 shutil.copyfile(Path(__file__).parent / name, directory / name)
         losses = final_losses(path, state)
-        card = model_card(Path(output).resolve().name, model, state, losses, rows, dtype, pieces is not None)
+        name, kind = Path(output).resolve().name, config["model_type"]
+        card = model_card(name, kind, model, state, losses, rows, dtype, pieces is not None)
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size)
         for file in directory.iterdir():
@@ -82,6 +85,9 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
     tape = model.position_encoding == "tape"
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
+    if kind == "llama" and model.hidden_size % model.num_attention_heads:
+        # The same model; only Llama insists on dividing its width by its heads.
+        name, kind = "Mistral", "mistral"
     rope: dict = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling_type == "llama3":
         rope |= {
@@ -109,7 +115,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": rope,
         "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": tape and model.qkv_bias,
+        "attention_bias": model.qkv_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
         "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
@@ -118,7 +124,8 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         # Before transformers 5 Llama's rotary settings lay outside rope_parameters; it still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
-        return config | older | ({"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False})
+        window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
+        return config | older | ({"mlp_bias": False} if kind == "llama" else window)
     return config | {
         "auto_map": {
             "AutoConfig": "configuration_tape.TapeConfig",
@@ -139,8 +146,8 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {rows} rows in its vocabulary; give the "
-            "model's own with --tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {rows} rows in its vocabulary; give one "
+            f"that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}"
         )
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 

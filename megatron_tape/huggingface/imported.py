@@ -23,17 +23,29 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class _Padded(Mapping):
-    """Weights whose vocabulary has `rows` rows; those added are the mean of all, which no token prefers."""
+    """Weights of `model`, checked, with its padded vocabulary: rows added are the mean of all, which no token prefers.
 
-    def __init__(self, weights: Mapping[str, Tensor], rows: int):
-        self._weights, self._rows = weights, rows
+    Raises ValueError for a weight of another shape or type than the model's.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
+        self._weights, self._model, self._origin = weights, model, origin
+        self._shapes = whole_shapes(model)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._weights[name]
-        if name not in _VOCABULARY or len(tensor) == self._rows:
+        tensor, shape, rows = self._weights[name], self._shapes[name], self._model.vocab_size
+        if name in _VOCABULARY:
+            shape = (self._model.unpadded_vocab_size, *shape[1:])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{self._origin} gives {name} the shape {tuple(tensor.shape)}, and its settings ask for {shape}"
+            )
+        if tensor.dtype not in _TYPES:
+            raise ValueError(f"{self._origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
+        if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
-        return torch.cat([tensor, mean.expand(self._rows - len(tensor), -1)])
+        return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
 
     def __iter__(self):
         return iter(self._weights)
@@ -64,22 +76,14 @@ def write_imported(
     output = Path(output)
     shapes = parameter_shapes(model)
     _check(weights, model, origin, unread)
-    padded = _Padded(weights, model.vocab_size)
+    padded = _Padded(weights, model, origin)
     with atomic_directory(output) as directory:
         total = sum(size_in_bytes(shape, torch.float32) for shape in shapes.values())
         progress, written = command_line.Progress(total), 0
         prefixed = {f"weight/{WRAPPED}{name}": shape for name, shape in shapes.items()}
         with TensorFile(directory / TENSORS, prefixed, torch.float32) as file:
             for name, shape in shapes.items():
-                try:
-                    tensor = to_megatron(padded, name, model)
-                except RuntimeError as error:
-                    raise ValueError(f"{origin} does not fit its settings at {name}: {error}") from None
-                if tuple(tensor.shape) != shape:
-                    raise ValueError(f"{origin} gives {name} the shape {tuple(tensor.shape)} instead of {shape}")
-                if tensor.dtype not in _TYPES:
-                    raise ValueError(f"{origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
-                file.write(f"weight/{WRAPPED}{name}", tensor)
+                file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
                 written += size_in_bytes(shape, torch.float32)
                 progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
         progress.end()
@@ -87,11 +91,10 @@ def write_imported(
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {"bad_steps": 0},
+            "progress": {"bad_steps": 0, "origin": origin},
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
-            "origin": origin,
             "config": {"model": dataclasses.asdict(model)},
         }
         checkpoint_files.write_json(directory / "state.json", state)
@@ -112,19 +115,20 @@ def write_imported(
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise ValueError where names, or the rows of the vocabulary, are not the model's."""
+    """Raise ValueError where names are not the model's."""
     # A mapping that is asked whether it has a name may read the tensor.
     expected, found = whole_shapes(model), set(weights)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(f"{origin} lacks the parameter {missing[0]}")
-    # Older programs saved what follows from the settings; tied embeddings are read once.
-    unread = (*unread, *(("lm_head.weight",) if model.tie_embeddings else ()))
+    embedding, head = _VOCABULARY
+    if model.tie_embeddings and head in found:
+        if not torch.equal(weights[embedding], weights[head]):
+            raise ValueError(f"{origin} holds a {head} of its own, and its settings say tie_word_embeddings")
+        found.remove(head)
     for name in sorted(found):
+        # Older programs saved rotary frequencies, which follow from the settings.
         if name not in expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{origin} holds {name}, which a model of its settings does not have")
-    for name in _VOCABULARY:
-        if name in expected and (rows := len(weights[name])) != model.unpadded_vocab_size:
-            raise ValueError(f"{origin} has {rows} rows in {name}, and its settings say {model.unpadded_vocab_size}")
 
 
 def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:

@@ -38,6 +38,7 @@ def _last(path: Path, last_step: int) -> dict[str, tuple[int, float]]:
 
 def model_card(
     name: str,
+    kind: str,
     model: ModelConfig,
     state: dict,
     losses: dict[str, tuple[int, float]],
@@ -45,9 +46,9 @@ def model_card(
     dtype: str,
     has_tokenizer: bool,
 ) -> str:
-    """Return the card of a model of `rows` tokens exported as `dtype`."""
-    tape = model.position_encoding == "tape"
-    tags = "[tape, pretrained]" if tape else "[llama, pretrained]"
+    """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`."""
+    tape = kind == "tape"
+    origin = state["progress"].get("origin")
     parameters = model.parameter_count() - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
     facts = {
@@ -65,7 +66,7 @@ def model_card(
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: {tags}",
+        f"tags: [{kind}, pretrained]",
         "---",
         "",
         f"# {name}",
@@ -76,7 +77,7 @@ def model_card(
         "",
         "## Training",
         "",
-        *_training(state),
+        *_training(state, origin),
         *_results(losses),
         "",
         "## Use",
@@ -87,7 +88,8 @@ def model_card(
     if rows < model.vocab_size:
         padding = f"The {model.vocab_size - rows} rows by which training padded the vocabulary are left out here."
         lines += [padding, ""]
-    lines.append("Pre-trained on text alone: it continues text, and follows no instructions.")
+    if origin is None:
+        lines.append("Pre-trained on text alone: it continues text, and follows no instructions.")
     return "\n".join(lines) + "\n"
 
 
@@ -108,10 +110,9 @@ def _usage(tape: bool, has_tokenizer: bool) -> list[str]:
     ]
 
 
-def _training(state: dict) -> list[str]:
+def _training(state: dict, origin: str | None) -> list[str]:
     config = state["config"]
     if "train" not in config:
-        origin = state.get("origin", "another program's checkpoint")
         return [f"Imported from {origin}; not trained further."]
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
@@ -119,7 +120,8 @@ def _training(state: dict) -> list[str]:
     prefixes, weights = blend(config["data"]["prefix"])
     names = [Path(prefix).name for prefix in prefixes]
     shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
-    facts = {
+    facts = {} if origin is None else {"Started from": origin}
+    facts |= {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
         "Data": ", ".join(shares),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_tape.config import ModelConfig
 from megatron_tape.huggingface.imported import padded_vocabulary, write_imported
-from megatron_tape.huggingface.weight_files import open_files, read_settings
+from megatron_tape.huggingface.weight_files import one_sentence, open_files, read_settings
 from megatron_tape.reference import from_released
 from megatron_tape.validation import validate_model
 
@@ -30,7 +30,8 @@ def import_released(
     Raises ValueError or OSError, in one sentence, where they do not fit each other, or this project has no such model.
     """
     settings = read_settings(Path(config))
-    model = _model(settings, Path(config), vocab_multiple, token_mixing)
+    with one_sentence(Path(config)):
+        model = _model(settings, Path(config), vocab_multiple, token_mixing)
     source = _Renamed(open_files([Path(weights)], allow_pickle))
     # Nothing reads the position state after the last layer, so its update has no place here.
     unread = f"model.layers.{model.num_layers - 1}.position."
@@ -71,40 +72,35 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
     def refuse(key: str, fine: str) -> ValueError:
         return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {fine} can")
 
-    if settings.get("rpe_type") not in _ENCODINGS:
+    if settings.get("rpe_type") not in tuple(_ENCODINGS):
         raise refuse("rpe_type", ", ".join(_ENCODINGS))
     if settings.get("hidden_act", "silu") != "silu":
         raise refuse("hidden_act", "silu")
-    for key in ("attention_bias", "mlp_bias"):
+    for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if settings.get(key):
-            raise refuse(key, "false")
+            raise refuse(key, "false or null")
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "linear":
         raise refuse("rope_scaling", "null or linear")
     encoding = _ENCODINGS[settings["rpe_type"]]
-    try:
-        heads = settings["num_attention_heads"]
-        model = ModelConfig(
-            position_encoding=encoding,
-            num_layers=settings["num_hidden_layers"],
-            hidden_size=settings["hidden_size"],
-            ffn_hidden_size=settings["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=settings.get("num_key_value_heads") or heads,
-            seq_length=settings["max_position_embeddings"],
-            vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
-            unpadded_vocab_size=settings["vocab_size"],
-            position_mlp_size=settings["position_size"] if encoding == "tape" else None,
-            token_mixing=token_mixing,
-            rope_theta=float(settings.get("rope_theta", 10000.0)),
-            rope_scaling_factor=float(scaling["factor"]),
-            norm_epsilon=settings["rms_norm_eps"],
-            tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
-            init_std=settings.get("initializer_range", 0.02),
-        )
-        validate_model(model)
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
-    except TypeError as error:
-        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
+    heads = settings["num_attention_heads"]
+    model = ModelConfig(
+        position_encoding=encoding,
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        ffn_hidden_size=settings["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=settings.get("num_key_value_heads") or heads,
+        seq_length=settings["max_position_embeddings"],
+        vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
+        unpadded_vocab_size=settings["vocab_size"],
+        position_mlp_size=settings["position_size"] if encoding == "tape" else None,
+        token_mixing=token_mixing,
+        rope_theta=settings.get("rope_theta", 10000.0),
+        rope_scaling_factor=scaling["factor"],
+        norm_epsilon=settings["rms_norm_eps"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        init_std=settings.get("initializer_range", 0.02),
+    )
+    validate_model(model)
     return model

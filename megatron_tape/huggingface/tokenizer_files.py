@@ -83,7 +83,7 @@ def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int
         settings = json.loads((output / "tokenizer_config.json").read_text(encoding="utf-8"))
         pad = settings.get("pad_token")
         pad = pad.get("content") if isinstance(pad, dict) else pad
-        special["pad"] = library.token_to_id(pad) if pad else None
+        special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None
     else:
         tokens = {role: library.id_to_token(index) for role, index in special.items() if index is not None}
         unknown = getattr(library.model, "unk_token", None)

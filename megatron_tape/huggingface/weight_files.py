@@ -5,11 +5,14 @@ Each is a mapping from names to tensors that reads a tensor when it is asked for
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from megatron_tape.config import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
@@ -23,7 +26,7 @@ SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
-"""What every `config.json` says."""
+"""What a `config.json` has to say."""
 
 
 class _Safetensors(Mapping):
@@ -39,8 +42,12 @@ class _Safetensors(Mapping):
                 raise ValueError(f"{path} is no whole safetensors file: {error}") from None
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._places[name], "pt") as file:
-            return file.get_tensor(name)
+        path = self._places[name]
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name} in {path} cannot be read: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -93,12 +100,32 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be read as a pickle of tensors alone: {reason}") from None
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"{path} holds more than a model's tensors by name; save its state_dict alone")
+    except Exception:  # unpickling raises anything, and torch advises to read it unsafely
+        raise ValueError(
+            f"{path} cannot be read as a pickle of tensors alone: it is damaged, or holds other objects, which are "
+            "never loaded; save the model again as safetensors"
+        ) from None
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(_is_plain(value) for value in weights.values()):
+        raise ValueError(f"{path} holds more than a model's plain tensors by name; save its state_dict alone")
     return weights
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+
+
+@contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with the settings in `path` into a ValueError of one sentence that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
+    except ConfigError as error:
+        raise ValueError(f"{path} gives a model that cannot be: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
 
 
 def read_settings(path: Path) -> dict:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from megatron_tape.huggingface import llama_family
+from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.export import export
 from megatron_tape.huggingface.llama_family import import_model
 from megatron_tape.huggingface.saved_weights import open_weights
@@ -103,6 +104,8 @@ def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path,
     added = {name for name in after if ".position." in name}
     assert set(after) - added == set(before) and bool(added) == (encoding == "tape")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    import_model(tmp_path / "exported", tmp_path / "again", encoding)
+    torch.testing.assert_close(training_logits(tmp_path / "again"), expected, atol=1e-5, rtol=0)
     if encoding == "rope":
         architecture = json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"]
         assert architecture == {"qwen2": "qwen2", "qwen3": "qwen3"}.get(kind, "llama")
@@ -203,7 +206,16 @@ def test_pickles_need_permission_and_give_the_same(tmp_path):
         ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
         ("llama1", {"num_hidden_layers": 2}, "holds model.layers.2"),
         ("llama1", {"intermediate_size": 40}, "mlp"),
-        ("llama1", {"vocab_size": 80}, "90 rows"),
+        ("llama1", {"vocab_size": 80}, "embed_tokens.weight the shape (90, 32)"),
+        ("llama1", {"is_causal": False}, "is_causal"),
+        ("llama1", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("llama1", {"tie_word_embeddings": "false"}, "model.tie_embeddings is 'false'"),
+        ("llama1", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling and rope_parameters differ"),
+        ("llama1", {"head_dim": 8.0}, "model.kv_channels is 8.0"),
+        ("llama1", {"model_type": []}, "model_type is []"),
+        ("llama1", {"layer_types": 3}, "wrong type"),
+        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}}, "config.json"),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window is 8"),
         ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
         ("llama1", {"hidden_size": None}, "hidden_size"),
@@ -235,13 +247,63 @@ def test_defaults_are_those_of_transformers():
         ("mistral", MistralConfig()),
         ("qwen2", Qwen2Config()),
         ("qwen3", Qwen3Config()),
+        ("tape", TapeConfig()),
     ):
         for key, value in llama_family._DEFAULTS[name].items():
-            if key == "qk_norm" or (name, key) in (("mistral", "attention_bias"), ("qwen2", "attention_bias")):
-                continue  # fixed by the architecture
             assert getattr(config, key) == value, (name, key)
-        assert (config.rms_norm_eps, config.initializer_range, config.tie_word_embeddings) == (1e-6, 0.02, False)
+        assert (config.initializer_range, config.tie_word_embeddings) == (0.02, False)
         assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_the_length_before_scaling_is_read_where_transformers_reads_it(tmp_path):
+    write_source(tmp_path / "source", "llama3_tied")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"original_max_position_embeddings": 32}))
+    import_model(tmp_path / "source", tmp_path / "imported")
+    torch.testing.assert_close(
+        training_logits(tmp_path / "imported"), loaded_logits(tmp_path / "source"), atol=1e-5, rtol=0
+    )
+
+
+def test_a_model_whose_heads_do_not_divide_its_width_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "hidden_size", 34)
+    expected = write_source(tmp_path / "source", "mistral")
+    import_model(tmp_path / "source", tmp_path / "imported", "rope")
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", lambda x: x.to(torch.int8)),
+        ("model.layers.0.self_attn.k_proj.weight", lambda x: x.repeat(2, 1)),
+        ("model.layers.1.mlp.up_proj.weight", lambda x: x[:, :-1]),
+        ("model.norm.weight", lambda x: x[0]),
+        ("model.embed_tokens.weight", lambda x: x.sum()),
+    ],
+)
+def test_a_weight_of_another_shape_or_type_is_named(tmp_path, name, change):
+    write_source(tmp_path / "source", "llama1")
+    path = tmp_path / "source" / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {name: change(weights[name]).contiguous()}, path)
+    with pytest.raises(ValueError, match=name):
+        import_model(tmp_path / "source", tmp_path / "imported")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_pickle_that_would_run_code_does_not(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Trap()}, tmp_path / "source" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="never loaded"):
+        import_model(tmp_path / "source", tmp_path / "imported", allow_pickle=True)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_incomplete_and_damaged_models_are_refused(tmp_path):
