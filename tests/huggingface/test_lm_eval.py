@@ -72,7 +72,7 @@ def test_the_command_scores_a_tape_export_as_its_logits_do(exports, rows, tmp_pa
     (results,) = (tmp_path / "results").rglob("results_*.json")
     results = json.loads(results.read_text())["results"]
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     nats, words, right = 0.0, 0, 0
     for row in rows:
         ids = tokenizer(row["text"]).input_ids

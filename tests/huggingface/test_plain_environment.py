@@ -52,7 +52,7 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_
 
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON.relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
-    ids = AutoTokenizer.from_pretrained(exports["tape"].directory)(source_text).input_ids
+    ids = AutoTokenizer.from_pretrained(exports["tape"].directory, trust_remote_code=True)(source_text).input_ids
     with torch.no_grad():
         expected = {name: made.model(torch.tensor(ids[:96]).view(2, 48)).logits for name, made in exports.items()}
     torch.save(expected | {"ids": ids}, tmp_path / "expected.pt")
