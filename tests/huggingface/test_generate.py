@@ -44,7 +44,7 @@ def test_mistakes_are_one_sentence(exports, generate, tmp_path):
         ([tape, "--prompt", "a"], "--trust-remote-code"),
         ([tmp_path, "--prompt", "a"], "holds no config.json"),
         ([tape, "--prompt", "", "--trust-remote-code"], "--prompt is empty"),
-        ([tape, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
     ):
         code, out, line = generate("--model", *arguments)
         assert code == 1 and not out and line.startswith("error: ") and told in line
