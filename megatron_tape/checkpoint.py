@@ -133,10 +133,11 @@ def _save(engine: Engine, config: RunConfig, step: int, progress: dict, attempt:
 def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
     """Return the checkpoint that `checkpoint.resume` asks for, or None to start afresh; all ranks call it together.
 
-    `auto` takes the newest whole one and warns of broken ones it passes over. Raises CheckpointError when a path given
-    is not a whole checkpoint, or when every checkpoint of the directory is broken.
+    `auto` takes the newest whole one and warns of broken ones it passes over; so does a path from elsewhere once the
+    run has checkpoints of its own. Raises CheckpointError when a path given is not a whole checkpoint, or when every
+    checkpoint of the directory is broken.
     """
-    resume = config.checkpoint.resume
+    resume = files.what_to_resume(config.checkpoint.resume, config.checkpoint.directory)
     found: list[str | None] = [None]
     with _agreement(layout) as agreement:
         if layout.rank == 0:
@@ -182,7 +183,8 @@ def _choose(resume: str, directory: Path) -> str | None:
     path = Path(resume)
     found = files.problems(path) if path.is_dir() else ["it is no directory"]
     if found:
-        raise CheckpointError(f"checkpoint.resume {path} is no whole checkpoint: {'; '.join(found)}")
+        advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
+        raise CheckpointError(f"checkpoint.resume {path} is no whole checkpoint: {'; '.join(found)}{advice}")
     return str(path)
 
 

@@ -158,6 +158,15 @@ def newest_whole(root: str | Path, warn: Callable[[str], None]) -> Path | None:
     return None
 
 
+def what_to_resume(resume: str, root: str | Path) -> str:
+    """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
+
+    A checkpoint from elsewhere is where a run begins: once the run has checkpoints of its own, these continue it.
+    """
+    elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
+    return "auto" if elsewhere and list_checkpoints(root) else resume
+
+
 def prune(root: str | Path, keep: int) -> None:
     """Remove what is older than the newest `keep` checkpoints of complete size, and leftovers of killed processes.
 

@@ -245,8 +245,8 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints that stay."""
     resume: str = "auto"
-    """auto continues from the newest whole checkpoint if there is one; none starts afresh, in a
-    directory without later ones; else a checkpoint's path."""
+    """auto continues from the newest whole checkpoint if there is one; none starts afresh, in a directory without later
+    ones; else the path of a checkpoint: one from elsewhere is where the run begins, and its own go before it."""
 
 
 @dataclass(kw_only=True)

@@ -244,9 +244,10 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     # A checkpoint from before a setting existed is of a model with its default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
     differences = model_differences({**defaults, **saved, "seq_length": None}, {**now, "seq_length": None})
+    settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),
-        f"checkpoint {path} is of another model: {'; '.join(differences)}; restore these settings, or choose another "
+        f"checkpoint {path} is of another model: {'; '.join(differences)}; {settings}, or choose another "
         "checkpoint.directory",
     )
 

@@ -32,7 +32,7 @@ from megatron_tape.attempts import (
     read_attempts,
     write_record,
 )
-from megatron_tape.checkpoint_files import list_checkpoints, problems
+from megatron_tape.checkpoint_files import list_checkpoints, problems, what_to_resume
 from megatron_tape.config import ConfigError, RunConfig, parse_run_config, refuse, to_yaml
 from megatron_tape.validation import check_datasets, check_inputs, check_same_model, validate
 
@@ -102,7 +102,7 @@ def begin(options: argparse.Namespace) -> None:
     attempts = read_attempts(run)
     # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
     mine = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
-    resume = config.checkpoint.resume
+    resume = what_to_resume(config.checkpoint.resume, checkpoints)
     if mine and checkpointed_step(checkpoints) > mine[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # what the job was told to start from is behind it
     config.checkpoint.resume = resume

@@ -91,7 +91,7 @@ def main() -> int:
         if "to-hf" in command:
             # An earlier demo's may be of fewer steps.
             shutil.rmtree(exported, ignore_errors=True)
-        status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}).returncode
+        status = run(command, threads)
         if status != 0:
             print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
             return 1
@@ -105,6 +105,16 @@ def main() -> int:
     print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, {directory}/curves.png")
     print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
     return 0
+
+
+def run(command: list[str], threads: int) -> int:
+    """Run a command and return its exit status; on Ctrl-C, which reaches it as well, let it clean up first."""
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait(timeout=30)
+            raise
 
 
 def devices() -> int:

@@ -119,6 +119,8 @@ def train(config: RunConfig, watch: Watch) -> str | None:
     watch.progress("reading the checkpoint")
     tokenizer = load_run_tokenizer(config)
     checkpoint = checkpoints.find_checkpoint(config, layout)
+    if checkpoint is not None and tokenizer is not None and layout.rank == 0:
+        warn_of_other_tokenizer(checkpoint.path, config.data.tokenizer)
     first_step = 1 if checkpoint is None else checkpoint.step + 1
     if first_step > settings.steps:
         logger.info("%s already holds all %d steps; nothing to do", checkpoint.path, settings.steps)
@@ -265,6 +267,19 @@ def claim_attempt(config: RunConfig, layout) -> Attempt:
     if told[1] is not None:
         raise ConfigError(f"the run cannot begin in {config.logging.directory}: {told[1]}")
     return Attempt.open(config.logging.directory, config.checkpoint.directory, told[0])
+
+
+def warn_of_other_tokenizer(checkpoint: Path, path: str) -> None:
+    """Warn where an import brought a tokenizer, and the run's gives other ids."""
+    from megatron_tape.tokenizer import load_tokenizer
+
+    text = "def f(x):\n    return 2 * x  # Grüße, 你好 1234"
+    if (checkpoint / "tokenizer").is_dir():
+        brought, used = (load_tokenizer(source).encode(text) for source in (checkpoint / "tokenizer", path))
+        if brought != used:
+            logger.warning(
+                "data.tokenizer %s gives other ids than %s, which the model came with", path, checkpoint / "tokenizer"
+            )
 
 
 def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> bool:

@@ -44,6 +44,15 @@ def value_of(path):
     return value
 
 
+def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
+    own, import_ = tmp_path / "run", str(tmp_path / "import")
+    assert files.what_to_resume(import_, own) == import_
+    (own / "step-00000001").mkdir(parents=True)
+    assert files.what_to_resume(import_, own) == "auto"
+    for kept in ("none", "auto", str(own / "step-00000001")):
+        assert files.what_to_resume(kept, own) == kept
+
+
 def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
     path = save(tmp_path, 100)
     assert path == tmp_path / "step-00000100"

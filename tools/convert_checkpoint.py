@@ -88,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
-    export = directions.add_parser("to-hf", help="a checkpoint of this project to a Hugging Face model")
+    told = "a checkpoint of this project to a Hugging Face model"
+    example = "python tools/convert_checkpoint.py to-hf --checkpoint runs/demo/tape --output exported/tape --dtype bf16"
+    export = directions.add_parser("to-hf", help=told, description=f"Turn {told}.", epilog=f"example: {example}")
     export.set_defaults(convert=to_hf)
     add = export.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints (the newest whole one), or one step")
@@ -97,9 +99,12 @@ def parser() -> argparse.ArgumentParser:
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
 
-    imported = directions.add_parser(
-        "from-hf", help="a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
+    told = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
+    example = (
+        "python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3 ; it ends by "
+        "saying how to train from the result"
     )
+    imported = directions.add_parser("from-hf", help=told, description=f"Turn {told}.", epilog=f"example: {example}")
     imported.set_defaults(convert=from_hf)
     add = imported.add_argument
     add("--model", required=True, metavar="DIR", help="config.json, weights and tokenizer, as transformers saves them")
@@ -121,13 +126,18 @@ def parser() -> argparse.ArgumentParser:
     add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
     add("--seed", type=int, default=1234, help="of what TAPE draws at its start (default: %(default)s)")
 
+    told = "a checkpoint of the TAPE authors' code to one of this project"
+    example = (
+        "python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json "
+        "--output released"
+    )
     released = directions.add_parser(
-        "from-released", help="a checkpoint of the TAPE authors' code to one of this project"
+        "from-released", help=told, description=f"Turn {told}.", epilog=f"example: {example}"
     )
     released.set_defaults(convert=from_released)
     add = released.add_argument
     add("--weights", required=True, metavar="FILE", help="safetensors file by the released names")
-    add("--config", required=True, metavar="JSON", help="the model's config.json")
+    add("--config", required=True, metavar="JSON", help="the config.json with which the model was trained")
     _add_output(released)
     return result
 

@@ -1,27 +1,31 @@
-"""Continue a text with an exported model: transformers alone, no training code.
+"""Continue a text with an exported model, as transformers loads it.
 
     python tools/generate.py --model exported/tape_demo --prompt "def main(" --trust-remote-code
 
-The continuation, and nothing else, goes to stdout.
+The prompt and its continuation, and nothing else, go to stdout.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.huggingface.weight_files import read_settings
 
 
 def main() -> None:
     """Parse the command line, generate and print."""
     arguments = parser().parse_args()
-    path = Path(arguments.model) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{arguments.model} holds no config.json; give a model that to-hf has written")
-    if "auto_map" in json.loads(path.read_text(encoding="utf-8")) and not arguments.trust_remote_code:
+    directory = Path(arguments.model)
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} is no directory with a config.json; give one that to-hf has written")
+    if "auto_map" in read_settings(directory / "config.json") and not arguments.trust_remote_code:
         raise ValueError(f"{arguments.model} brings Python code to run; read it, and pass --trust-remote-code")
     if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
         raise ValueError("--max-new-tokens has to be at least 1, and --temperature not negative")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise FileNotFoundError(f"{directory} holds no tokenizer; export it again with --tokenizer")
+    if not 0 <= arguments.seed < 2**32:
+        raise ValueError(f"--seed is {arguments.seed}; give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise ValueError("--prompt is empty; give some text to continue")
     print(arguments.prompt + continuation(arguments))

@@ -106,12 +106,14 @@ def write_imported(
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         checkpoint_files.write_json(directory / checkpoint_files.MANIFEST, manifest)
+    tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
     command_line.say(
-        f"wrote {output}; train from it with --config RECIPE --config {output / 'model.yaml'} "
-        f"--checkpoint.resume {output} --logging.directory runs/NAME"
+        f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "
+        f"--config {output / 'model.yaml'} --checkpoint.resume {output} --logging.directory runs/NAME "
+        f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
-    if copied:
-        command_line.say(f"its tokenizer, for the data: {output / TOKENIZER}")
+    if not copied:
+        command_line.say(f"there is no tokenizer in {output}: give the model's own as TOKENIZER, and to an export")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:

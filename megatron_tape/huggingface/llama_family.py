@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_tape.config import ModelConfig
 from megatron_tape.huggingface.imported import padded_vocabulary, write_imported
-from megatron_tape.huggingface.weight_files import one_sentence, open_directory, read_settings
+from megatron_tape.huggingface.weight_files import check_sizes, one_sentence, open_directory, read_settings
 from megatron_tape.validation import validate_model
 from megatron_tape.weights import from_megatron, initial_update
 
@@ -132,6 +132,7 @@ def _model(
     # null is no setting, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = _DEFAULTS[kind] | given | _FIXED[kind]
+    check_sizes(settings, path)
     for key, fine in _ONLY.items():
         if settings.get(key, fine) != fine:
             raise refuse(key, str(fine))

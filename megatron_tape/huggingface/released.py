@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_tape.config import ModelConfig
 from megatron_tape.huggingface.imported import padded_vocabulary, write_imported
-from megatron_tape.huggingface.weight_files import one_sentence, open_files, read_settings
+from megatron_tape.huggingface.weight_files import check_sizes, one_sentence, open_files, read_settings
 from megatron_tape.reference import from_released
 from megatron_tape.validation import validate_model
 
@@ -74,6 +74,7 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
 
     if settings.get("rpe_type") not in tuple(_ENCODINGS):
         raise refuse("rpe_type", ", ".join(_ENCODINGS))
+    check_sizes(settings, path)
     if settings.get("hidden_act", "silu") != "silu":
         raise refuse("hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):

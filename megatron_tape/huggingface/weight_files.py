@@ -4,6 +4,7 @@ Each is a mapping from names to tensors that reads a tensor when it is asked for
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ class _Safetensors(Mapping):
                 with safe_open(path, "pt") as file:
                     self._places |= dict.fromkeys(file.keys(), path)
             except SafetensorError as error:
-                raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+                raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or write it again") from None
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._places[name]
@@ -60,7 +61,9 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
     """Return the tensors of all files by name; raises FileNotFoundError or ValueError in one sentence."""
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"weights {path} do not exist; give a safetensors file")
+            raise FileNotFoundError(f"weights {path} are no file; give a safetensors file")
+        if not os.access(path, os.R_OK):
+            raise PermissionError(f"{path} may not be read by this user; ask its owner for permission")
     if not any(path.suffix in PICKLES for path in paths):
         return _Safetensors(paths)
     if not allow_pickle:
@@ -128,20 +131,21 @@ def one_sentence(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
 
 
-def read_settings(path: Path) -> dict:
-    """Return the JSON object of a `config.json` in which all `SIZES` are whole numbers.
+def check_sizes(settings: dict, path: Path) -> None:
+    """Raise ValueError where one of `SIZES` is no whole number."""
+    for key in SIZES:
+        if type(settings.get(key)) is not int or settings[key] < 1:
+            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, where a whole number above 0 belongs")
 
-    Raises FileNotFoundError or ValueError in one sentence.
-    """
+
+def read_settings(path: Path) -> dict:
+    """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"config {path} does not exist; give the model's config.json") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(f"{path} is no file; the model's config.json is needed") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is no JSON object; give the model's config.json")
-    for key in SIZES:
-        if type(settings.get(key)) is not int or settings[key] < 1:
-            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, where a whole number above 0 belongs")
     return settings

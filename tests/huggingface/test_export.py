@@ -466,14 +466,17 @@ def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(
     settings = [option for option in export_cases.settings(trained) if "model.vocab_size" not in option]
     recipe = ["--config", str(export_cases.RECIPE), "--config", str(tmp_path / "imported" / "model.yaml")]
     resume = ["--checkpoint.resume", str(tmp_path / "imported"), "--logging.directory", str(tmp_path / "run")]
-    status = train.main([*recipe, *settings, *resume])
-    assert status == 0
+    for _ in range(2):  # Started again, the run's own checkpoint goes before the import, and there is nothing to do.
+        assert train.main([*recipe, *settings, *resume]) == 0
+    steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
     assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 4
     export(tmp_path / "run", tmp_path / "exported")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
     assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape == (405, 32)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert after["model.layers.0.position.token_mixing"].abs().max() > 0
+    assert "Started from | the qwen3 model source" in (tmp_path / "exported" / "README.md").read_text()
 
 
 BIG = {

@@ -42,7 +42,7 @@ def test_mistakes_are_one_sentence(exports, generate, tmp_path):
     tape = exports["tape"].directory
     for arguments, told in (
         ([tape, "--prompt", "a"], "--trust-remote-code"),
-        ([tmp_path, "--prompt", "a"], "holds no config.json"),
+        ([tmp_path, "--prompt", "a"], "no directory with a config.json"),
         ([tape, "--prompt", "", "--trust-remote-code"], "--prompt is empty"),
         ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
     ):

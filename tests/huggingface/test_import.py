@@ -322,7 +322,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
     refused("no whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
     refused("no JSON", lambda folder: (folder / "config.json").write_text("{"))
-    refused("does not exist", lambda folder: (folder / "config.json").unlink())
+    refused("config.json is no file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
     refused("no index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
     refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
