@@ -1,4 +1,4 @@
-"""Saves that fail on one rank, and sums of many micro-batches; continued runs are in test_training.py."""
+"""Saves that fail on one rank, and sums of many micro-batches; continued runs are in test_resuming.py."""
 
 import torch
 from launch import run_group

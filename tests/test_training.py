@@ -1,12 +1,12 @@
-"""The training command under every layout against one process, and continued runs against uninterrupted ones."""
+"""The training command under every layout against one process."""
 
 import math
 
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
+from training_cases import LAYOUTS, assert_close
 
-LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
 VARIANTS = ["blend", "accumulation", "recompute", "packed", "sampled", "tied", "rope", "epochs"]
 
 
@@ -18,20 +18,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def equal(data):
     return {size: run_group("training_cases", size, data, "equal") for size in (1, 2, 4)}
-
-
-@pytest.fixture(scope="module")
-def resumed(data):
-    return run_group("training_cases", 2, data, "resume")
-
-
-def assert_close(rows, expected):
-    assert [row["step"] for row in rows] == list(range(1, 11))
-    for row, other in zip(rows, expected):
-        for key in ("loss", "grad_norm", "validation_loss"):
-            assert (key in row) == (key in other)
-            if key in other:
-                assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,16 +59,3 @@ def test_the_loss_falls(equal):
     rows = equal[1]["tp1_zero1"]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
     assert rows[9]["validation_loss"] < rows[4]["validation_loss"]
-
-
-def without_speed(rows):
-    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in rows]
-
-
-@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload", "workers"])
-def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
-    assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
-
-
-def test_a_run_continues_under_another_layout(resumed):
-    assert_close(resumed["another_layout"]["continued"], resumed["another_layout"]["whole"])

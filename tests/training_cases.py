@@ -1,6 +1,7 @@
-"""Runs the training command again and again inside one process group; see test_training.py for what must hold."""
+"""Runs the training command again and again inside one process group, for test_training.py and test_resuming.py."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,17 @@ import torch.distributed as dist
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
+LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
+
+
+def assert_close(rows, expected):
+    """Ten steps whose figures are another run's."""
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    for row, other in zip(rows, expected):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert (key in row) == (key in other)
+            if key in other:
+                assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
 
 
 def run(folder, name, *overrides, expect=0):
