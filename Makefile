@@ -36,6 +36,8 @@ $(STAMP): requirements.txt pyproject.toml
 	  { echo "Could not create $(VENV). On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/pip install -r requirements.txt
 	$(BIN)/pip install -e '.[dev]'
+	@# A torch for GPUs brings its own; without one the tests interpret the kernels.
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install triton==3.7.1
 	touch $(STAMP)
 
 # The tests start Python there only a few times; compiling every module would take as long as installing.

@@ -37,7 +37,9 @@ class Contestant:
         )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
         seed_everything(0, layout)
-        model = LanguageModel(self.model_config, transformer_config(self.model_config, dtype=dtype), layout.groups)
+        model = LanguageModel(
+            self.model_config, transformer_config(self.model_config, dtype=dtype), layout.groups, layout.device
+        )
         self.model = model.to(layout.device)
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, 0.01), lr=1e-4)
         shape = (arguments.batch, arguments.seq_length + 1)

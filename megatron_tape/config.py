@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 POSITION_ENCODINGS = ("tape", "rope", "nope")
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "naive")
 
 
 class ConfigError(ValueError):
@@ -67,6 +68,9 @@ class ModelConfig:
     """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
     rope_original_seq_length: int = 8192
     """llama3: tokens of the context before it was stretched."""
+    attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
+    """What computes attention: triton (our kernels for GPUs, of the position update, too), tiled (plain torch, made for
+    CPUs), torch (its SDPA), flash_attn or naive."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False

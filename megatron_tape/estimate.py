@@ -2,7 +2,8 @@
 
 Memory is what stays (weights, gradients, optimizer state, as DeepSpeed 0.19.8's ZeRO stages hold them) and what one
 micro-batch adds. The CUDA context, NCCL's buffers and fragmentation come on top: about 6 %. Attention is taken to keep
-no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel.
+no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel. The
+backends are counted as torch's; the fused kernels keep less.
 """
 
 from dataclasses import dataclass

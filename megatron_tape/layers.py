@@ -29,12 +29,21 @@ class RMSNorm(torch.nn.Module):
 class CoreAttention(torch.nn.Module):
     """The parameter-free middle of attention, built by Megatron's `SelfAttention` from its spec."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, backend: str, **kwargs):
         super().__init__()
+        self.backend = backend
 
-    def forward(self, query: Tensor, key: Tensor, values: tuple[Tensor, ...], mask: Tensor | None):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: Tensor | None,
+        average_state: bool,
+        document_bounds: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """See `megatron_tape.ops.attention.attention`."""
-        return attention(query, key, values, mask)
+        return attention(query, key, value, state, average_state, document_bounds, self.backend)
 
 
 class PositionSelfAttention(SelfAttention):
@@ -50,16 +59,15 @@ class PositionSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from hidden states (S, B, C), or (S/tp, B, C) under sequence parallelism.
 
+        `attention_mask` holds the bounds of packed documents (2, B, S), see `ops.attention.document_bounds`.
         Returns the projected output, its bias (None), and the position state averaged with the attention map,
         (S, B, local heads, D), or None unless `average_state`.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         state = encoding.state_for_attention(position_state)
-        query, key = encoding.rotate(query, key, state)
-        values = (value, state.expand_as(value)) if average_state else (value,)
-        output, *averaged = self.core_attention(query, key, values, attention_mask)
+        output, averaged = self.core_attention(query, key, value, state, average_state, attention_mask)
         output, bias = self.linear_proj(output.flatten(2))
-        return output, bias, averaged[0] if averaged else None
+        return output, bias, averaged
 
 
 class PositionTransformerLayer(TransformerLayer):

@@ -11,7 +11,7 @@ from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import Tensor
 
 from megatron_tape.config import ModelConfig
-from megatron_tape.ops.attention import document_mask
+from megatron_tape.ops.attention import choose_backend, document_bounds
 from megatron_tape.position import ENCODINGS
 from megatron_tape.specs import block_spec
 
@@ -66,12 +66,24 @@ class LanguageModel(torch.nn.Module):
     parallel layout does not change them.
     """
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device | str = "cpu",
+    ):
         super().__init__()
-        self.encoding = ENCODINGS[model.position_encoding](model, config, groups)
+        averages_state = model.num_position_updates > 0
+        self.attention_backend = choose_backend(
+            model.attention_backend, torch.device(device), config.params_dtype, model.head_dim, averages_state
+        )
+        """What computes attention on `device`, where the model has to be moved."""
+        fused = self.attention_backend == "triton"
+        self.encoding = ENCODINGS[model.position_encoding](model, config, groups, fused)
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(model, self.encoding),
+            transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
             vocab_size=model.vocab_size,
             max_sequence_length=model.seq_length,
             share_embeddings_and_output_weights=model.tie_embeddings,
@@ -100,7 +112,7 @@ class LanguageModel(torch.nn.Module):
             self.gpt,
             tokens,
             None,
-            None if documents is None else document_mask(documents),
+            None if documents is None else document_bounds(documents),
             extra_block_kwargs={"context": self.encoding.initial_state(positions[:, None], self.dtype)},
         )
         if labels is None:

@@ -14,8 +14,11 @@ from megatron_tape.layers import CoreAttention, PositionSelfAttention, PositionT
 from megatron_tape.position import PositionEncoding
 
 
-def layer_spec(model: ModelConfig, encoding: PositionEncoding) -> ModuleSpec:
-    """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP."""
+def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> ModuleSpec:
+    """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
+
+    `backend` is one of `ops.attention.BACKENDS`.
+    """
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
         module=PositionTransformerLayer,
@@ -27,7 +30,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=CoreAttention,
+                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
                     linear_proj=RowParallelLinear,
                     q_layernorm=norm,
                     k_layernorm=norm,
@@ -44,6 +47,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding) -> ModuleSpec:
     )
 
 
-def block_spec(model: ModelConfig, encoding: PositionEncoding) -> TransformerBlockSubmodules:
+def block_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> TransformerBlockSubmodules:
     """Return the spec of the whole decoder: its layers and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(model, encoding)] * model.num_layers, layer_norm=RMSNorm)
+    layers = [layer_spec(model, encoding, backend)] * model.num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

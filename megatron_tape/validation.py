@@ -238,12 +238,13 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise `ConfigError` where the checkpoint at `path` is of another model; sequence lengths may differ."""
+    """Raise `ConfigError` where the checkpoint at `path` is of another model; lengths and backends may differ."""
     saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["config"]["model"]
     now = dataclasses.asdict(config.model)
     # A checkpoint from before a setting existed is of a model with its default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
-    differences = model_differences({**defaults, **saved, "seq_length": None}, {**now, "seq_length": None})
+    free = {"seq_length": None, "attention_backend": None}
+    differences = model_differences({**defaults, **saved, **free}, {**now, **free})
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),

@@ -147,7 +147,9 @@ def train(config: RunConfig, watch: Watch) -> str | None:
             settings.recompute,
         ),
         layout.groups,
+        layout.device,
     )
+    logger.info("attention runs as %s", model.attention_backend)
     if checkpoint is not None:
         checkpoints.load_weights(checkpoint, model, layout)
     engine = Engine(model, config, layout)

@@ -41,7 +41,14 @@ MIDDLE = dict(hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6, num_
 
 
 def middle_model(encoding):
-    return small_model(position_encoding=encoding, num_layers=4, vocab_size=4096, position_mlp_size=24, **MIDDLE)
+    return small_model(
+        position_encoding=encoding,
+        num_layers=4,
+        vocab_size=4096,
+        position_mlp_size=24,
+        **MIDDLE,
+        attention_backend="torch",
+    )
 
 
 def counted(built, model, batch=2, packed=False):
@@ -69,7 +76,7 @@ def on_cpu(model, *arguments, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
-    model = small_model(**SHAPES[shape])
+    model = small_model(**SHAPES[shape], attention_backend="torch")
     parameters = list(build(model)[0].parameters())
     assert parameters_per_rank(model, 1) == model.parameter_count() == sum(p.numel() for p in parameters)
     if model.query_groups % 2 == 0:
@@ -80,7 +87,7 @@ def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_activations_are_those_counted(shape, precision, recompute):
-    model = small_model(**SHAPES[shape])
+    model = small_model(**SHAPES[shape], attention_backend="torch")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     count = counted(build(model, recompute=recompute, dtype=dtype)[0], model)
     assert on_cpu(model, 2, precision, recompute) == pytest.approx(count, rel=0.02)
@@ -88,7 +95,7 @@ def test_saved_activations_are_those_counted(shape, precision, recompute):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_activations_of_packed_documents_are_those_counted(shape):
-    model = small_model(**SHAPES[shape])
+    model = small_model(**SHAPES[shape], attention_backend="torch")
     count = counted(build(model)[0], model, packed=True)
     assert on_cpu(model, 2, "fp32", masked=True) == pytest.approx(count, rel=0.02)
 

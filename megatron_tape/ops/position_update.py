@@ -12,6 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def plain_update(
+    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+) -> Tensor:
+    """Return z'' (N, G, D)."""
+    return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
+
+
+def fused_update(
+    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+) -> Tensor:
+    """Return the same from one Triton kernel; on GPUs, or where Triton is interpreted."""
+    from megatron_tape.ops.triton_position_update import update
+
+    return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+
+
 def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
     """Return z + A u, where `mixing` is A (G, H), or (H,) for one scale per head when G = H."""
     if mixing.dim() == 1:

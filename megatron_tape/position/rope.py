@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.position.base import PositionEncoding
 from megatron_tape.reference import rope_frequencies, rope_phases
 
@@ -15,7 +14,3 @@ class RotaryPosition(PositionEncoding):
         """Return the phases (S, B or 1, 1, D), computed in float32."""
         phases = rope_phases(positions_SB, rope_frequencies(self.model, self.model.head_dim))
         return phases.to(dtype).unsqueeze(2)
-
-    def rotate(self, query: Tensor, key: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query and key by the state of their group."""
-        return rotate_groups(query, state), rotate_groups(key, state)

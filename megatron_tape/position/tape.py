@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megatron_tape.ops.position_update import contextualize, mix_tokens
+from megatron_tape.ops.position_update import fused_update, plain_update
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.weights import initial_update
 
@@ -61,6 +61,7 @@ class TapeUpdate(torch.nn.Module):
     def __init__(self, encoding: TapePosition, layer_number: int):
         super().__init__()
         self.group = encoding.groups.tp
+        self.fused = encoding.fused
         for name, drawn in initial_update(encoding.model, layer_number, torch.initial_seed()).items():
             weight = torch.nn.Parameter(drawn.to(encoding.config.params_dtype))
             weight.sequence_parallel = encoding.config.sequence_parallel
@@ -74,9 +75,9 @@ class TapeUpdate(torch.nn.Module):
         u = heads_to_tokens(averaged, self.group)
         S, B, H, D = u.shape
         z = state.expand(S, B, -1, D).reshape(S * B, -1, D)
-        mixed = mix_tokens(z, u.reshape(S * B, H, D), self.token_mixing)
         gate = torch.nn.functional.linear(gate_input, self.x_proj).flatten(0, 1)
-        updated = contextualize(mixed, gate, self.up_proj, self.down_proj)
+        update = fused_update if self.fused else plain_update
+        updated = update(z, u.reshape(S * B, H, D), gate, self.token_mixing, self.up_proj, self.down_proj)
         if self.record_norms:
             with torch.no_grad():
                 new, old = updated.float(), z.float()

@@ -1,0 +1,116 @@
+"""Causal attention that averages several values with one map, in plain torch, a tile of scores at a time.
+
+torch's SDPA wants a value as wide as the key, and so runs once for each value. Here the values lie side by side, and
+the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and a pack of documents needs
+no S x S mask. Flash attention (Dao, 2023) without a kernel. The plain form is `megatron_tape.reference.attend`.
+Axes: B batch, G key/value groups, R query heads of a group, S sequence, D head dimension.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+QUERIES, KEYS = 128, 256
+"""Rows and columns of a tile."""
+
+
+def tiled_attention(
+    q_BGRSD: Tensor, k_BGSD: Tensor, values_BGSD: tuple[Tensor, ...], starts_BS: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Average each value with softmax(q k^T / sqrt(D)): (B, G, R, S, D) for each.
+
+    `starts_BS` says for each token where its document, which alone it sees, starts. bf16 and fp16 are computed in fp32.
+    """
+    return _TiledAttention.apply(q_BGRSD, k_BGSD, starts_BS, *values_BGSD)
+
+
+class _Tiles:
+    """The tiles that hold scores of keys that are seen, and what of them is not."""
+
+    def __init__(self, S: int, R: int, starts: Tensor | None, device: torch.device):
+        self.S, self.R, self.starts = S, R, starts
+        self.at = torch.arange(S, device=device)
+        # The first key that any sequence of the batch sees from each block of queries on.
+        self.first = [0] * S if starts is None else starts.amin(0).tolist()
+
+    def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
+        """Yield each block of queries, with the blocks of keys that it sees."""
+        for a in range(0, self.S, QUERIES):
+            b = min(a + QUERIES, self.S)
+            low = self.first[a] // KEYS * KEYS
+            yield slice(a, b), [slice(c, min(c + KEYS, b)) for c in range(low, b, KEYS)]
+
+    def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
+        """Overwrite what is not seen of scores (B*G, R*rows, columns)."""
+        if self.starts is None and columns.stop <= rows.start + 1:
+            return
+        queries, keys = self.at[rows, None], self.at[columns]
+        hidden = keys > queries
+        if self.starts is not None:
+            hidden = (hidden | (keys < self.starts[:, rows, None]))[:, None, None]
+            scores = scores.unflatten(0, (len(self.starts), -1))
+        scores.unflatten(-2, (self.R, -1)).masked_fill_(hidden, value)
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, starts, *values):
+        B, G, R, S, D = q.shape
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        tiles = _Tiles(S, R, starts, q.device)
+        keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        outputs = [torch.empty(B, G, R, S, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
+        lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
+        for rows, blocks in tiles.blocks():
+            queries = _rows(q, rows, dtype) * D**-0.5
+            largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
+            total, averaged = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], wide.shape[-1])
+            for columns in blocks:
+                scores = queries @ keys[:, columns].mT
+                tiles.hide(scores, rows, columns, float("-inf"))
+                now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                # A row that has seen nothing yet has no largest score to subtract.
+                shift = now.masked_fill(now == float("-inf"), 0.0)
+                p, shrink = scores.sub_(shift).exp_(), largest.sub_(shift).exp_()
+                total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+                averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
+                largest = now
+            parts = averaged.div_(total).view(B, G, R, -1, wide.shape[-1]).split([v.shape[-1] for v in values], dim=-1)
+            for output, part in zip(outputs, parts):
+                output[:, :, :, rows] = part
+            lse[:, :, :, rows] = total.log_().add_(largest).view(B, G, R, -1)
+        ctx.save_for_backward(q, k, lse, starts, *values, *outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        q, k, lse, starts, *rest = ctx.saved_tensors
+        values, outputs = rest[: len(gradients)], rest[len(gradients) :]
+        B, G, R, S, D = q.shape
+        dtype, tiles = lse.dtype, _Tiles(S, R, starts, q.device)
+        keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        dq, dk, dwide = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(wide)
+        delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
+        for rows, blocks in tiles.blocks():
+            queries, gradient = (
+                _rows(q, rows, dtype) * D**-0.5,
+                torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1),
+            )
+            of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
+            dqueries = torch.zeros_like(queries)
+            for columns in blocks:
+                p = (queries @ keys[:, columns].mT).sub_(of_row[0]).exp_()
+                tiles.hide(p, rows, columns, 0.0)
+                dwide[:, columns].baddbmm_(p.mT, gradient)
+                ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
+                dqueries.baddbmm_(ds, keys[:, columns])
+                dk[:, columns].baddbmm_(ds.mT, queries)
+            dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
+        dvalues = dwide.view(B, G, S, -1).split([v.shape[-1] for v in values], dim=-1)
+        return dq, dk.view_as(k).to(k.dtype), None, *(dv.to(v.dtype) for dv, v in zip(dvalues, values))
+
+
+def _rows(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Return the block (B*G, R*rows, ...) of x (B, G, R, S, ...)."""
+    return x[:, :, :, rows].flatten(0, 1).flatten(1, 2).to(dtype)

@@ -1,0 +1,157 @@
+"""TAPE's whole update of the position state as one Triton kernel forward and one backward.
+
+Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token
+    z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
+Forward reads z, u and the gate once and writes z'' once. Backward reads them and the gradient of z'', recomputes z'
+and M, and writes the gradients of z, u and the gate; those of the matrices are added up by every program over its
+tokens, and over the programs afterwards. The plain form is in `position_update.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 16
+"""Tokens of one program, for which the matrices are loaded once."""
+
+
+@triton.jit
+def _matrix(pointer, rows, columns, R: tl.constexpr, C: tl.constexpr):
+    """Load a contiguous (R, C) matrix into a larger block, zero beyond it."""
+    inside = (rows[:, None] < R) & (columns[None, :] < C)
+    return tl.load(pointer + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_matrix(pointer, rows, columns, value, R: tl.constexpr, C: tl.constexpr):
+    inside = (rows[:, None] < R) & (columns[None, :] < C)
+    tl.store(pointer + rows[:, None] * C + columns[None, :], value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mixed(z, u, mixing, FULL: tl.constexpr, PRECISION: tl.constexpr):
+    """Return z + A u in fp32; without FULL, A is one scale per head."""
+    if FULL:
+        added = tl.dot(mixing, u, input_precision=PRECISION)
+    else:
+        added = mixing.to(tl.float32) * u.to(tl.float32)
+    return z.to(tl.float32) + added
+
+
+@triton.jit
+def _forward(
+    Z, U, GATE, MIXING, UP, DOWN, OUT, N,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOKENS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
+    down, up = _matrix(DOWN, groups, inner, G, P), _matrix(UP, inner, groups, P, G)
+    if FULL:
+        mixing = _matrix(MIXING, groups, heads, G, H)
+    else:
+        mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    for token in range(first, tl.minimum(first + TOKENS, N)):
+        gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
+        silu = gate * tl.sigmoid(gate)
+        M = tl.dot((down * silu[None, :]).to(down.dtype), up, input_precision=PRECISION)
+        z = _matrix(Z + token * G * D, groups, columns, G, D)
+        u = _matrix(U + token * H * D, heads, columns, H, D)
+        mixed = _mixed(z, u, mixing, FULL, PRECISION)
+        out = mixed + tl.dot(M.to(down.dtype), mixed.to(down.dtype), input_precision=PRECISION)
+        _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
+
+
+@triton.jit
+def _backward(
+    Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOKENS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
+    down, up = _matrix(DOWN, groups, inner, G, P), _matrix(UP, inner, groups, P, G)
+    dtype = down.dtype
+    if FULL:
+        mixing = _matrix(MIXING, groups, heads, G, H)
+        dmixing = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
+    else:
+        mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
+        dmixing = tl.zeros((BLOCK_G,), tl.float32)
+    dup = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
+    ddown = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    first = program * TOKENS
+    for token in range(first, tl.minimum(first + TOKENS, N)):
+        gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        M = tl.dot((down * silu[None, :]).to(dtype), up, input_precision=PRECISION)
+        z = _matrix(Z + token * G * D, groups, columns, G, D)
+        u = _matrix(U + token * H * D, heads, columns, H, D)
+        dout = _matrix(DOUT + token * G * D, groups, columns, G, D)
+        mixed = _mixed(z, u, mixing, FULL, PRECISION).to(dtype)
+        dM = tl.dot(dout, tl.trans(mixed), input_precision=PRECISION)
+        dmixed = dout.to(tl.float32) + tl.dot(tl.trans(M).to(dtype), dout, input_precision=PRECISION)
+        _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
+        if FULL:
+            du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision=PRECISION)
+            dmixing += tl.dot(dmixed.to(dtype), tl.trans(u), input_precision=PRECISION)
+        else:
+            du = mixing.to(tl.float32) * dmixed
+            dmixing += tl.sum(dmixed * u.to(tl.float32), 1)
+        _store_matrix(DU + token * H * D, heads, columns, du, H, D)
+        raised = tl.dot(tl.trans(down), dM.to(dtype), input_precision=PRECISION)
+        dsilu = tl.sum(raised * up.to(tl.float32), 1)
+        dgate = dsilu * (sigmoid + silu * (1 - sigmoid))
+        tl.store(DGATE + token * P + inner, dgate.to(DGATE.dtype.element_ty), mask=inner < P)
+        dup += silu[:, None] * raised
+        ddown += tl.dot(dM.to(dtype), tl.trans(up), input_precision=PRECISION) * silu[None, :]
+    _store_matrix(DUP + program * P * G, inner, groups, dup, P, G)
+    _store_matrix(DDOWN + program * G * P, groups, inner, ddown, G, P)
+    if FULL:
+        _store_matrix(DMIXING + program * G * H, groups, heads, dmixing, G, H)
+    else:
+        tl.store(DMIXING + program * G + groups, dmixing, mask=groups < G)
+
+
+class _Update(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, u, gate, mixing, up, down):
+        tensors = [x.contiguous() for x in (z, u, gate, mixing, up, down)]
+        out = torch.empty_like(tensors[0])
+        ctx.save_for_backward(*tensors)
+        _launch(_forward, *tensors, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        tensors = ctx.saved_tensors
+        z, u, gate, mixing, up, down = tensors
+        dz, du, dgate = torch.empty_like(z), torch.empty_like(u), torch.empty_like(gate)
+        programs = triton.cdiv(len(z), TOKENS)
+        sums = [torch.empty(programs, *x.shape, dtype=torch.float32, device=x.device) for x in (mixing, up, down)]
+        _launch(_backward, *tensors, dout.contiguous(), dz, du, dgate, *sums)
+        return dz, du, dgate, *(x.sum(0).to(x_of.dtype) for x, x_of in zip(sums, (mixing, up, down)))
+
+
+def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
+    N, G, D = z.shape
+    H, P = u.shape[1], gate.shape[1]
+
+    def block(n: int) -> int:
+        return max(16, triton.next_power_of_2(n))
+
+    kernel[(triton.cdiv(N, TOKENS),)](
+        z, u, gate, mixing, *tensors, N, G, H, D, P, block(G), block(H), block(D), block(P), TOKENS,
+        mixing.dim() == 2, "ieee" if z.dtype is torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+
+
+def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H."""
+    return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)

@@ -1,0 +1,97 @@
+"""Triton without a GPU: kernels interpreted on the CPU (see conftest.py), and compiled for GPUs that are not here."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def rounding_to_nearest():
+    """Mend the interpreter, which cuts numbers off to make them bf16, and multiplies bf16 matrices as whole numbers."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        yield
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, cut = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def to_nearest(values, source, target, rounding):
+        if source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return convert(values, source, target, rounding)
+
+    def dot(self, a, b, c, *arguments):
+        def wide(x):
+            if x.dtype.scalar != tl.bfloat16:
+                return x
+            return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+        return cut(self, wide(a), wide(b), c, *arguments)
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", to_nearest),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
+    ):
+        yield
+
+
+def compiled(dim, capabilities):
+    """Compile all that attention and the update launch; (name, capability, bytes of shared memory) of each."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_tape.ops import triton_attention, triton_position_update
+
+    launches = []
+
+    def launch(kernel, *arguments, grid, warmup, **named):
+        launches.append((kernel, dict(zip(kernel.arg_names, arguments)) | named))
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.ones(shape, dtype=dtype, requires_grad=True)
+
+    with mock.patch.object(triton.JITFunction, "run", launch):
+        # Triton compiles lengths and strides of 1, and those that 16 divides, apart.
+        for length, batch, heads, packed, state in (
+            (256, 1, 8, False, torch.bfloat16),
+            (200, 3, 8, True, torch.float32),
+            (1, 1, 1, False, torch.bfloat16),
+        ):
+            bounds = torch.zeros(2, batch, length, dtype=torch.int32) if packed else (None, None)
+            q, k, v = (draw(length, batch, n, dim) for n in (heads, max(1, heads // 4), max(1, heads // 4)))
+            z = draw(length, batch, max(1, heads // 4), dim, dtype=state)
+            o, u = triton_attention.attention(q, k, v, z, True, *bounds)
+            (o.sum() + u.sum()).backward()
+        matrices = draw(12, 12), draw(48, 12), draw(12, 48)
+        triton_position_update.update(draw(32, 12, dim), draw(32, 12, dim), draw(32, 48), *matrices).sum().backward()
+
+    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+    found = []
+    for kernel, arguments in launches:
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        signature, constants, attributes = {}, {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            value = arguments[name]
+            if name in constant or (isinstance(value, int) and value == 1):
+                signature[name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name], attributes[(place,)] = kinds[value.dtype], [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+        for capability in capabilities:
+            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            found.append((kernel.__name__, capability, binary.metadata.shared))
+    return found
