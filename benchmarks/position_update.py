@@ -61,7 +61,8 @@ def off(update, shape, dtype, device) -> str | None:
     def all_of(function, kind):
         leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
         out = function(*leaves)
-        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))]
+        direction = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(out)
+        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, direction))]
 
     exact, plain = all_of(plain_update, torch.float64), all_of(plain_update, dtype)
     for index, (ours, theirs, truth) in enumerate(zip(all_of(update, dtype), plain, exact, strict=True)):

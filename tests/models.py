@@ -26,15 +26,24 @@ def small_model(**changes):
     return ModelConfig(**(SMALL | changes))
 
 
-def build(model, tp=1, recompute="none", seed=0, randomize=True, sequence_parallel=None, dtype=torch.float32):
+def build(
+    model,
+    tp=1,
+    recompute="none",
+    seed=0,
+    randomize=True,
+    sequence_parallel=None,
+    dtype=torch.float32,
+    device="cpu",
+):
     """Build a model on this process's share; `randomize` moves TAPE's matrices, biases and norms from their start."""
     layout = initialize_distributed(tp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
-    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups)
+    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups, device)
     if randomize:
         randomize_tape(built)
-    return built, layout
+    return built.to(device), layout
 
 
 @torch.no_grad()

@@ -46,9 +46,15 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if there is one, and average v and, if asked for, z with softmax(q k^T / sqrt(D)).
 
-    z may have one sequence or one group for all. `bounds_2BS` (see `document_bounds`) keeps packed documents from
-    seeing each other. Returns o (S, B, H, D) and u, its like, or None. `backend` is one of `BACKENDS`.
+    z has v's type in all backends but triton, and may have one sequence or one group for all. `bounds_2BS` (see
+    `document_bounds`) keeps packed documents from seeing each other. Returns o (S, B, H, D) and u, its like, or None.
+    `backend` is one of `BACKENDS`. Raises ValueError for keys that are not of the queries' own tokens: those of a cache
+    are for `triton_attention.attend`.
     """
+    if q_SBHD.shape[0] != k_SBGD.shape[0]:
+        raise ValueError(f"{q_SBHD.shape[0]} queries and {k_SBGD.shape[0]} keys are not of the same tokens")
+    if average_state and z_SBGD is None:
+        raise ValueError("there is no position state to average")
     return BACKENDS[backend](q_SBHD, k_SBGD, v_SBGD, z_SBGD, average_state, bounds_2BS)
 
 
@@ -153,15 +159,27 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
     """Say in half a sentence why `backend` cannot run, or return None if it can."""
     if backend not in ("triton", "flash_attn"):
         return None
-    if importlib.util.find_spec(backend) is None:
-        return "is not installed"
+    if why := _not_importable(backend):
+        return why
     if device.type != "cuda" and not (backend == "triton" and _interpreted()):
         return f"needs a GPU, and this runs on {device.type}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
     if backend == "triton":
         return None if head_dim in HEAD_DIMS else f"has heads of {', '.join(map(str, HEAD_DIMS))}, not of {head_dim}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
     return None if head_dim <= 256 and head_dim % 8 == 0 else f"has no heads of {head_dim}"
+
+
+def _not_importable(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return "is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # built for another torch, for instance
+        return f"cannot be imported ({type(error).__name__})"
+    return None
 
 
 def _interpreted() -> bool:

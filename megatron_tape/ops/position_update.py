@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FUSED_GROUPS = 32
+"""Groups up to which the fused kernel's matrices fit a GPU's shared memory."""
+
 
 def plain_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
@@ -84,6 +85,7 @@ class _TiledAttention(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients):
         q, k, lse, starts, *rest = ctx.saved_tensors
         values, outputs = rest[: len(gradients)], rest[len(gradients) :]

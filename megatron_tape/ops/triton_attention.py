@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @triton.jit
@@ -308,12 +309,12 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# Queries and keys of a tile, warps, stages, for heads of up to 64 and of more. In bf16 none spills registers, and all
-# fit the shared memory of compute capability 8.0 (seen in the binaries, not measured).
+# Queries and keys of a tile, warps, stages, for heads of up to 64 and of more. In bf16 none spills registers on compute
+# capability 9.0, and all fit the shared memory of 8.6 (seen in the binaries, not measured).
 _TILES = {
     "forward": ((128, 64, 8, 3), (128, 64, 8, 2)),
     "keys": ((64, 64, 4, 2), (32, 64, 8, 2)),
-    "queries": ((128, 64, 8, 2), (64, 64, 8, 2)),
+    "queries": ((128, 64, 8, 2), (64, 32, 8, 2)),
 }
 _TILE_FP32 = (32, 32, 4, 1)
 
@@ -349,6 +350,7 @@ class _RotatedAttention(torch.autograd.Function):
         return (o, u) if wide else o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
         turned_q, turned_k = _turned(q, k, z)
@@ -377,8 +379,9 @@ def _turned(q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Average v, and z if given, for rotated q (S, B, H, D) and k (T, B, G, D), T >= S.
+    """Average v, and z if given, for rotated q (S, B, H, D) and k (T, B, G, D), whose last S are the queries' own.
 
+    So generation with a cache of rotated keys is served: S = 1, T as long as the cache. `starts` only with T = S.
     Returns o and u (S, B, H, D), u in z's type, and the base-2 log-sum-exp (B, H, S) of the scores.
     """
     S, B, H, D = q.shape
@@ -442,12 +445,14 @@ def attention(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q (S, B, H, D) and k (T, B, G, D) by z, and average v and, if `average_state`, z.
+    """Rotate q (S, B, H, D) and k (S, B, G, D) by z, and average v and, if `average_state`, z.
 
     z (S, B or 1, G or 1, D). `starts` and `ends` (B, S), int32, say for each token where its document begins and the
-    next one does. Returns o (S, B, H, D) and u, its like, or None.
+    next one does. Returns o (S, B, H, D) and u, its like, or None. Queries and keys are those of the same tokens.
     """
+    assert q.shape[0] == k.shape[0]
     if z is not None:
         z = z.expand(*k.shape)
+    starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
     out = _RotatedAttention.apply(q, k, v, z, starts, ends, average_state)
     return out if average_state else (out, None)

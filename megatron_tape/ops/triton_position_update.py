@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 TOKENS = 16
 """Tokens of one program, for which the matrices are loaded once."""
@@ -129,6 +130,7 @@ class _Update(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         tensors = ctx.saved_tensors
         z, u, gate, mixing, up, down = tensors
@@ -148,7 +150,8 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
 
     kernel[(triton.cdiv(N, TOKENS),)](
         z, u, gate, mixing, *tensors, N, G, H, D, P, block(G), block(H), block(D), block(P), TOKENS,
-        mixing.dim() == 2, "ieee" if z.dtype is torch.float32 else "tf32", num_warps=4,
+        mixing.dim() == 2, "ieee" if z.dtype is torch.float32 else "tf32",
+        num_warps=8 if block(G) * block(P) > 2048 else 4,
     )  # fmt: skip
 
 

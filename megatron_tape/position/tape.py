@@ -5,13 +5,17 @@ would read. Under sequence parallelism z is kept where the hidden states are, as
 heads of one token, attention all tokens of one head, and an all-to-all of S*B*C/tp numbers leads from one to the other.
 """
 
+import logging
+
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megatron_tape.ops.position_update import fused_update, plain_update
+from megatron_tape.ops.position_update import FUSED_GROUPS, fused_update, plain_update
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.weights import initial_update
+
+logger = logging.getLogger(__name__)
 
 
 def tokens_to_heads(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -61,7 +65,9 @@ class TapeUpdate(torch.nn.Module):
     def __init__(self, encoding: TapePosition, layer_number: int):
         super().__init__()
         self.group = encoding.groups.tp
-        self.fused = encoding.fused
+        self.fused = encoding.fused and encoding.model.query_groups <= FUSED_GROUPS
+        if encoding.fused and not self.fused and layer_number == 1:
+            logger.warning("more than %d groups: the position update is not fused", FUSED_GROUPS)
         for name, drawn in initial_update(encoding.model, layer_number, torch.initial_seed()).items():
             weight = torch.nn.Parameter(drawn.to(encoding.config.params_dtype))
             weight.sequence_parallel = encoding.config.sequence_parallel

@@ -71,8 +71,10 @@ def compiled(dim, capabilities):
             z = draw(length, batch, max(1, heads // 4), dim, dtype=state)
             o, u = triton_attention.attention(q, k, v, z, True, *bounds)
             (o.sum() + u.sum()).backward()
-        matrices = draw(12, 12), draw(48, 12), draw(12, 48)
-        triton_position_update.update(draw(32, 12, dim), draw(32, 12, dim), draw(32, 48), *matrices).sum().backward()
+        for groups, inner in ((12, 48), (32, 128)):
+            matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
+            states = draw(32, groups, dim), draw(32, groups, dim), draw(32, inner)
+            triton_position_update.update(*states, *matrices).sum().backward()
 
     kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
     found = []

@@ -73,8 +73,9 @@ def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backend, device, dtype, dim, installed, why):
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(ops, "_not_importable", lambda name: None if installed else "is not installed")
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match=f"model.attention_backend is {backend}, which {why}; "):
         choose_backend(backend, device, dtype, dim, True)
     if device is GPU:
@@ -82,8 +83,28 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backe
 
 
 def test_auto_takes_what_is_fast(monkeypatch):
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for averages, on_gpu, on_cpu in ((True, "triton", "tiled"), (False, "flash_attn", "torch")):
         assert choose_backend("auto", GPU, BF16, 64, averages) == on_gpu
         assert choose_backend("auto", CPU, BF16, 64, averages) == on_cpu
         assert choose_backend("torch", GPU, BF16, 64, averages) == "torch"
+
+
+def test_old_gpus_and_broken_packages_are_told(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('built for another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert ops.unsupported("flash_attn", GPU, BF16, 64) == "cannot be imported (ImportError)"
+    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "8.0 or newer" in ops.unsupported("triton", GPU, BF16, 64)
+
+
+def test_keys_of_other_tokens_and_no_state_are_refused():
+    q, k = torch.zeros(1, 1, 2, 8), torch.zeros(5, 1, 2, 8)
+    for backend in ops.BACKENDS:
+        with pytest.raises(ValueError, match="1 queries and 5 keys"):
+            attention(q, k, k, None, backend=backend)
+        with pytest.raises(ValueError, match="no position state"):
+            attention(k, k, k, None, True, backend=backend)

@@ -135,6 +135,26 @@ def test_one_query_sees_a_whole_cache(keys):
     torch.testing.assert_close(torch.cat([o, u], dim=-1), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_second_derivative_is_refused():
+    q, k, v, z = (draw(5, 1, 2, 32, dtype=FP32, seed=n).requires_grad_() for n in range(4))
+    for backend in ("triton", "tiled"):
+        o, u = attention(q, k, v, z, True, None, backend)
+        (slope,) = torch.autograd.grad(o.square().sum() + u.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_outputs_may_stay_unused(used):
+    inputs = [draw(33, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
+    assert_as_exact_as_torch(
+        lambda *x: [attention(*x, True, None, "triton")[used]],
+        lambda *x: [attention(*x, True, None, "torch")[used] + 0 * sum(y.sum() for y in x)],
+        inputs,
+        FP32,
+    )
+
+
 def test_gradients_are_the_slopes():
     inputs = [draw(7, 1, n, 32, dtype=FP32, seed=n, scale=0.5).requires_grad_() for n in (4, 2, 2, 2)]
     assert torch.autograd.gradcheck(
@@ -169,11 +189,12 @@ def test_a_model_with_kernels_equals_the_one_without(changes):
     from models import build, random_tokens, small_model
 
     results = []
-    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7], device=DEVICE)
+    tokens, labels = random_tokens(seed=1).to(DEVICE), random_tokens(seed=2).to(DEVICE)
     for backend in ("torch", "triton"):
-        built, _ = build(small_model(hidden_size=128, attention_backend=backend, **changes))
+        built, _ = build(small_model(hidden_size=128, attention_backend=backend, **changes), device=DEVICE)
         assert built.attention_backend == backend
-        loss = built(random_tokens(seed=1), random_tokens(seed=2), documents=documents)
+        loss = built(tokens, labels, documents=documents)
         loss.backward()
         results.append([loss.detach()] + [parameter.grad for parameter in built.parameters()])
     torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
@@ -186,7 +207,7 @@ print(json.dumps(compiled(*json.loads(sys.argv[1]))))
 """
 
 
-@pytest.mark.parametrize("dim, capability", [(64, 90), (128, 80)])
+@pytest.mark.parametrize("dim, capability", [(64, 90), (128, 86)])
 def test_kernels_compile_for_gpus_that_are_not_here(dim, capability):
     """Triton brings the assembler, so what does not compile, or takes more shared memory than there is, shows here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -201,4 +222,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(dim, capability):
     found = json.loads(done.stdout.splitlines()[-1])
     assert len({name for name, _, _ in found}) == 7  # attention's and the update's `_forward` share a name
     for name, _, shared in found:
-        assert shared <= {80: 163, 90: 227}[capability] * 1024, name
+        assert shared <= {86: 99, 90: 227}[capability] * 1024, name
