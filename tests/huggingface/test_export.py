@@ -493,7 +493,7 @@ BIG = {
 
 
 def write_synthetic(step, size):
-    """A checkpoint of zeros with Adam's state, whose files have holes for their contents."""
+    """A checkpoint of zeros, without Adam's state, whose files have holes for their contents."""
     from megatron_tape.config import ModelConfig
     from megatron_tape.weights import parameter_shapes
 
@@ -509,13 +509,12 @@ def write_synthetic(step, size):
     files = {}
     for rank in range(size):
         header, end = {}, 0
-        for key in ("weight", "exp_avg", "exp_avg_sq"):
-            for name, whole in shapes.items():
-                shape = list(whole)
-                if name in sharded:
-                    shape[sharded[name]["dim"]] //= size
-                start, end = end, end + 4 * int(torch.tensor(shape).prod())
-                header[f"{key}/{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        for name, whole in shapes.items():
+            shape = list(whole)
+            if name in sharded:
+                shape[sharded[name]["dim"]] //= size
+            start, end = end, end + 4 * int(torch.tensor(shape).prod())
+            header[f"weight/{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
         encoded = json.dumps(header).encode()
         path = step / f"tensors-tp{rank:02d}-dp00000.safetensors"
         with open(path, "wb") as file:
