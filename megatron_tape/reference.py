@@ -60,15 +60,20 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
 
 
-def attend(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-    """Causal softmax attention, (B, S, H, E); tokens see only their own document when `documents_BS` numbers them."""
+def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    """Causal softmax attention, (B, S, H, E), of queries that are the last S of T tokens.
+
+    Tokens see only their own document when `documents_BT` numbers them.
+    """
     B, S, H, D = q_BSHD.shape
-    k_BSHD, v_BSHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BSGD, v_BSGE))
-    scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BSHD) / D**0.5
-    visible = torch.ones(S, S, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, S, S)
-    if documents_BS is not None:
-        visible = visible & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
-    return torch.einsum("bhst,bthe->bshe", scores_BHST.masked_fill(~visible, float("-inf")).softmax(-1), v_BSHE)
+    T = k_BTGD.shape[1]
+    k_BTHD, v_BTHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BTGD, v_BTGE))
+    scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BTHD) / D**0.5
+    visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
+    if documents_BT is not None:
+        visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    hidden = ~visible[:, :, T - S :]
+    return torch.einsum("bhst,bthe->bshe", scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1), v_BTHE)
 
 
 def forward(

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     result = estimate(config, processes)
     fitting = [name for name, gib in GPU_MEMORY.items() if _fits(result, gib)]
     for name, value in _rows(config, processes, result, fitting):
-        print(f"{name:<28}{value}")
+        print(f"{name:<40}{value}")
     gib = options.gpu_memory or max(GPU_MEMORY.values())
     if not _fits(result, gib):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
@@ -82,7 +82,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
         ("weights", result.weights),
         ("gradients", result.gradients),
         ("optimizer state", result.optimizer),
-        ("activations of the layers", result.layer_activations),
+        ("activations (attention as torch's)", result.layer_activations),
         ("logits and loss", result.logits),
         ("ZeRO's buffers (reduce_bucket_size)", result.buffers),
         ("more at the peak", result.working),

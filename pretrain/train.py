@@ -107,6 +107,7 @@ def train(config: RunConfig, watch: Watch) -> str | None:
     from megatron_tape.files import atomic_output
     from megatron_tape.metrics import MetricsWriter
     from megatron_tape.model import LanguageModel, transformer_config
+    from megatron_tape.ops.parity import check_fused_kernels
     from megatron_tape.parallel import initialize_distributed, seed_everything
     from megatron_tape.sampling import sample_text
     from megatron_tape.schedule import learning_rate
@@ -150,6 +151,10 @@ def train(config: RunConfig, watch: Watch) -> str | None:
         layout.device,
     )
     logger.info("attention runs as %s", model.attention_backend)
+    if model.attention_backend == "triton":
+        watch.progress("compiling and checking the fused kernels")
+        check_fused_kernels(config.model, layout.tensor_parallel_size, model.dtype, torch.device(layout.device))
+        logger.info("the fused kernels equal plain torch here")
     if checkpoint is not None:
         checkpoints.load_weights(checkpoint, model, layout)
     engine = Engine(model, config, layout)

@@ -6,5 +6,7 @@ from pathlib import Path
 if os.environ.get("TESTS_ON") != "gpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
+    # Tensors are small and processes many: threads would only wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,5 +20,9 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case)
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
 
 
+def test_saving_changes_nothing(resumed):
+    assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
+
+
 def test_a_run_continues_under_another_layout(resumed):
     assert_close(resumed["another_layout"]["continued"], resumed["another_layout"]["whole"])

@@ -15,6 +15,7 @@ from launch import environment, free_port
 from training_cases import RECIPE, option, packed
 
 from megatron_tape import checkpoint_files
+from megatron_tape.ops import parity, triton_attention
 from pretrain import train
 
 REPOSITORY = Path(__file__).parent.parent
@@ -233,3 +234,13 @@ def test_the_configuration_is_left_beside_the_metrics(run):
     assert run("--train.steps=2", "--train.eval_interval=null", "--schedule.warmup_steps=0") == 0
     again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
     assert again.train.steps == 2 and again.logging.directory == str(run.folder)
+
+
+def test_a_kernel_that_computes_wrong_ends_before_it_trains(run, monkeypatch, capfd):
+    attend = triton_attention.attend
+    monkeypatch.setattr(parity, "LENGTH", 16)
+    monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
+    assert run("--model.hidden_size=128", "--model.attention_backend=triton") == 1
+    told = capfd.readouterr().err
+    assert "the fused kernel of the attention does not work here" in told and "Traceback" not in told
+    assert not steps_saved(run.folder)

@@ -58,14 +58,15 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
     rows["blend"] = run(folder, "blend", blend, tp(last))
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
-    rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "full"))
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
-    rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
     rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
-    rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
+    if sizes != (2,):  # on four processes only what data parallelism has to do with
+        rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "full"))
+        rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
+        rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
     return rows
 
 
@@ -79,9 +80,8 @@ def packed(data):
 
 
 def resumed_run(folder, name, *overrides, then=()):
-    """Ten steps at once, and ten with an end after step 6 whose last checkpoint, at step 4, it continues from."""
-    whole = run(folder, f"{name}-whole", *overrides)
-    run(folder, name, *overrides, option("checkpoint.interval", 4))
+    """Ten steps at once, and again from the checkpoint at step 4, as if the run had ended before the next."""
+    whole = run(folder, name, *overrides, option("checkpoint.interval", 4))
     for step in (10, 8):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -107,6 +107,7 @@ def main(folder, data, what):
     results["offload"] = resumed_run(folder, "offload", *offload)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
+    results["unsaved"] = run(folder, "unsaved", *bf16)
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     return results

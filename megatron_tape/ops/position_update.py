@@ -11,8 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FUSED_GROUPS = 32
-"""Groups up to which the fused kernel's matrices fit a GPU's shared memory."""
+SHARED_MEMORY = 96 * 1024
+"""Bytes that one program of a kernel may share on every GPU of compute capability 8.0 and newer, with some to spare."""
+
+
+def fits_fused(groups: int, heads: int, head_dim: int, inner: int, dtype: torch.dtype) -> bool:
+    """Tell whether the fused kernels' matrices fit `SHARED_MEMORY`.
+
+    The backward pass takes the most; the three factors are read off compiled kernels, a few percent too high or low.
+    """
+    G, H, D, P = (max(16, 1 << (n - 1).bit_length()) for n in (groups, heads, head_dim, inner))
+    return dtype.itemsize * (3 * G * P + 3 * H * D + 4 * G * D) <= SHARED_MEMORY
 
 
 def plain_update(

@@ -3,7 +3,8 @@
 torch's SDPA wants a value as wide as the key, and so runs once for each value. Here the values lie side by side, and
 the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and a pack of documents needs
 no S x S mask. Flash attention (Dao, 2023) without a kernel. The plain form is `megatron_tape.reference.attend`.
-Axes: B batch, G key/value groups, R query heads of a group, S sequence, D head dimension.
+Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
+tokens), D head dimension.
 """
 
 from collections.abc import Iterator
@@ -17,36 +18,40 @@ QUERIES, KEYS = 128, 256
 
 
 def tiled_attention(
-    q_BGRSD: Tensor, k_BGSD: Tensor, values_BGSD: tuple[Tensor, ...], starts_BS: Tensor | None = None
+    q_BGRSD: Tensor, k_BGTD: Tensor, values_BGTD: tuple[Tensor, ...], starts_BT: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Average each value with softmax(q k^T / sqrt(D)): (B, G, R, S, D) for each.
 
-    `starts_BS` says for each token where its document, which alone it sees, starts. bf16 and fp16 are computed in fp32.
+    `starts_BT` says for each token where its document, which alone it sees, starts. bf16 and fp16 are computed in fp32.
     """
-    return _TiledAttention.apply(q_BGRSD, k_BGSD, starts_BS, *values_BGSD)
+    return _TiledAttention.apply(q_BGRSD, k_BGTD, starts_BT, *values_BGTD)
 
 
 class _Tiles:
     """The tiles that hold scores of keys that are seen, and what of them is not."""
 
-    def __init__(self, S: int, R: int, starts: Tensor | None, device: torch.device):
-        self.S, self.R, self.starts = S, R, starts
-        self.at = torch.arange(S, device=device)
+    def __init__(self, S: int, T: int, R: int, starts: Tensor | None, device: torch.device):
+        self.S, self.R = S, R
+        self.keys = torch.arange(T, device=device)
+        # Queries are counted from 0, keys from the start of the cache.
+        self.offset = T - S
+        self.queries = self.keys[self.offset :]
+        self.starts = None if starts is None else starts[:, self.offset :]
         # The first key that any sequence of the batch sees from each block of queries on.
-        self.first = [0] * S if starts is None else starts.amin(0).tolist()
+        self.first = [0] * S if starts is None else self.starts.amin(0).tolist()
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yield each block of queries, with the blocks of keys that it sees."""
         for a in range(0, self.S, QUERIES):
             b = min(a + QUERIES, self.S)
-            low = self.first[a] // KEYS * KEYS
-            yield slice(a, b), [slice(c, min(c + KEYS, b)) for c in range(low, b, KEYS)]
+            low, high = self.first[a] // KEYS * KEYS, b + self.offset
+            yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
         """Overwrite what is not seen of scores (B*G, R*rows, columns)."""
-        if self.starts is None and columns.stop <= rows.start + 1:
+        if self.starts is None and columns.stop <= rows.start + self.offset + 1:
             return
-        queries, keys = self.at[rows, None], self.at[columns]
+        queries, keys = self.queries[rows, None], self.keys[columns]
         hidden = keys > queries
         if self.starts is not None:
             hidden = (hidden | (keys < self.starts[:, rows, None]))[:, None, None]
@@ -59,7 +64,7 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx, q, k, starts, *values):
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(S, R, starts, q.device)
+        tiles = _Tiles(S, k.shape[2], R, starts, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         outputs = [torch.empty(B, G, R, S, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
@@ -90,7 +95,7 @@ class _TiledAttention(torch.autograd.Function):
         q, k, lse, starts, *rest = ctx.saved_tensors
         values, outputs = rest[: len(gradients)], rest[len(gradients) :]
         B, G, R, S, D = q.shape
-        dtype, tiles = lse.dtype, _Tiles(S, R, starts, q.device)
+        dtype, tiles = lse.dtype, _Tiles(S, k.shape[2], R, starts, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         dq, dk, dwide = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(wide)
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
@@ -109,7 +114,7 @@ class _TiledAttention(torch.autograd.Function):
                 dqueries.baddbmm_(ds, keys[:, columns])
                 dk[:, columns].baddbmm_(ds.mT, queries)
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
-        dvalues = dwide.view(B, G, S, -1).split([v.shape[-1] for v in values], dim=-1)
+        dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return dq, dk.view_as(k).to(k.dtype), None, *(dv.to(v.dtype) for dv, v in zip(dvalues, values))
 
 

@@ -1,4 +1,4 @@
-"""Causal attention that averages `[v | z]` with one map, as Triton kernels; queries and keys are rotated beside it.
+"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `triton_rotation.py` has the rotation.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension. Flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D multiply-adds
@@ -14,19 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-@triton.jit
-def _rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr):
-    """Load (rows, columns) of a matrix, zero where a row is at or beyond `limit` or a column beyond D."""
-    inside = (rows[:, None] < limit) & (columns[None, :] < D)
-    return tl.load(pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.constexpr):
-    inside = (rows[:, None] < limit) & (columns[None, :] < D)
-    target = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-    tl.store(target, value.to(pointer.dtype.element_ty), mask=inside)
+from megatron_tape.ops.triton_rotation import last_contiguous, load_rows, rotated, rotated_backward, store_rows, strides
 
 
 @triton.jit
@@ -48,7 +36,7 @@ def _forward_blocks(
     columns = tl.arange(0, BLOCK_D)
     for first in range(low, high, BLOCK_T):
         keys = first + tl.arange(0, BLOCK_T)
-        k = _rows(K, k_base, keys, k_row, columns, T, D)
+        k = load_rows(K, k_base, keys, k_row, columns, T, D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASKED:
             scores = tl.where(_seen(queries, keys, starts, offset, T, PACKED), scores, float("-inf"))
@@ -58,10 +46,10 @@ def _forward_blocks(
         p = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(largest - shift)
         total = total * shrink + tl.sum(p, 1)
-        v = _rows(V, v_base, keys, v_row, columns, T, D)
+        v = load_rows(V, v_base, keys, v_row, columns, T, D)
         o = o * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if WIDE:
-            z = _rows(Z, z_base, keys, z_row, columns, T, D)
+            z = load_rows(Z, z_base, keys, z_row, columns, T, D)
             u = u * shrink[:, None] + tl.dot(p.to(z.dtype), z, input_precision=PRECISION)
         largest = now
     return o, u, largest, total
@@ -82,12 +70,12 @@ def _forward(
     group = head // PER_GROUP
     queries, columns = block * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     offset = T - S
-    q = _rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
+    q = load_rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
     low = 0
     starts = queries
     if PACKED:
-        starts = tl.load(STARTS + batch * S + queries, mask=queries < S, other=0)
-        low = tl.load(STARTS + batch * S + block * BLOCK_S) // BLOCK_T * BLOCK_T
+        starts = tl.load(STARTS + batch * T + offset + queries, mask=queries < S, other=0)
+        low = tl.load(STARTS + batch * T + offset + block * BLOCK_S) // BLOCK_T * BLOCK_T
     o = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     u = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
@@ -111,9 +99,9 @@ def _forward(
         D, BLOCK_D, BLOCK_T, WIDE, PACKED, True, PRECISION,
     )  # fmt: skip
     o_base = batch * o_batch + head * o_head
-    _store_rows(OUT, o_base, queries, o_row, columns, S, o / total[:, None], D)
+    store_rows(OUT, o_base, queries, o_row, columns, S, o / total[:, None], D)
     if WIDE:
-        _store_rows(U, o_base, queries, o_row, columns, S, u / total[:, None], D)
+        store_rows(U, o_base, queries, o_row, columns, S, u / total[:, None], D)
     tl.store(LSE + tl.program_id(1).to(tl.int64) * S + queries, largest + tl.log2(total), mask=queries < S)
 
 
@@ -126,11 +114,11 @@ def _delta(
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     queries, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     base = batch * o_batch + head * o_head
-    o = _rows(OUT, base, queries, o_row, columns, S, D).to(tl.float32)
-    delta = tl.sum(o * _rows(DO, base, queries, o_row, columns, S, D).to(tl.float32), 1)
+    o = load_rows(OUT, base, queries, o_row, columns, S, D).to(tl.float32)
+    delta = tl.sum(o * load_rows(DO, base, queries, o_row, columns, S, D).to(tl.float32), 1)
     if WIDE:
-        u = _rows(U, base, queries, o_row, columns, S, D).to(tl.float32)
-        delta += tl.sum(u * _rows(DU, base, queries, o_row, columns, S, D).to(tl.float32), 1)
+        u = load_rows(U, base, queries, o_row, columns, S, D).to(tl.float32)
+        delta += tl.sum(u * load_rows(DU, base, queries, o_row, columns, S, D).to(tl.float32), 1)
     tl.store(DELTA + tl.program_id(1).to(tl.int64) * S + queries, delta, mask=queries < S)
 
 
@@ -148,47 +136,47 @@ def _backward_keys(
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     keys, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     offset = T - S
-    k = _rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
-    v = _rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
+    k = load_rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
+    v = load_rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
     z = v
     if WIDE:
-        z = _rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
+        z = load_rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dz = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     low = tl.maximum(block * BLOCK_T - offset, 0) // BLOCK_S * BLOCK_S
     high = S
     if PACKED:
-        high = tl.load(ENDS + batch * S + tl.minimum((block + 1) * BLOCK_T, T) - 1)
+        high = tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
         line = (batch * H + head) * S
         for first in range(low, high, BLOCK_S):
             queries = first + tl.arange(0, BLOCK_S)
-            q = _rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
-            do = _rows(DO, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
+            q = load_rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
+            do = load_rows(DO, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
             lse = tl.load(LSE + line + queries, mask=queries < S, other=float("inf"))
             delta = tl.load(DELTA + line + queries, mask=queries < S, other=0.0)
             starts = queries
             if PACKED:
-                starts = tl.load(STARTS + batch * S + queries, mask=queries < S, other=0)
+                starts = tl.load(STARTS + batch * T + offset + queries, mask=queries < S, other=0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             seen = _seen(queries, keys, starts, offset, T, PACKED)
             p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
             dv += tl.dot(tl.trans(p).to(do.dtype), do, input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if WIDE:
-                du = _rows(DU, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
+                du = load_rows(DU, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
                 dz += tl.dot(tl.trans(p).to(du.dtype), du, input_precision=PRECISION)
                 dp += tl.dot(du, tl.trans(z), input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
             dk += tl.dot(tl.trans(ds).to(q.dtype), q, input_precision=PRECISION)
     base = batch * dk_batch + group * dk_head
     # `scale` holds the logarithm's base as well.
-    _store_rows(DK, base, keys, dk_row, columns, T, dk * (scale * 0.6931471805599453), D)
-    _store_rows(DV, base, keys, dk_row, columns, T, dv, D)
+    store_rows(DK, base, keys, dk_row, columns, T, dk * (scale * 0.6931471805599453), D)
+    store_rows(DV, base, keys, dk_row, columns, T, dv, D)
     if WIDE:
-        _store_rows(DZ, base, keys, dk_row, columns, T, dz, D)
+        store_rows(DZ, base, keys, dk_row, columns, T, dz, D)
 
 
 @triton.jit
@@ -207,106 +195,33 @@ def _backward_queries(
     queries, columns = block * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     offset = T - S
     line = (batch * H + head) * S
-    q = _rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
-    do = _rows(DO, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
+    q = load_rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
+    do = load_rows(DO, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
     du = do
     if WIDE:
-        du = _rows(DU, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
+        du = load_rows(DU, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
     lse = tl.load(LSE + line + queries, mask=queries < S, other=float("inf"))
     delta = tl.load(DELTA + line + queries, mask=queries < S, other=0.0)
     low = 0
     starts = queries
     if PACKED:
-        starts = tl.load(STARTS + batch * S + queries, mask=queries < S, other=0)
-        low = tl.load(STARTS + batch * S + block * BLOCK_S) // BLOCK_T * BLOCK_T
+        starts = tl.load(STARTS + batch * T + offset + queries, mask=queries < S, other=0)
+        low = tl.load(STARTS + batch * T + offset + block * BLOCK_S) // BLOCK_T * BLOCK_T
     dq = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     for first in range(low, tl.minimum(T, (block + 1) * BLOCK_S + offset), BLOCK_T):
         keys = first + tl.arange(0, BLOCK_T)
-        k = _rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
-        v = _rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
+        k = load_rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
+        v = load_rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         p = tl.where(_seen(queries, keys, starts, offset, T, PACKED), tl.exp2(scores - lse[:, None]), 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if WIDE:
-            z = _rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
+            z = load_rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
             dp += tl.dot(du, tl.trans(z), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     base = batch * o_batch + head * o_head
-    _store_rows(DQ, base, queries, o_row, columns, S, dq * (scale * 0.6931471805599453), D)
-
-
-@triton.jit
-def _rotate(
-    X, Z, Y, x_row, x_batch, x_head, z_row, z_batch, z_head, y_row, y_batch, y_head, S, H,
-    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Multiply by the state as complex numbers, stored as [real | imaginary]."""
-    batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
-    x_base, z_base = batch * x_batch + head * x_head, batch * z_batch + head // PER_GROUP * z_head
-    x_re = _rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
-    x_im = _rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-    z_re = _rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
-    z_im = _rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
-    y_base = batch * y_batch + head * y_head
-    _store_rows(Y, y_base, rows, y_row, columns, S, x_re * z_re - x_im * z_im, F)
-    _store_rows(Y, y_base + F, rows, y_row, columns, S, x_re * z_im + x_im * z_re, F)
-
-
-@triton.jit
-def _rotate_backward_one(
-    X, DY, DX, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, dz_re, dz_im, F: tl.constexpr
-):
-    dy_re = _rows(DY, y_base, rows, y_row, columns, S, F).to(tl.float32)
-    dy_im = _rows(DY, y_base + F, rows, y_row, columns, S, F).to(tl.float32)
-    x_re = _rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
-    x_im = _rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-    _store_rows(DX, y_base, rows, y_row, columns, S, dy_re * z_re + dy_im * z_im, F)
-    _store_rows(DX, y_base + F, rows, y_row, columns, S, dy_im * z_re - dy_re * z_im, F)
-    return dz_re + dy_re * x_re + dy_im * x_im, dz_im + dy_im * x_re - dy_re * x_im
-
-
-@triton.jit
-def _rotate_backward(
-    Q, K, Z, DQ, DK, DZ, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
-    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, S, G,
-    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
-    WIDE: tl.constexpr, NEEDED: tl.constexpr,
-):  # fmt: skip
-    """Turn the gradients of rotated queries and keys, in place, into those of queries and keys; add the state's."""
-    batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
-    z_base = batch * z_batch + group * z_head
-    z_re = _rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
-    z_im = _rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
-    dk_base = batch * dk_batch + group * dk_head
-    dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    if WIDE:
-        dz_re = _rows(DZ, dk_base, rows, dk_row, columns, S, F).to(tl.float32)
-        dz_im = _rows(DZ, dk_base + F, rows, dk_row, columns, S, F).to(tl.float32)
-    for member in range(PER_GROUP):
-        head = group * PER_GROUP + member
-        dz_re, dz_im = _rotate_backward_one(
-            Q, DQ, DQ, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head, rows, q_row, dq_row,
-            columns, S, z_re, z_im, dz_re, dz_im, F,
-        )  # fmt: skip
-    dz_re, dz_im = _rotate_backward_one(
-        K, DK, DK, batch * k_batch + group * k_head, dk_base, rows, k_row, dk_row,
-        columns, S, z_re, z_im, dz_re, dz_im, F,
-    )  # fmt: skip
-    if NEEDED:
-        _store_rows(DZ, dk_base, rows, dk_row, columns, S, dz_re, F)
-        _store_rows(DZ, dk_base + F, rows, dk_row, columns, S, dz_im, F)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    store_rows(DQ, base, queries, o_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
 # Queries and keys of a tile, warps, stages, for heads of up to 64 and of more. In bf16 none spills registers on compute
@@ -327,53 +242,33 @@ def _tile(kernel: str, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict
     return queries, keys, {"num_warps": warps, "num_stages": stages}
 
 
-def rotated(x: Tensor, z: Tensor) -> Tensor:
-    """Return x (S, B, H, D) times z (S, B, G, D) as complex numbers, in x's type."""
-    S, B, H, D = x.shape
-    y = torch.empty(S, B, H, D, dtype=x.dtype, device=x.device)
-    block_f = triton.next_power_of_2(D // 2)
-    block_s = max(1, 4096 // block_f // 2)
-    _rotate[(triton.cdiv(S, block_s), B * H)](
-        x, z, y, *_strides(x), *_strides(z), *_strides(y), S, H, H // z.shape[2], D // 2, block_f, block_s
-    )
-    return y
+class _Attention(torch.autograd.Function):
+    """`rotate` says that z turns q and k, `wide` that it is averaged."""
 
-
-class _RotatedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, z, starts, ends, wide):
-        q, k, v = (_last_contiguous(x) for x in (q, k, v))
-        z = None if z is None else _last_contiguous(z)
-        o, u, lse = attend(*_turned(q, k, z), v, z if wide else None, starts)
+    def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
+        q, k, v = (last_contiguous(x) for x in (q, k, v))
+        z = None if z is None else last_contiguous(z)
+        o, u, lse = attend(*_turned(q, k, z, rotate), v, z if wide else None, starts)
         ctx.save_for_backward(q, k, v, z, o, u, lse, starts, ends)
-        ctx.wide = wide
+        ctx.rotate, ctx.wide = rotate, wide
         return (o, u) if wide else o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
-        turned_q, turned_k = _turned(q, k, z)
+        turned_q, turned_k = _turned(q, k, z, ctx.rotate)
         dq, dk, dv, dz = attend_backward(
             turned_q, turned_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends
         )
-        if z is not None:
-            S, B, G, D = k.shape
-            needed = ctx.needs_input_grad[3]
-            if dz is None:
-                dz = torch.empty_like(dk, dtype=z.dtype) if needed else dk
-            block_f = triton.next_power_of_2(D // 2)
-            block_s = max(1, 2048 // block_f // 2)
-            _rotate_backward[(triton.cdiv(S, block_s), B * G)](
-                q, k, z, dq, dk, dz, *_strides(q), *_strides(k), *_strides(z), *_strides(dq), *_strides(dk),
-                S, G, q.shape[2] // G, D // 2, block_f, block_s, ctx.wide, needed,
-            )  # fmt: skip
-            dz = dz if needed else None
-        return dq, dk, dv, dz, None, None, None
+        if ctx.rotate:
+            dz = rotated_backward(q, k, z, dq, dk, dz, ctx.needs_input_grad[3])
+        return dq, dk, dv, dz, None, None, None, None
 
 
-def _turned(q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (q, k) if z is None else (rotated(q, z), rotated(k, z))
+def _turned(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tensor, Tensor]:
+    return (rotated(q, z), rotated(k, z)) if rotate else (q, k)
 
 
 def attend(
@@ -381,7 +276,6 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Average v, and z if given, for rotated q (S, B, H, D) and k (T, B, G, D), whose last S are the queries' own.
 
-    So generation with a cache of rotated keys is served: S = 1, T as long as the cache. `starts` only with T = S.
     Returns o and u (S, B, H, D), u in z's type, and the base-2 log-sum-exp (B, H, S) of the scores.
     """
     S, B, H, D = q.shape
@@ -392,7 +286,7 @@ def attend(
     block_s, block_t, launch = _tile("forward", D, S, q, v if z is None else z)
     _forward[(triton.cdiv(S, block_s), B * H)](
         q, k, v, v if z is None else z, o, o if u is None else u, lse, lse if starts is None else starts,
-        D**-0.5 / math.log(2), *_strides(q), *_strides(k), *_strides(v), *_strides(v if z is None else z), *_strides(o),
+        D**-0.5 / math.log(2), *strides(q), *strides(k), *strides(v), *strides(v if z is None else z), *strides(o),
         S, T, H, H // G, D, max(16, triton.next_power_of_2(D)), block_s, block_t,
         z is not None, starts is not None, _precision(q), **launch,
     )  # fmt: skip
@@ -415,18 +309,18 @@ def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends):
     block_d = max(16, triton.next_power_of_2(D))
     common = dict(PER_GROUP=H // G, D=D, BLOCK_D=block_d, WIDE=wide, PACKED=packed, PRECISION=_precision(q))
     _delta[(triton.cdiv(S, 64), B * H)](
-        o, o if u is None else u, do, du, delta, *_strides(o), S, H, D, block_d, 64, wide
+        o, o if u is None else u, do, du, delta, *strides(o), S, H, D, block_d, 64, wide
     )
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(z), *_strides(o))
+    of_inputs = (*strides(q), *strides(k), *strides(v), *strides(z), *strides(o))
     scale = D**-0.5 / math.log(2)
     block_s, block_t, launch = _tile("keys", D, S, q, z)
     _backward_keys[(triton.cdiv(T, block_t), B * G)](
-        q, k, v, z, do, du, lse, delta, starts, ends, dk, dv, dz, scale, *strides, *_strides(dk), S, T, H, G,
+        q, k, v, z, do, du, lse, delta, starts, ends, dk, dv, dz, scale, *of_inputs, *strides(dk), S, T, H, G,
         BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
     )  # fmt: skip
     block_s, block_t, launch = _tile("queries", D, S, q, z)
     _backward_queries[(triton.cdiv(S, block_s), B * H)](
-        q, k, v, z, do, du, lse, delta, starts, dq, scale, *strides, S, T, H,
+        q, k, v, z, do, du, lse, delta, starts, dq, scale, *of_inputs, S, T, H,
         BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
     )  # fmt: skip
     return dq, dk, dv, dz if wide else None
@@ -444,15 +338,14 @@ def attention(
     average_state: bool = False,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    rotate: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q (S, B, H, D) and k (S, B, G, D) by z, and average v and, if `average_state`, z.
+    """Rotate q (S, B, H, D) and k (T, B, G, D) by z, if asked for, and average v and, if `average_state`, z.
 
-    z (S, B or 1, G or 1, D). `starts` and `ends` (B, S), int32, say for each token where its document begins and the
-    next one does. Returns o (S, B, H, D) and u, its like, or None. Queries and keys are those of the same tokens.
+    z (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document begins and the
+    next one does. Returns o (S, B, H, D) and u, its like, or None. Only where S = T can z rotate.
     """
-    assert q.shape[0] == k.shape[0]
-    if z is not None:
-        z = z.expand(*k.shape)
+    z = z.expand(*k.shape) if z is not None and (rotate or average_state) else None
     starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
-    out = _RotatedAttention.apply(q, k, v, z, starts, ends, average_state)
+    out = _Attention.apply(q, k, v, z, starts, ends, rotate and z is not None, average_state)
     return out if average_state else (out, None)

@@ -156,5 +156,18 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
 
 
 def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
-    """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H."""
+    """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
+
+    Raises ValueError for tensors of several types, as the kernel multiplies equal ones, and for shapes that do not fit.
+    """
+    (N, G, D), H, P = z_NGD.shape, u_NHD.shape[1], gate_NP.shape[1]
+    matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
+    wanted = ((N, H, D), (N, P), *matrices)
+    shapes = tuple(tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP))
+    if shapes != wanted or (mixing.dim() == 1 and G != H):
+        raise ValueError(f"a state {tuple(z_NGD.shape)} does not fit u, gate, mixing, up and down {shapes}")
+    types = {x.dtype for x in (z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)}
+    if len(types) > 1:
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
+        raise ValueError(f"the fused position update wants tensors of one type, and got {names}")
     return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)

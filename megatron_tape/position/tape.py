@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megatron_tape.ops.position_update import FUSED_GROUPS, fused_update, plain_update
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.weights import initial_update
 
@@ -65,11 +65,16 @@ class TapeUpdate(torch.nn.Module):
     def __init__(self, encoding: TapePosition, layer_number: int):
         super().__init__()
         self.group = encoding.groups.tp
-        self.fused = encoding.fused and encoding.model.query_groups <= FUSED_GROUPS
+        model, dtype = encoding.model, encoding.config.params_dtype
+        sizes = (model.query_groups, model.num_attention_heads, model.head_dim, model.position_mlp_width)
+        self.fused = encoding.fused and fits_fused(*sizes, dtype)
         if encoding.fused and not self.fused and layer_number == 1:
-            logger.warning("more than %d groups: the position update is not fused", FUSED_GROUPS)
+            told = (
+                "%d groups, %d heads of %d and a position MLP of %d do not fit the fused position update; it runs plain"
+            )
+            logger.warning(told, *sizes)
         for name, drawn in initial_update(encoding.model, layer_number, torch.initial_seed()).items():
-            weight = torch.nn.Parameter(drawn.to(encoding.config.params_dtype))
+            weight = torch.nn.Parameter(drawn.to(dtype))
             weight.sequence_parallel = encoding.config.sequence_parallel
             self.register_parameter(name, weight)
         self.record_norms = False

@@ -5,6 +5,8 @@ from unittest import mock
 
 import torch
 
+from megatron_tape.ops import attention
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -39,6 +41,7 @@ def rounding_to_nearest():
     with (
         mock.patch.object(interpreter, "_convert_float", to_nearest),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
+        mock.patch.object(attention, "_interpreted_wrong", lambda dtype: False),
     ):
         yield
 
@@ -61,22 +64,24 @@ def compiled(dim, capabilities):
 
     with mock.patch.object(triton.JITFunction, "run", launch):
         # Triton compiles lengths and strides of 1, and those that 16 divides, apart.
-        for length, batch, heads, packed, state in (
-            (256, 1, 8, False, torch.bfloat16),
-            (200, 3, 8, True, torch.float32),
-            (1, 1, 1, False, torch.bfloat16),
+        for queries, keys, batch, heads, packed, kind, state in (
+            (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16),
+            (200, 200, 3, 8, True, torch.bfloat16, torch.float32),
+            (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16),
+            (1, 200, 3, 8, True, torch.float16, torch.float16),
         ):
-            bounds = torch.zeros(2, batch, length, dtype=torch.int32) if packed else (None, None)
-            q, k, v = (draw(length, batch, n, dim) for n in (heads, max(1, heads // 4), max(1, heads // 4)))
-            z = draw(length, batch, max(1, heads // 4), dim, dtype=state)
-            o, u = triton_attention.attention(q, k, v, z, True, *bounds)
+            bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else (None, None)
+            G = max(1, heads // 4)
+            q, k, v = (draw(*shape, dim, dtype=kind) for shape in ((queries, batch, heads), *[(keys, batch, G)] * 2))
+            z = draw(keys, batch, G, dim, dtype=state)
+            o, u = triton_attention.attention(q, k, v, z, True, *bounds, rotate=queries == keys)
             (o.sum() + u.sum()).backward()
         for groups, inner in ((12, 48), (32, 128)):
             matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
             states = draw(32, groups, dim), draw(32, groups, dim), draw(32, inner)
             triton_position_update.update(*states, *matrices).sum().backward()
 
-    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
     found = []
     for kernel, arguments in launches:
         constant = {p.name for p in kernel.params if p.is_constexpr}

@@ -6,11 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.config import ConfigError
 from megatron_tape.ops import attention as ops
 from megatron_tape.ops import tiled_attention
-from megatron_tape.ops.attention import attention, choose_backend, document_bounds, document_mask
+from megatron_tape.ops.attention import attention, causal_mask, choose_backend, document_bounds
+from megatron_tape.ops.rotation import rotate_groups
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
@@ -22,11 +24,17 @@ def flash_attn(monkeypatch):
     def dense(q, k, v, causal):
         assert causal and q.shape[-1] == v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
     def packed(q, k, v, q_ends, k_ends, q_longest, k_longest, causal):
-        assert q_ends.dtype == torch.int32 and int(q_ends.diff().max()) == q_longest == k_longest
-        pieces = [dense(*(x[None, a:b] for x in (q, k, v)), causal) for a, b in q_ends.unfold(0, 2, 1).tolist()]
+        for ends, longest in ((q_ends, q_longest), (k_ends, k_longest)):
+            assert ends.dtype == torch.int32 and int(ends.diff().max()) == longest
+        pieces = [
+            dense(q[None, a:b], *(x[None, c:d] for x in (k, v)), causal)
+            for (a, b), (c, d) in zip(*(ends.unfold(0, 2, 1).tolist() for ends in (q_ends, k_ends)), strict=True)
+            if a < b
+        ]
         return torch.cat(pieces, dim=1)[0]
 
     module = ModuleType("flash_attn")
@@ -34,30 +42,51 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
+@pytest.mark.parametrize("queries", [21, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn"])
-def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed):
+def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed, queries):
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(21, 2, heads, 8) for heads in (6, 2, 2, 2)]
+    shapes = [(queries, 2, 6, 8)] + [(21, 2, 2, 8)] * 3
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
     bounds = document_bounds(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     results = []
     for name in (backend, "naive"):
-        outputs = [x for x in attention(*tensors, averages, bounds, name) if x is not None]
+        outputs = [x for x in attention(*tensors, averages, bounds, name, queries == 21) if x is not None]
         assert len(outputs) == 1 + averages
-        results.append([*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], tensors)])
+        loss = sum(x.square().sum() for x in outputs)
+        results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "naive"])
+def test_decoding_with_a_cache_gives_the_rows_of_the_whole(flash_attn, backend, padding):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(12, 2, heads, 8) for heads in (4, 2, 2, 2)]
+    q, k, v, z = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    # The second sequence is shorter, and so begins with padding.
+    bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long()) if padding else None
+    whole = attention(q, k, v, z, True, bounds, "naive")
+    turned_q, turned_k = rotate_groups(q, z), rotate_groups(k, z)
+    for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
+        cache = (x[:b] for x in (turned_k, v, z))
+        seen = bounds if bounds is None else bounds[:, :, :b].clamp(max=b)
+        ours = attention(turned_q[a:b], *cache, True, seen, backend, rotate=False)
+        for x, y in zip(ours, whole, strict=True):
+            torch.testing.assert_close(x, y[a:b])
 
 
 def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
     bounds = document_bounds(torch.tensor([[0, 0, 1, 1, 1], [3, 4, 4, 5, 5]]))
     assert bounds.tolist() == [[[0, 0, 2, 2, 2], [0, 1, 1, 3, 3]], [[2, 2, 5, 5, 5], [1, 3, 3, 5, 5]]]
-    assert document_mask(bounds)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1],
-    ]  # fmt: skip
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert causal_mask(5, 5, bounds, CPU)[0, 0].int().tolist() == expected
+    assert causal_mask(2, 5, bounds, CPU)[0, 0].int().tolist() == expected[3:]
+    assert causal_mask(2, 5, None, CPU).int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +97,8 @@ def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
         ("triton", CPU, BF16, 64, True, "needs a GPU, and this runs on cpu"),
         ("flash_attn", CPU, BF16, 64, True, "needs a GPU, and this runs on cpu"),
         ("triton", GPU, BF16, 48, True, "has heads of 32, 64, 80, 96, 128, not of 48"),
-        ("flash_attn", GPU, torch.float32, 64, True, "computes in bf16 or fp16, not in float32"),
+        ("triton", GPU, torch.float64, 64, True, "computes in bfloat16 or float16 or float32, not in float64"),
+        ("flash_attn", GPU, torch.float32, 64, True, "computes in bfloat16 or float16, not in float32"),
         ("flash_attn", GPU, BF16, 512, True, "has no heads of 512"),
     ],
 )
@@ -101,10 +131,44 @@ def test_old_gpus_and_broken_packages_are_told(monkeypatch, tmp_path):
     assert "8.0 or newer" in ops.unsupported("triton", GPU, BF16, 64)
 
 
-def test_keys_of_other_tokens_and_no_state_are_refused():
-    q, k = torch.zeros(1, 1, 2, 8), torch.zeros(5, 1, 2, 8)
-    for backend in ops.BACKENDS:
-        with pytest.raises(ValueError, match="1 queries and 5 keys"):
-            attention(q, k, k, None, backend=backend)
-        with pytest.raises(ValueError, match="no position state"):
-            attention(k, k, k, None, True, backend=backend)
+def test_what_does_not_fit_together_is_refused():
+    one, five, six = (torch.zeros(n, 1, 2, 8) for n in (1, 5, 6))
+    for message, arguments in (
+        (r"queries \(6, .* have keys \(5, .*: each query's own token", (six, five, five, five)),
+        ("1 queries have 5 keys: those of a cache were rotated .* pass rotate=False", (one, five, five, five)),
+        ("there is no position state to average", (five, five, five, None, True)),
+        (r"keys \(5, 1, 2, 8\) have values \(6, 1, 2, 8\)", (five, five, six, None)),
+        (r"have states \(1, 1, 2, 8\)", (one, five, five, one, True)),
+        ("heads of 7 hold no pairs", (five[..., :7], five[..., :7], five[..., :7], five[..., :7])),
+        ("3 and 4 axes, not 4", (five[0], five, five, None)),
+        ("float64 do not go with values of type torch.float32", (five, five, five, five.double())),
+        (r"have states \(5, 2, 2, 8\)", (five, five, five, five.expand(-1, 2, -1, -1))),
+        (r"document bounds \(2, 1, 6\), not \(2, 1, 5\)", (five, five, five, None, False, torch.zeros(2, 1, 6))),
+        ("do not fit", (five[:, :, :1], five, five, None)),
+        ("do not fit", (torch.zeros(5, 1, 3, 8), five, five, None)),
+        ("do not fit", (torch.zeros(5, 2, 2, 8), five, five, None)),
+        ("do not fit", (torch.zeros(5, 1, 2, 16), five, five, None)),
+        ("float32, torch.float64 and torch.float32, not of one", (five, five.double(), five, None)),
+    ):
+        for backend in ops.BACKENDS:
+            with pytest.raises(ValueError, match=message):
+                attention(*arguments, backend=backend)
+
+
+def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
+    x = torch.zeros(5, 1, 2, 8)
+    for backend in ("auto", "flash"):
+        with pytest.raises(ValueError, match=f"backend is '{backend}', not one of triton, tiled, .* choose_backend"):
+            attention(x, x, x, None, backend=backend)
+    monkeypatch.setattr(ops, "_interpreted", lambda: True)
+    with pytest.raises(ValueError, match="triton, which has heads of 32.* not of 8"):
+        attention(x, x, x, None, backend="triton")
+    x = torch.zeros(5, 1, 2, 32)
+    with pytest.raises(ValueError, match="triton, which computes bfloat16 wrong where it is interpreted"):
+        attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
+    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="triton, which needs a GPU, and this runs on cpu"):
+        attention(x, x, x, None, backend="triton")
+    with pytest.raises(ValueError, match="padding comes before a sequence"):
+        document_bounds(torch.tensor([[1, 1, 0]]))
+    assert document_bounds(torch.tensor([[False, True]])).tolist() == [[[0, 1]], [[1, 2]]]

@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ops_interpreter import DEVICE, rounding_to_nearest
 
+from megatron_tape.config import ConfigError, ModelConfig
+from megatron_tape.ops import parity, triton_attention
 from megatron_tape.ops.attention import HEAD_DIMS, attention, document_bounds
-from megatron_tape.ops.position_update import fused_update, plain_update
+from megatron_tape.ops.parity import check_fused_kernels, inexact
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# Rounding that no computation in a type can do without, for tensors so small that plain torch may be lucky.
-FLOOR = {FP32: 1e-6, BF16: 1e-3, FP16: 1e-4}
+SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_size=64, seq_length=48, vocab_size=64)
 
 
 @pytest.fixture(autouse=True)
@@ -33,22 +35,8 @@ def draw(*shape, dtype, seed, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
-def run(function, inputs, dtype=None):
-    """Outputs of `function`, and the gradients of its inputs in a fixed direction, in float64."""
-    inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
-    outputs = [x for x in function(*inputs) if x is not None]
-    direction = [draw(*x.shape, dtype=torch.float64, seed=i + 50) for i, x in enumerate(outputs)]
-    sum((x.double() * d).sum() for x, d in zip(outputs, direction)).backward()
-    return [x.detach().double() for x in outputs] + [x.grad.double() for x in inputs]
-
-
 def assert_as_exact_as_torch(kernel, plain, inputs, dtype):
-    exact = run(plain, inputs, torch.float64)
-    for ours, theirs, truth in zip(run(kernel, inputs), run(plain, inputs, dtype), exact, strict=True):
-        # A gradient that is zero but for rounding has no size of its own.
-        size = truth.norm().clamp(min=truth.numel() ** 0.5)
-        error, torchs = ((x - truth).norm() / size for x in (ours, theirs))
-        assert error <= 2 * torchs + FLOOR[dtype]
+    assert inexact(kernel, plain, inputs, dtype) is None
 
 
 def check_attention(length, batch, heads, groups, dim, dtype=FP32, state=None, wide=True, documents=None, rotated=True):
@@ -119,20 +107,28 @@ def test_strided_inputs_are_read_where_they_are():
     views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in whole.unflatten(2, (4, 96)).split(32, dim=3)]
     assert not any(x.is_contiguous() for x in views)
     z = draw(33, 2, 4, 32, dtype=FP32, seed=2)
-    ours, theirs = (attention(*views, z, True, None, backend) for backend in ("triton", "torch"))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    results = []
+    for backend in ("triton", "torch"):
+        leaves = [x.detach().requires_grad_() for x in (*views, z)]  # with the strides of the views
+        outputs = attention(*leaves, True, None, backend)
+        slopes = [draw(33, 4, 2, 32, dtype=FP32, seed=n).transpose(1, 2) for n in (3, 4)]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, slopes)])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("keys", [1, 64, 100])
-def test_one_query_sees_a_whole_cache(keys):
-    from megatron_tape.ops.triton_attention import attend
-
-    q, k, v, z = (draw(n, 2, h, 32, dtype=FP32, seed=h) for n, h in ((1, 4), (keys, 2), (keys, 2), (keys, 2)))
-    o, u, _ = attend(q, k, v, z, None)
-    value = torch.cat([v, z], dim=-1)
-    q, k, value = (x.permute(1, 2, 0, 3) for x in (q, k, value))
-    expected = F.scaled_dot_product_attention(q, k, value, enable_gqa=True).permute(2, 0, 1, 3)
-    torch.testing.assert_close(torch.cat([o, u], dim=-1), expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "queries, keys, dim, dtype", [(1, 64, 32, FP32), (1, 101, 64, BF16), (33, 101, 32, FP32), (70, 130, 80, BF16)]
+)
+def test_a_few_queries_see_a_whole_cache(queries, keys, dim, dtype, packed):
+    inputs = [draw(n, 2, h, dim, dtype=dtype, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))]
+    at = torch.arange(keys, device=DEVICE)
+    bounds = document_bounds((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
+    ours, torchs = (
+        lambda *x, backend=backend: attention(*x, True, bounds, backend, rotate=False)
+        for backend in ("triton", "torch")
+    )
+    assert_as_exact_as_torch(ours, torchs, inputs, dtype)
 
 
 def test_a_second_derivative_is_refused():
@@ -181,6 +177,62 @@ def test_position_update(tokens, groups, heads, dim, inner, full, dtype):
     assert_as_exact_as_torch(lambda *x: [fused_update(*x)], lambda *x: [plain_update(*x)], inputs, dtype)
 
 
+def test_tensors_of_several_types_are_refused_by_the_update():
+    z, *others = update_inputs(3, 2, 4, 32, 6, BF16)
+    with pytest.raises(ValueError, match="one type, and got bfloat16, float32"):
+        fused_update(z.float(), *others)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("index", range(6))
+def test_shapes_that_do_not_fit_are_refused_by_the_update(index, full):
+    inputs = update_inputs(3, 4, 4, 32, 6, FP32, full)
+    inputs[index] = inputs[index][:-1]
+    with pytest.raises(ValueError, match="does not fit u, gate, mixing, up and down"):
+        fused_update(*inputs)
+
+
+@pytest.mark.parametrize("tensor, row", [(0, 1), (1, 40), (2, 47), (3, 0), (4, 40), (5, 20)])
+def test_what_is_wrong_in_one_row_is_told(tensor, row):
+    inputs = [draw(48, 1, 2, 32, dtype=BF16, seed=n) for n in range(4)]
+
+    def wrong(*x):
+        o, u = attention(*x, True, None, "torch")
+        if tensor < 2:
+            return [
+                y.index_fill(0, torch.tensor([row], device=DEVICE), 0.0) if i == tensor else y
+                for i, y in enumerate((o, u))
+            ]
+        x[tensor - 2].register_hook(lambda slope: slope.index_fill(0, torch.tensor([row], device=DEVICE), 0.0))
+        return o, u
+
+    told = inexact(wrong, lambda *x: attention(*x, True, None, "torch"), inputs, BF16)
+    first = row // parity.ROWS * parity.ROWS
+    assert f"tensor {tensor}" in told and ("rows" not in told or f"rows {first} to {first + 15}" in told)
+
+
+def test_fused_updates_that_fit_and_do_not():
+    assert (
+        fits_fused(32, 32, 128, 128, BF16) and fits_fused(8, 64, 128, 256, BF16) and fits_fused(16, 16, 128, 64, FP32)
+    )
+    assert not fits_fused(32, 32, 128, 1024, BF16) and not fits_fused(32, 32, 128, 128, FP32)
+    assert not fits_fused(40, 40, 128, 160, BF16)
+
+
+def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_query():
+    kept = {}
+
+    def keep(x):
+        kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    inputs = [draw(64, 2, n, 32, dtype=BF16, seed=n).requires_grad_() for n in (4, 2, 2, 2)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        outputs = attention(*inputs, True, None, "triton")
+    assert sum(kept.values()) == sum(x.nbytes for x in (*inputs, *outputs)) + 4 * 64 * 2 * 4
+    assert {x.data_ptr() for x in (*inputs, *outputs)} <= set(kept)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"token_mixing": "per_head", "num_query_groups": 4}, {"position_encoding": "rope"}]
 )
@@ -198,6 +250,27 @@ def test_a_model_with_kernels_equals_the_one_without(changes):
         loss.backward()
         results.append([loss.detach()] + [parameter.grad for parameter in built.parameters()])
     torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"token_mixing": "per_head"}, {"position_encoding": "rope"}])
+def test_kernels_are_checked_before_they_train(monkeypatch, changes):
+    model = ModelConfig(**(SMALL | changes))
+    monkeypatch.setattr(parity, "LENGTH", 48)
+    check = partial(check_fused_kernels, model, 2, FP32, DEVICE)
+    check()
+    attend, backward = triton_attention.attend, triton_attention.attend_backward
+    with monkeypatch.context() as broken:
+        broken.setattr(triton_attention, "attend", lambda *x: [y if y is None else y + 0.1 for y in attend(*x)])
+        with pytest.raises(ConfigError, match=r"kernel of the attention does not .* is off by .* to torch"):
+            check()
+        broken.setattr(triton_attention, "attend", lambda *x: attend(*x) if x[4] is None else 1 / 0)
+        with pytest.raises(ConfigError, match=r"attention of packed documents does not .* ZeroDivisionError"):
+            check()
+    monkeypatch.setattr(
+        triton_attention, "attend_backward", lambda *x: [y if y is None else 2 * y for y in backward(*x)]
+    )
+    with pytest.raises(ConfigError, match="is off by"):
+        check()
 
 
 COMPILE = """

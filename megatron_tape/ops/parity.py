@@ -1,0 +1,106 @@
+"""Whether kernels are right where they run: outputs and gradients beside float64, and beside plain torch's rounding."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config import ConfigError, ModelConfig
+from megatron_tape.ops.attention import attention, document_bounds
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
+"""Relative error that no computation in a type can do without; plain torch may be lucky where tensors are small."""
+
+ROWS = 16
+"""Rows of a tensor's first axis that are compared together, beside all."""
+
+LENGTH = 272
+"""Tokens that `check_fused_kernels` looks at: several tiles of each kernel, and a part of one."""
+
+Function = Callable[..., Sequence[Tensor | None]]
+
+
+def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
+    """Say what of `ours` is off by more than twice the rounding of `plain`, or return None.
+
+    Both map `inputs` to tensors, of which absent ones are None. Compared with `plain` in float64 are all outputs and
+    the gradients of all inputs along one direction, whole and in blocks of `ROWS` rows of the first axis: what is wrong
+    in a few rows is lost in a norm of all. `plain` is rounded in `dtype`.
+    """
+
+    def run(function: Function, kind: torch.dtype | None) -> list[Tensor]:
+        leaves = [x.detach().to(kind or x.dtype).requires_grad_() for x in inputs]
+        outputs = [x for x in function(*leaves) if x is not None]
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        directions = [torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x) for x in outputs]
+        torch.autograd.backward(outputs, directions)
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return [x.detach().double() for x in (*outputs, *gradients)]
+
+    results = run(ours, None), run(plain, dtype), run(plain, torch.float64)
+    for index, tensors in enumerate(zip(*results, strict=True)):
+        for first in (None, *range(0, len(tensors[0]), ROWS)):
+            rows = slice(None) if first is None else slice(first, first + ROWS)
+            our, theirs, truth = (x[rows] for x in tensors)
+            # A gradient that is zero but for rounding has no size of its own.
+            size = truth.norm().clamp(min=truth.numel() ** 0.5)
+            error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
+            if not error <= 2 * rounding + FLOOR[dtype]:
+                where = "" if first is None else f", rows {first} to {min(first + ROWS, len(tensors[0])) - 1}"
+                return f"tensor {index}{where} is off by {error:.1e}, plain torch by {rounding:.1e}"
+    return None
+
+
+def check_fused_kernels(
+    model: ModelConfig, tensor_parallel_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Run the fused kernels on `device` as `model` will, compiling them, and compare them with plain torch.
+
+    Raises `ConfigError` where they do not compile, do not fit or are not exact.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+
+    heads, groups, dim = model.num_attention_heads, model.query_groups, model.head_dim
+    H, G, P = heads // tensor_parallel_size, groups // tensor_parallel_size, model.position_mlp_width
+    averages = model.num_position_updates > 0
+    starts = [[3 * LENGTH // 8], [5 * LENGTH // 8 + 1]]
+    bounds = document_bounds(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
+    checks = {
+        f"attention{' of packed documents' * packed}": (
+            partial(_attention, averages, bounds if packed else None, "triton"),
+            partial(_attention, averages, bounds if packed else None, "torch"),
+            [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)],
+        )
+        for packed in (False, True)
+    }
+    if averages and fits_fused(groups, heads, dim, P, dtype):
+        mixing = (groups, heads) if model.token_mixing == "full" else (heads,)
+        matrices = [draw(*shape, scale=shape[-1] ** -0.5) for shape in (mixing, (P, groups), (groups, P))]
+        states = [draw(48, groups, dim), draw(48, heads, dim), draw(48, P)]
+        checks["position update"] = (_only(fused_update), _only(plain_update), [*states, *matrices])
+    for name, (ours, plain, inputs) in checks.items():
+        try:
+            why = inexact(ours, plain, inputs, dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        if why:
+            where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            raise ConfigError(
+                f"the fused kernel of the {name} does not work here ({where}; {why}); set model.attention_backend to "
+                "torch, and please report this"
+            )
+
+
+def _attention(averages: bool, bounds: Tensor | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
+    return attention(*tensors, averages, bounds, backend)
+
+
+def _only(function: Callable[..., Tensor]) -> Function:
+    return lambda *tensors: [function(*tensors)]
