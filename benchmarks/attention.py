@@ -4,61 +4,79 @@
 
 A candidate that cannot run here is named with the reason, one that gives other numbers than float64 gets no figure.
 Repetitions alternate between the candidates and medians are reported. `layers` are whole attention layers, projections
-included, as the paper measured them. Needs torch alone; `flash_attn` and `triton` are candidates where they are there.
+included; `layers with update` also rewrite the position state, where the candidate is TAPE's. Candidates named after a
+backend (`model.attention_backend`) are what a model runs; on a GPU the others get a rotation that torch.compile has
+fused. Needs torch alone; `flash_attn` and `triton` are candidates where they are there.
 """
 
 import argparse
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.environment import record
+from benchmarks.timing import DTYPES, add_arguments, positive, reason, recorder, timed
 from megatron_tape.ops.attention import attention, unsupported
+from megatron_tape.ops.parity import inexact
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.reference import rope_phases
 
 Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Factory = Callable[[int], Candidate]
+"""Makes a candidate for sequences of one length."""
+
+LONGEST_LAYER = 4096
+"""Tokens from which on projections hardly count, so that whole layers are not timed."""
 
 
-def released(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Average v and both halves of the state at full width, in three calls, as the TAPE authors' code does."""
-    real, imaginary = z.chunk(2, dim=-1)
-    states = (torch.cat([real, real], dim=-1), torch.cat([imaginary, imaginary], dim=-1))
-    q, k = rotate_groups(q, z), rotate_groups(k, z)
-    averaged = [_sdpa(q, k, value) for value in (v, *states)]
-    half = q.shape[-1] // 2
-    return averaged[0], torch.cat([averaged[1][..., :half], averaged[2][..., :half]], dim=-1)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+def sdpa(q: Tensor, k: Tensor, values: tuple[Tensor, ...], kernel: SDPBackend | None = None) -> list[Tensor]:
+    """Call torch's SDPA for each value, with its own choice of kernel or with this one."""
+    q, k = (x.permute(1, 2, 0, 3) for x in (q, k))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).permute(2, 0, 1, 3)
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return [
+            F.scaled_dot_product_attention(
+                q, k, value.permute(1, 2, 0, 3), is_causal=True, enable_gqa=grouped
+            ).permute(2, 0, 1, 3)
+            for value in values
+        ]  # fmt: skip
 
 
-def flex(length: int, device: torch.device) -> Candidate:
+def released(rotate: Callable) -> Candidate:
+    """Average v and both halves of the state at full width, in three calls, as the TAPE authors' code does."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        real, imaginary = z.chunk(2, dim=-1)
+        states = (torch.cat([real, real], dim=-1), torch.cat([imaginary, imaginary], dim=-1))
+        o, re, im = sdpa(rotate(q, z), rotate(k, z), (v, *states))
+        half = q.shape[-1] // 2
+        return o, torch.cat([re[..., :half], im[..., :half]], dim=-1)
+
+    return attend
+
+
+def flex(rotate: Callable, device: torch.device, length: int) -> Candidate:
     """Let torch's FlexAttention take a value twice as wide as the key."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal(batch, head, query, key):
         return query >= key
 
-    # Without these a long mask is built whole, and the ninth compilation silently runs unfused.
-    torch._dynamo.reset()
+    # Without _compile a long mask is built whole.
     mask = create_block_mask(causal, None, None, length, length, device=device.type, _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         value = torch.cat([v, z], dim=-1)
-        q, k = rotate_groups(q, z), rotate_groups(k, z)
+        q, k = rotate(q, z), rotate(k, z)
         q, k, value = (x.permute(1, 2, 0, 3) for x in (q, k, value))
         out = compiled(q, k, value, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).permute(2, 0, 1, 3)
         return out.chunk(2, dim=-1)
@@ -82,25 +100,47 @@ def rope(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Ten
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device, dtype)
 
 
-def candidates(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Candidate]:
-    """Return RoPE's and TAPE's candidates that can run, by name; say why others cannot."""
-    found: dict[str, Candidate] = {}
-    phases = rope(length, dim, dtype, device)
+def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Factory], dict[str, str]]:
+    """Return RoPE's and TAPE's candidates that can run, by name, and why others cannot."""
+    found: dict[str, Factory] = {}
+    rejected: dict[str, str] = {}
+
+    def phases(length: int) -> Tensor:
+        return rope(length, dim, dtype, device)
+
     for backend in ("torch", "tiled", "flash_attn", "triton"):
         why = unsupported(backend, device, dtype, dim)
+        if backend == "triton" and device.type != "cuda":
+            why = why or "is interpreted here, which says nothing of its speed"
         if backend == "tiled" and device.type != "cpu":
             why = "is for CPUs"
         if why:
-            print(f"{backend} {why}", file=sys.stderr)
+            rejected[backend] = why
             continue
-        found[f"rope {backend}"] = with_phases(backend, phases)
-        found[f"tape {backend}"] = with_backend(backend)
-    found["tape released"] = released
+        found[f"rope {backend}"] = lambda length, backend=backend: with_phases(backend, phases(length))
+        found[f"tape {backend}"] = lambda length, backend=backend: with_backend(backend)
+    rotate = rotate_groups
     if device.type == "cuda":
-        found["tape flex"] = flex(length, device)
+        # Beyond a number of compilations torch runs what is not compiled, without an error.
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 100
+        rotate = torch.compile(rotate_groups, dynamic=False)
+
+        def rope_sdpa(kernel: SDPBackend | None, length: int) -> Candidate:
+            z = phases(length)
+            return lambda q, k, v, _: (sdpa(rotate(q, z), rotate(k, z), (v,), kernel)[0], None)
+
+        def tape_sdpa(kernel: SDPBackend | None, length: int) -> Candidate:
+            return lambda q, k, v, z: tuple(sdpa(rotate(q, z), rotate(k, z), (v, z), kernel))
+
+        kernels = {"sdpa": None, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
+        for name, kernel in kernels.items():
+            found[f"rope {name}"], found[f"tape {name}"] = partial(rope_sdpa, kernel), partial(tape_sdpa, kernel)
+        found["tape flex"] = partial(flex, rotate, device)
     else:
-        print("flex is compiled for GPUs only here", file=sys.stderr)
-    return found
+        rejected["flex"] = "is compiled for GPUs only here"
+    found["tape released"] = lambda length: released(rotate)
+    return found, rejected
 
 
 def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: torch.dtype, device: torch.device):
@@ -122,90 +162,50 @@ def run(candidate: Candidate, tensors: list[Tensor], backward: bool) -> None:
             tensor.grad = None
 
 
-def check_parity(
-    name: str, candidate: Candidate, heads: int, groups: int, dim: int, dtype, device, length
-) -> str | None:
-    """Return how outputs or gradients differ from float64's, if they do by more than twice plain torch's rounding."""
-    tensors = inputs(length, 1, heads, groups, dim, dtype, device)
-    naive = with_backend("naive")
-    if name.startswith("rope"):
-        naive = with_phases("naive", rope(length, dim, dtype, device))
+def check_parity(name: str, make: Factory, heads: int, groups: int, dim: int, dtype, device, length: int) -> str | None:
+    """Return how outputs or gradients differ from float64's, if they do by more than twice plain torch's rounding.
 
-    def all_of(function: Candidate, kind: torch.dtype) -> list[Tensor]:
-        leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
-        outputs = [x for x in function(*leaves) if x is not None]
-        generator = torch.Generator(device).manual_seed(1)
-        directions = [torch.randn(x.shape, generator=generator, device=device).to(x) for x in outputs]
-        torch.autograd.backward(outputs, directions)
-        return [x.double() for x in (*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
-
-    exact, plain = all_of(naive, torch.float64), all_of(naive, dtype)
-    for index, (ours, theirs, truth) in enumerate(zip(all_of(candidate, dtype), plain, exact, strict=True)):
-        error, allowed = ((x - truth).norm() / truth.norm() for x in (ours, theirs))
-        if not error <= 2 * allowed + 1e-5:
-            return f"tensor {index} is off by {error:.1e}, plain torch by {allowed:.1e}"
-    return None
-
-
-def timed(functions: dict[str, Callable[[], None]], repetitions: int, device: torch.device) -> dict[str, dict]:
-    """Return the median seconds of each function, and its peak memory above what was there, of alternating runs.
-
-    On a GPU a run is as many calls as take 20 ms, so that launching is hidden. A function that fails has no figure.
+    At an odd length, too: Triton compiles lengths that 16 divides, which are what is timed, apart.
     """
-    on_gpu = device.type == "cuda"
-
-    def once(function: Callable[[], None], calls: int) -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - started) / calls
-
-    memory: dict[str, int | None] = {}
-    calls: dict[str, int] = {}
-    for name, function in functions.items():
+    for checked in {min(length, 257), min(length, 1024)} if name != "tape flex" else {min(length, 1024)}:
+        naive = with_backend("naive")
+        if name.startswith("rope"):
+            naive = with_phases("naive", rope(checked, dim, dtype, device))
         try:
-            once(function, 1)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            first = once(function, 1)
-        except Exception as error:  # out of memory, for instance
-            print(f"{name} gets no figure: {type(error).__name__}", file=sys.stderr)
-            continue
-        memory[name] = torch.cuda.max_memory_allocated() - before if on_gpu else None
-        calls[name] = max(1, int(0.02 / first)) if on_gpu else 1
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repetitions):
-        for name in calls:
-            seconds[name].append(once(functions[name], calls[name]))
-    return {
-        name: {"seconds": statistics.median(values), "memory_bytes": memory[name]} for name, values in seconds.items()
-    }
+            why = inexact(make(checked), naive, inputs(checked, 1, heads, groups, dim, dtype, device), dtype)
+        except Exception as error:  # a compiler may raise anything
+            why = reason(error)
+        if why:
+            return f"{checked} tokens: {why}"
+    return None
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the FLOP/s of one large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)["matmul"]["seconds"]
+    return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
 
 
-def layer(candidate: Candidate, heads: int, groups: int, dim: int, dtype, device) -> Candidate:
-    """Return a whole attention layer around `candidate`: its projections from and to hidden states."""
-    width = heads * dim
-    qkv = torch.randn(width, (heads + 2 * groups) * dim, dtype=dtype, device=device) * width**-0.5
-    proj = torch.randn(width, width, dtype=dtype, device=device) * width**-0.5
-    qkv.requires_grad_()
-    proj.requires_grad_()
+def layer(name: str, candidate: Candidate, heads: int, groups: int, dim: int, dtype, device, update: bool) -> Candidate:
+    """Return a whole attention layer around `candidate`: projections from and to hidden states, and z's `update`."""
+    width, inner = heads * dim, 4 * heads
+
+    def matrix(*shape: int) -> Tensor:
+        return (torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5).requires_grad_()
+
+    qkv, proj = matrix((heads + 2 * groups) * dim, width), matrix(width, width)
+    gate, matrices = matrix(inner, width), [matrix(groups, heads), matrix(inner, groups), matrix(groups, inner)]
+    fused = name == "tape triton" and fits_fused(groups, heads, dim, inner, dtype)
 
     def whole(hidden: Tensor, _k: Tensor, _v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (hidden.flatten(2) @ qkv).unflatten(2, (-1, dim)).split([heads, groups, groups], dim=2)
+        q, k, v = F.linear(hidden.flatten(2), qkv).unflatten(2, (-1, dim)).split([heads, groups, groups], dim=2)
         o, u = candidate(q, k, v, z)
-        return o.flatten(2) @ proj, u
+        out = F.linear(o.flatten(2), proj)
+        if u is not None and update:
+            states = z.flatten(0, 1), u.reshape(-1, heads, dim), F.linear(out, gate).flatten(0, 1)
+            u = (fused_update if fused else plain_update)(*states, *matrices)
+        return out, u
 
     return whole
 
@@ -216,33 +216,31 @@ def measure(
     """Time every candidate at one shape and length, forward and forward with backward, alone and in its layer."""
     (heads, groups, dim), dtype = shape, DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // length)
-    found = candidates(length, dim, dtype, device)
-    for name in list(found):
+    factories, rejected = candidates(dim, dtype, device)
+    found: dict[str, Candidate] = {}
+    for name, make in factories.items():
+        if why := check_parity(name, make, heads, groups, dim, dtype, device, length):
+            rejected[name] = why
+            continue
         try:
-            # FlexAttention's mask is of one length.
-            checked = length if name == "tape flex" and length <= 4096 else min(length, 257)
-            candidate = flex(checked, device) if name == "tape flex" else found[name]
-            why = check_parity(name, candidate, heads, groups, dim, dtype, device, checked)
+            found[name] = make(length)
         except Exception as error:  # a compiler may raise anything
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if why:
-            print(f"{name} gets no figure: {why}", file=sys.stderr)
-            del found[name]
+            rejected[name] = reason(error)
     tensors = inputs(length, batch, heads, groups, dim, dtype, device)
     result: dict = {"heads": heads, "groups": groups, "head_dim": dim, "length": length, "batch": batch}
-    for what, functions in (
-        ("attention", found),
-        ("layers", {name: layer(f, heads, groups, dim, dtype, device) for name, f in found.items()}),
-    ):
+    kinds: dict[str, dict[str, Candidate]] = {"attention": found}
+    if length <= LONGEST_LAYER:
+        for what, update in (("layers", False), ("layers with update", True)):
+            kinds[what] = {n: layer(n, f, heads, groups, dim, dtype, device, update) for n, f in found.items()}
+    for what, functions in kinds.items():
         for backward in (False, True):
-            timings = timed(
-                {name: partial(run, f, tensors, backward) for name, f in functions.items()},
-                arguments.repetitions,
-                device,
-            )
+            runs = {name: partial(run, f, tensors, backward) for name, f in functions.items()}
+            timings, failed = timed(runs, arguments.repetitions, device)
+            direction = f"{what} {'forward+backward' if backward else 'forward'}"
+            rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
             baselines = [name for name in timings if name.startswith("rope")]
             if not baselines:
-                print("RoPE itself gets no figure here, so there are no ratios", file=sys.stderr)
+                rejected[direction] = "RoPE itself gets no figure here, so there are no ratios"
                 continue
             fastest = min(baselines, key=lambda name: timings[name]["seconds"])
             for name, timing in timings.items():
@@ -256,47 +254,77 @@ def measure(
                     flops = 2 * pairs * (1 + values + (backward and 3 + 2 * values))
                     timing["tflops"] = flops / timing["seconds"] / 1e12
                     timing["of_matmul_peak"] = flops / timing["seconds"] / peak
-            result[f"{what} {'forward+backward' if backward else 'forward'}"] = {"against": fastest, **timings}
-    return result
+            result[direction] = {"against": fastest, "timings": timings}
+    return result | {"rejected": rejected}
+
+
+def show(shape: str, result: dict) -> None:
+    """Print one combination's table, and what has no figure and why."""
+    for what, measured in result.items():
+        if not isinstance(measured, dict) or what == "rejected":
+            continue
+        print(f"\n{shape}, {result['length']} tokens, batch {result['batch']}, {what}, against {measured['against']}")
+        for name, timing in sorted(measured["timings"].items(), key=lambda item: item[1]["seconds"]):
+            line = f"  {name:16} {timing['seconds'] * 1e3:9.2f} ms {timing['ratio']:6.2f}x"
+            if "tflops" in timing:
+                line += f" {timing['tflops']:7.1f} TFLOP/s, {timing['of_matmul_peak']:4.0%} of matmul"
+            if "memory_ratio" in timing:
+                line += f", memory {timing['memory_ratio']:.2f}x"
+            print(line)
+    for name, why in result["rejected"].items():
+        print(f"  {name} gets no figure: {why}")
+    sys.stdout.flush()
+
+
+def checked_shape(text: str) -> str:
+    """Check that it is like `12x64` or `32/8x128`: heads, groups if fewer, and head dimension."""
+    try:
+        heads, groups, dim = shape_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not like 12x64 or 32/8x128") from None
+    if min(heads, groups, dim) < 1 or heads % groups or dim % 2:
+        raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the dimension be even")
+    return text
 
 
 def shape_of(text: str) -> tuple[int, int, int]:
-    """Read `12x64` or `32/8x128` as heads, groups and head dimension."""
+    """Return heads, groups and head dimension."""
     heads, dim = text.split("x")
     heads, _, groups = heads.partition("/")
     return int(heads), int(groups or heads), int(dim)
 
 
 def main() -> None:
-    """Print a table; `--record` also writes benchmarks/results/attention-*.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["12x64", "16x64", "32x128", "32/8x128"], metavar="H[/G]xD")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--tokens", type=int, default=16384, help="of a batch, if a sequence is not longer")
-    parser.add_argument("--precision", choices=DTYPES, default="bf16")
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/attention-*.json")
-    arguments = parser.parse_args()
+    """Print tables; `--record` also writes benchmarks/results/attention-*.json."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes, lengths = ["12x64", "16x64", "32x128", "32/8x128"], [1024, 4096, 16384, 65536]
+    parser.add_argument(
+        "--shapes", nargs="+", type=checked_shape, default=shapes if on_gpu else shapes[:1], metavar="H[/G]xD",
+        help="query heads, groups if fewer, and their dimension (here by default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive, default=lengths if on_gpu else lengths[:1], metavar="N",
+        help="tokens of a sequence; longer ones than --tokens make a batch of one (here by default: %(default)s)",
+    )  # fmt: skip
+    add_arguments(parser, on_gpu, repetitions=10)
+    arguments = parser.parse_args()
     peak = matmul_peak(DTYPES[arguments.precision], device)
-    print(f"matmul: {peak / 1e12:.1f} TFLOP/s")
-    results = []
-    for shape, length in itertools.product(arguments.shapes, arguments.lengths):
-        result = measure(shape_of(shape), length, arguments, device, peak)
-        results.append(result)
-        for what, timings in result.items():
-            if isinstance(timings, dict):
-                print(f"\n{shape}, {length} tokens, batch {result['batch']}, {what}, against {timings['against']}")
-                for name, timing in timings.items():
-                    if isinstance(timing, dict):
-                        print(
-                            f"  {name:16} {timing['seconds'] * 1e3:9.2f} ms {timing['ratio']:6.2f}x"
-                            + (f" {timing['tflops']:7.1f} TFLOP/s" if "tflops" in timing else "")
-                            + (f" memory {timing['memory_ratio']:.2f}x" if "memory_ratio" in timing else ""),
-                            flush=True,
-                        )
-    if arguments.record:
-        record("attention", {"arguments": vars(arguments), "matmul_flops": peak, "results": results})
+    print(f"matmul: {peak / 1e12:.2f} TFLOP/s")
+    record = recorder("attention", arguments)
+    results: list[dict] = []
+    # The shortest sequences of every shape come first, should time run out.
+    combinations = list(itertools.product(sorted(arguments.lengths), arguments.shapes))
+    started = time.monotonic()
+    for length, shape in combinations:
+        done, elapsed = len(results), time.monotonic() - started
+        left = f", about {elapsed / done * (len(combinations) - done) / 60:.0f} min left" if done else ""
+        print(f"{done + 1} of {len(combinations)}: {shape}, {length} tokens{left}", file=sys.stderr, flush=True)
+        results.append(measure(shape_of(shape), length, arguments, device, peak))
+        show(shape, results[-1])
+        if record:
+            record.write({"precision": arguments.precision, "matmul_flops": peak, "results": results})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from megatron_tape.files import atomic_output
 
-_PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "sentencepiece", "tokenizers")
+RESULTS = Path(__file__).parent / "results"
+
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "flash-attn", "numpy", "sentencepiece", "tokenizers")
 
 
 def describe() -> dict:
@@ -25,22 +27,42 @@ def describe() -> dict:
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "cpu": _cpu(),
+        "threads": torch.get_num_threads() if (torch := sys.modules.get("torch")) else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": _gpus(),
+        "gpu_software": _gpu_software(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 
+class Record:
+    """A file benchmarks/results/NAME-DATE.json, or one elsewhere, that may be written again as results come."""
+
+    def __init__(self, name: str, directory: Path = RESULTS, commit: str | None = None):
+        self.origin = describe()
+        if commit is not None:
+            self.origin["commit"] = commit
+        self.path = directory / f"{name}-{self.origin['date'].replace(':', '')[:17]}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.told = False
+
+    def write(self, result: dict) -> None:
+        """Write `result` with its origin, and say so the first time."""
+        with atomic_output(self.path, "w", overwrite=True) as file:
+            file.write(json.dumps({"environment": self.origin, **result}, indent=1) + "\n")
+        if not self.told:
+            root = Path(__file__).resolve().parent.parent
+            path = self.path.resolve()
+            print(f"recorded in {path.relative_to(root) if path.is_relative_to(root) else path}", flush=True)
+        self.told = True
+
+
 def record(name: str, result: dict) -> None:
     """Write `result` with its origin to benchmarks/results/NAME-DATE.json, and say so."""
-    origin = describe()
-    path = Path(__file__).parent / "results" / f"{name}-{origin['date'].replace(':', '')[:17]}.json"
-    with atomic_output(path, "w") as file:
-        file.write(json.dumps({"environment": origin, **result}, indent=1) + "\n")
-    print(f"recorded benchmarks/results/{path.name}")
+    Record(name).write(result)
 
 
 def _program() -> list[str]:
@@ -78,6 +100,19 @@ def _gpus() -> list[str]:
     if torch is None or not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _gpu_software() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found["driver"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pass
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -3,7 +3,8 @@
     python -m benchmarks.position_update [--record]
 
 The floor is what has to be read and written once, over the bandwidth that a plain copy reaches on this machine. Without
-a GPU only plain torch is timed. No figure appears for a form that gives other numbers than float64.
+a GPU only plain torch is timed. No figure appears for a form that gives other numbers than float64. Repetitions
+alternate between the forms and medians are reported.
 """
 
 import argparse
@@ -13,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.attention import DTYPES, timed
-from benchmarks.environment import record
+from benchmarks.timing import DTYPES, add_arguments, reason, recorder, timed
 from megatron_tape.ops.attention import unsupported
-from megatron_tape.ops.position_update import fused_update, plain_update
+from megatron_tape.ops.parity import inexact
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
 SHAPES = {
     "12x64": (12, 12, 64, 48),
@@ -54,24 +55,6 @@ def run(update, tensors: list[Tensor], backward: bool) -> None:
         torch.autograd.grad(out, tensors, torch.ones_like(out))
 
 
-def off(update, shape, dtype, device) -> str | None:
-    """Return how outputs or gradients differ from float64's, if they do by more than twice plain torch's rounding."""
-    tensors = inputs(65, shape, dtype, device)
-
-    def all_of(function, kind):
-        leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
-        out = function(*leaves)
-        direction = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(out)
-        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, direction))]
-
-    exact, plain = all_of(plain_update, torch.float64), all_of(plain_update, dtype)
-    for index, (ours, theirs, truth) in enumerate(zip(all_of(update, dtype), plain, exact, strict=True)):
-        error, allowed = ((x - truth).norm() / truth.norm() for x in (ours, theirs))
-        if not error <= 2 * allowed + 1e-5:
-            return f"tensor {index} is off by {error:.1e}, plain torch by {allowed:.1e}"
-    return None
-
-
 def traffic(tensors: list[Tensor], backward: bool) -> int:
     """Count bytes: z, u and the gate read, the new state written; backward, their gradients, and these three again."""
     z, u, gate = (x.numel() * x.element_size() for x in tensors[:3])
@@ -83,43 +66,73 @@ def copy_bandwidth(device: torch.device) -> float:
     """Measure bytes per second, read and written, of a large copy."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
-    seconds = timed({"copy": partial(target.copy_, source)}, 10, device)["copy"]["seconds"]
+    seconds = timed({"copy": partial(target.copy_, source)}, 10, device)[0]["copy"]["seconds"]
     return 2 * source.numel() * source.element_size() / seconds
+
+
+def check(update, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say what of `update` is inexact, if anything is; at an odd number of tokens, too."""
+    for tokens in (65, 80):
+        tensors = inputs(tokens, shape, dtype, device)
+        try:
+            why = inexact(lambda *x: [update(*x)], lambda *x: [plain_update(*x)], tensors, dtype)
+        except Exception as error:  # a compiler may raise anything
+            why = reason(error)
+        if why:
+            return why
+    return None
 
 
 def main() -> None:
     """Print a table; `--record` also writes benchmarks/results/position_update-*.json."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--precision", choices=DTYPES, default="bf16")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/position_update-*.json")
+    add_arguments(parser, device.type == "cuda", repetitions=20)
     arguments = parser.parse_args()
-    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[arguments.precision]
+    dtype = DTYPES[arguments.precision]
     bandwidth = copy_bandwidth(device)
     print(f"copy: {bandwidth / 1e9:.0f} GB/s")
-    results = []
+    record = recorder("position_update", arguments)
+    results: list[dict] = []
     for name, shape in SHAPES.items():
-        updates = {"torch": plain_update}
+        updates, rejected = {"torch": plain_update}, {}
+        if device.type == "cuda":
+            torch._dynamo.reset()
+            updates["torch.compile"] = torch.compile(plain_update, dynamic=False)
         if why := unsupported("triton", device, dtype, shape[2]):
-            print(f"triton {why}", file=sys.stderr)
-        elif why := off(fused_update, shape, dtype, device):
-            print(f"triton gets no figure: {why}", file=sys.stderr)
-        else:
+            rejected["triton"] = why
+        elif device.type != "cuda":
+            rejected["triton"] = "is interpreted here, which says nothing of its speed"
+        elif fits_fused(*shape, dtype):
             updates["triton"] = fused_update
+        else:
+            rejected["triton"] = "does not fit the shared memory"
+        for update in list(updates):
+            if why := check(updates[update], shape, dtype, device):
+                rejected[update] = why
+                del updates[update]
         tensors = inputs(arguments.tokens, shape, dtype, device)
+        result: dict = {"shape": name}
         for backward in (False, True):
+            what = "forward+backward" if backward else "forward"
             functions = {n: partial(run, u, tensors, backward) for n, u in updates.items()}
             floor = traffic(tensors, backward) / bandwidth
-            for update, timing in timed(functions, arguments.repetitions, device).items():
-                timing |= {"shape": name, "update": update, "backward": backward, "floor_seconds": floor}
+            timings, failed = timed(functions, arguments.repetitions, device)
+            rejected |= {f"{update}, {what}": why for update, why in failed.items()}
+            for update, timing in timings.items():
                 timing["of_floor"] = timing["seconds"] / floor
-                results.append(timing)
-                what = "forward+backward" if backward else "forward"
-                milliseconds, times = timing["seconds"] * 1e3, timing["of_floor"]
-                print(f"{name:9} {what:16} {update:7} {milliseconds:8.3f} ms, {times:.2f}x the floor")
-    if arguments.record:
-        record("position_update", {"arguments": vars(arguments), "bytes_per_second": bandwidth, "results": results})
+                print(
+                    f"{name:9} {what:16} {update:13} {timing['seconds'] * 1e3:8.3f} ms, "
+                    f"{timing['of_floor']:.2f}x the floor"
+                )
+            result[what] = {"floor_seconds": floor, "timings": timings}
+        for update, why in rejected.items():
+            print(f"{name:9} {update} gets no figure: {why}")
+        sys.stdout.flush()
+        results.append(result | {"rejected": rejected})
+        if record:
+            settings = {"precision": arguments.precision, "tokens": arguments.tokens, "bytes_per_second": bandwidth}
+            record.write(settings | {"results": results})
 
 
 if __name__ == "__main__":
