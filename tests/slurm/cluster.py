@@ -95,7 +95,13 @@ class Cluster:
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def story(self, job):
-        return f"job {job} is {self.field(job, 'JobState')}; its log:\n{self.log(job)}"
+        processes = subprocess.run(
+            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:24,args"], capture_output=True, text=True, check=False
+        ).stdout
+        running = [line[:200] for line in processes.splitlines() if re.search("srun|slurmstepd|preflight|train", line)]
+        return "\n".join(
+            [f"job {job} is {self.field(job, 'JobState')}; its log:", self.log(job), "processes:", *running]
+        )
 
     def processes(self, attempt=None, rank=None):
         """Process ids of a job's Python processes, by attempt and rank."""
