@@ -124,13 +124,15 @@ patiently() {
 
 # step MODULE ARGS...: run it on every rank, and wait for its end whatever signals come; sets STEP_STATUS.
 # What a run recorded decides, not this status: after signals srun's is unreliable.
+# --overlap: where Slurm has not yet missed the step before, srun would wait for a message that now and then is lost, and
+# look again after SlurmctldTimeout only, two minutes.
 step() {
   local module=$1
   shift
   # shellcheck disable=SC2086
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
-    --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block --kill-on-bad-exit=1 --unbuffered \
+    --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block --kill-on-bad-exit=1 --unbuffered --overlap \
     $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
     $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &

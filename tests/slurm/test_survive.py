@@ -166,6 +166,16 @@ def test_a_two_node_run_equals_a_run_without_slurm_and_a_one_process_run(cluster
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+def test_a_step_that_still_holds_the_nodes_does_not_delay_the_ranks(cluster, start):
+    # As the preflight's may: srun would wait until Slurm tells it that the step has ended, or for two minutes.
+    job = start(
+        overrides={"train.steps": 2, "schedule.warmup_steps": 0},
+        site=('[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &', "sleep 2"),
+    )
+    finish(cluster, job, timeout=100)
+    assert step_of(start.run) == 2
+
+
 @slow
 def test_usr1_to_the_ranks_and_to_the_script_saves_and_requeues_and_the_copy_of_the_code_runs_on(cluster, start, whole):
     job = start()
