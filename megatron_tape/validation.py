@@ -174,6 +174,10 @@ def _validate_optimizer(config: RunConfig) -> None:
         "or 3, or precision to fp32",
     )
     refuse(
+        config.model.attention_backend == "flash_attn" and config.train.precision == "fp32",
+        "model.attention_backend is flash_attn, which computes in bf16, and train.precision is fp32; change either",
+    )
+    refuse(
         config.deepspeed.offload_optimizer and stage == 0,
         "deepspeed.offload_optimizer is true with deepspeed.zero_stage 0; set zero_stage to 1, 2 or 3",
     )

@@ -276,6 +276,8 @@ def test_what_can_run_is_accepted(world_size, changes):
           "model__position_encoding": "rope"}),
         ("train.global_batch_size 16 is not divisible by train.micro_batch_size 2 times 3 data-parallel", 3, {}),
         ("train.precision bf16 with deepspeed.zero_stage 0", 1, {"deepspeed__zero_stage": 0}),
+        ("attention_backend is flash_attn, which computes in bf16, and train.precision is fp32", 1,
+         {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
         ("deepspeed.offload_optimizer is true with deepspeed.zero_stage 0", 1,
          {"deepspeed__zero_stage": 0, "train__precision": "fp32", "deepspeed__offload_optimizer": True}),
         ("schedule.warmup_steps 101 exceeds train.steps 100", 1, {"schedule__warmup_steps": 101}),

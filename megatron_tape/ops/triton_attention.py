@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_tape.ops.triton_rotation import last_contiguous, load_rows, rotated, rotated_backward, store_rows, strides
 
+MAX_HEADS = 65535
+"""Of all sequences together: the second axis of a grid goes no further."""
+
 
 @triton.jit
 def _seen(queries, keys, starts, offset, T, PACKED: tl.constexpr):
@@ -343,9 +346,14 @@ def attention(
     """Rotate q (S, B, H, D) and k (T, B, G, D) by z, if asked for, and average v and, if `average_state`, z.
 
     z (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document begins and the
-    next one does. Returns o (S, B, H, D) and u, its like, or None. Only where S = T can z rotate.
+    next one does. Returns o (S, B, H, D) and u, its like, or None. Only where S = T can z rotate. Raises ValueError for
+    more heads of all sequences together than a launch takes.
     """
+    B, H = q.shape[1:3]
+    if B * H > MAX_HEADS:
+        raise ValueError(f"{B} sequences of {H} heads are more than the {MAX_HEADS} heads of one launch; take fewer")
     z = z.expand(*k.shape) if z is not None and (rotate or average_state) else None
     starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
-    out = _Attention.apply(q, k, v, z, starts, ends, rotate and z is not None, average_state)
+    with torch.cuda.device_of(q):
+        out = _Attention.apply(q, k, v, z, starts, ends, rotate and z is not None, average_state)
     return out if average_state else (out, None)

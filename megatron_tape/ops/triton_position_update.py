@@ -170,4 +170,5 @@ def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG:
     if len(types) > 1:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
         raise ValueError(f"the fused position update wants tensors of one type, and got {names}")
-    return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+    with torch.cuda.device_of(z_NGD):
+        return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)

@@ -166,6 +166,9 @@ def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
     x = torch.zeros(5, 1, 2, 32)
     with pytest.raises(ValueError, match="triton, which computes bfloat16 wrong where it is interpreted"):
         attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
+    many = x[:1].expand(1, 2**15, 2, 32)
+    with pytest.raises(ValueError, match="32768 sequences of 2 heads are more than the 65535 heads of one launch"):
+        attention(many, many, many, None, backend="triton")
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
     with pytest.raises(ValueError, match="triton, which needs a GPU, and this runs on cpu"):
         attention(x, x, x, None, backend="triton")
