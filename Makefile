@@ -19,7 +19,7 @@ test: $(STAMP) $(PLAIN_STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile
+	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/slurm -n 3
 endif
 

@@ -17,3 +17,10 @@ else:
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+LONGEST = ("test_training.py", "test_resuming.py", "test_demo.py", "test_export.py", "test_train_command.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest, so that no worker of pytest-xdist is left with one at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -61,4 +61,4 @@ def test_bf16_stays_near_fp32(equal, size):
 def test_the_loss_falls(equal):
     rows = equal[1]["tp1_zero1"]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
-    assert rows[9]["validation_loss"] < rows[4]["validation_loss"]
+    assert rows[-1]["validation_loss"] < rows[len(rows) // 2 - 1]["validation_loss"]
