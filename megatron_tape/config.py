@@ -315,8 +315,11 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
             from megatron_tape.validation import validate
 
             validate(config, world_size=config.parallel.tensor_model_parallel_size)
-    except (jsonargparse.ArgumentError, ConfigError) as error:
-        print(f"error: {_advised(_one_sentence(str(error)), sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
+    except (jsonargparse.ArgumentError, ConfigError, UnicodeDecodeError) as error:
+        words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+        message = _one_sentence(str(error))
+        file = _file_of(message, words)
+        print(f"error: {f'{file}: ' if file else ''}{_advised(message, words)}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
         print(f"# {config.model.parameter_count():,} parameters, {config.model.flops_per_token():,} FLOPs per token")
@@ -352,6 +355,7 @@ def _one_sentence(message: str) -> str:
         (r"^Group '([^']*)' does not accept option '([^']*)'$", r"unknown key \1.\2"),
         (r"^Option '([^']*)' is not accepted$", r"unknown key \1"),
         (r"^unrecognized arguments:", "unknown key or argument"),
+        (r"^Unexpected config:.*", "expected sections such as model: and data:, each with keys"),
         (r"^Parser key \"([^\"]*)\":", r"\1:"),
         (r"Does not validate against any .*?Subtypes: \[(.*?)\] Errors: .* Given value: ", r"Expected \1. Got value: "),
         (r"(?:typing\.)?Literal\[([^\]]*)\]", r"one of \1"),
@@ -364,9 +368,33 @@ def _one_sentence(message: str) -> str:
     return message
 
 
+def _file_of(message: str, argv: list[str]) -> str | None:
+    """Return the `--config` file that the parser's message is about, where it is about one and does not name it."""
+    import yaml
+
+    key = re.search(r"\b(\w+)\.(\w+)\b", message)
+    files = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    files += [word for option, word in zip(argv, argv[1:]) if option == "--config"]
+    for file in reversed(files):
+        try:
+            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return file
+        if file in message:
+            return None
+        if not isinstance(content, dict):
+            return file
+        section = content.get(key[1]) if key else None
+        if isinstance(section, dict) and key[2] in section and not any(word.startswith(f"--{key[0]}") for word in argv):
+            return file
+    return None
+
+
 def _advised(message: str, argv: list[str]) -> str:
     """Add what helps with the two most usual mistakes: a misspelt key, and no recipe."""
-    if "arguments are required" in message and not any(str(word).startswith("--config") for word in argv):
+    if "arguments are required" in message and not any(word.startswith("--config") for word in argv):
         return (
             "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
         )
