@@ -133,9 +133,17 @@ def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict
         def tape_sdpa(kernel: SDPBackend | None, length: int) -> Candidate:
             return lambda q, k, v, z: tuple(sdpa(rotate(q, z), rotate(k, z), (v, z), kernel))
 
+        def tape_sdpa_widened(kernel: SDPBackend | None, length: int) -> Candidate:
+            def attend(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+                (averages,) = sdpa(rotate(q, z), rotate(k, z), (torch.cat([v, z], dim=-1),), kernel)
+                return averages.chunk(2, dim=-1)
+
+            return attend
+
         kernels = {"sdpa": None, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
         for name, kernel in kernels.items():
             found[f"rope {name}"], found[f"tape {name}"] = partial(rope_sdpa, kernel), partial(tape_sdpa, kernel)
+            found[f"tape {name} widened"] = partial(tape_sdpa_widened, kernel)
         found["tape flex"] = partial(flex, rotate, device)
     else:
         rejected["flex"] = "is compiled for GPUs only here"
@@ -152,14 +160,19 @@ def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: to
     return [x.requires_grad_() for x in (q, k, v, z)]
 
 
-def run(candidate: Candidate, tensors: list[Tensor], backward: bool) -> None:
-    """Run forward, and backward from a gradient of ones."""
-    with torch.set_grad_enabled(backward):
-        outputs = [x for x in candidate(*tensors) if x is not None]
-    if backward:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-        for tensor in tensors:
-            tensor.grad = None
+def runner(candidate: Candidate, tensors: list[Tensor], backward: bool) -> Callable[[], None]:
+    """Return what runs `candidate` forward, and backward from gradients of ones, made in its first run."""
+    wanted, directions = [*tensors, *getattr(candidate, "weights", [])], []
+
+    def once() -> None:
+        with torch.set_grad_enabled(backward):
+            outputs = [x for x in candidate(*tensors) if x is not None]
+        if backward:
+            if not directions:
+                directions.extend(torch.ones_like(x) for x in outputs)
+            torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
+
+    return once
 
 
 def check_parity(name: str, make: Factory, heads: int, groups: int, dim: int, dtype, device, length: int) -> str | None:
@@ -207,6 +220,7 @@ def layer(name: str, candidate: Candidate, heads: int, groups: int, dim: int, dt
             u = (fused_update if fused else plain_update)(*states, *matrices)
         return out, u
 
+    whole.weights = [qkv, proj, *((gate, *matrices) if update else ())]
     return whole
 
 
@@ -217,6 +231,9 @@ def measure(
     (heads, groups, dim), dtype = shape, DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // length)
     factories, rejected = candidates(dim, dtype, device)
+    if arguments.only:
+        wanted = {f"tape {name}" for name in arguments.only}
+        factories = {name: make for name, make in factories.items() if name.startswith("rope") or name in wanted}
     found: dict[str, Candidate] = {}
     for name, make in factories.items():
         if why := check_parity(name, make, heads, groups, dim, dtype, device, length):
@@ -234,7 +251,7 @@ def measure(
             kinds[what] = {n: layer(n, f, heads, groups, dim, dtype, device, update) for n, f in found.items()}
     for what, functions in kinds.items():
         for backward in (False, True):
-            runs = {name: partial(run, f, tensors, backward) for name, f in functions.items()}
+            runs = {name: runner(f, tensors, backward) for name, f in functions.items()}
             timings, failed = timed(runs, arguments.repetitions, device)
             direction = f"{what} {'forward+backward' if backward else 'forward'}"
             rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
@@ -308,8 +325,13 @@ def main() -> None:
         "--lengths", nargs="+", type=positive, default=lengths if on_gpu else lengths[:1], metavar="N",
         help="tokens of a sequence; longer ones than --tokens make a batch of one (here by default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="TAPE's candidates, such as triton (default: all)")
     add_arguments(parser, on_gpu, repetitions=10)
     arguments = parser.parse_args()
+    names = candidates(64, DTYPES[arguments.precision], device)[0]
+    known = {name.removeprefix("tape ") for name in names if name.startswith("tape")}
+    if unknown := set(arguments.only or ()) - known:
+        parser.error(f"--only {' '.join(sorted(unknown))}: here are {', '.join(sorted(known))}")
     peak = matmul_peak(DTYPES[arguments.precision], device)
     print(f"matmul: {peak / 1e12:.2f} TFLOP/s")
     record = recorder("attention", arguments)

@@ -47,12 +47,12 @@ def inputs(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype, de
     ]
 
 
-def run(update, tensors: list[Tensor], backward: bool) -> None:
-    """Run forward, and backward from a gradient of ones."""
-    with torch.set_grad_enabled(backward):
+def run(update, tensors: list[Tensor], direction: Tensor | None) -> None:
+    """Run forward, and backward from the gradient `direction`, if there is one."""
+    with torch.set_grad_enabled(direction is not None):
         out = update(*tensors)
-    if backward:
-        torch.autograd.grad(out, tensors, torch.ones_like(out))
+    if direction is not None:
+        torch.autograd.grad(out, tensors, direction)
 
 
 def traffic(tensors: list[Tensor], backward: bool) -> int:
@@ -115,7 +115,8 @@ def main() -> None:
         result: dict = {"shape": name}
         for backward in (False, True):
             what = "forward+backward" if backward else "forward"
-            functions = {n: partial(run, u, tensors, backward) for n, u in updates.items()}
+            direction = torch.ones_like(tensors[0]) if backward else None
+            functions = {n: partial(run, u, tensors, direction) for n, u in updates.items()}
             floor = traffic(tensors, backward) / bandwidth
             timings, failed = timed(functions, arguments.repetitions, device)
             rejected |= {f"{update}, {what}": why for update, why in failed.items()}

@@ -26,7 +26,7 @@ def positive(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: int) -> None:
     """Add what the benchmarks of kernels have in common."""
     parser.add_argument(
-        "--tokens", type=positive, default=16384 if on_gpu else 2048, help="in a batch (here by default: %(default)s)"
+        "--tokens", type=positive, default=65536 if on_gpu else 2048, help="in a batch (here by default: %(default)s)"
     )
     parser.add_argument(
         "--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="(here by default: %(default)s)"
@@ -45,7 +45,9 @@ def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
 
 
 def reason(error: Exception) -> str:
-    """Say an error in one line."""
+    """Say an error in one line; raise it again if after it nothing on the GPU can be trusted."""
+    if isinstance(error, getattr(torch, "AcceleratorError", ())):
+        raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 

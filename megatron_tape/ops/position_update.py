@@ -18,10 +18,10 @@ SHARED_MEMORY = 96 * 1024
 def fits_fused(groups: int, heads: int, head_dim: int, inner: int, dtype: torch.dtype) -> bool:
     """Tell whether the fused kernels' matrices fit `SHARED_MEMORY`.
 
-    The backward pass takes the most; the three factors are read off compiled kernels, a few percent too high or low.
+    The backward pass takes the most; the factors are read off compiled kernels, a few percent too high or low.
     """
     G, H, D, P = (max(16, 1 << (n - 1).bit_length()) for n in (groups, heads, head_dim, inner))
-    return dtype.itemsize * (3 * G * P + 3 * H * D + 4 * G * D) <= SHARED_MEMORY
+    return dtype.itemsize * (3 * G * P + 3 * H * D + 4 * G * D + G * H) <= SHARED_MEMORY
 
 
 def plain_update(

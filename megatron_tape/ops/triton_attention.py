@@ -2,8 +2,11 @@
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension. Flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D multiply-adds
-forward instead of D + D, and 7/5 as many backward. What is saved for the backward pass: q, k, v, z, both outputs and
-one log-sum-exp for each query. The plain form to compare with is `megatron_tape.reference.attend`.
+forward instead of D + D, and backward 7D instead of 5D, or 8D where heads are wider than 64. Gradients of queries are
+then added up by all blocks of keys, in whatever order they come, so that their last bits differ from run to run; under
+`torch.use_deterministic_algorithms` a kernel of their own takes care of them, at 10D. What is saved for the backward
+pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
+`megatron_tape.reference.attend`.
 """
 
 import math
@@ -23,9 +26,9 @@ MAX_HEADS = 65535
 @triton.jit
 def _seen(queries, keys, starts, offset, T, PACKED: tl.constexpr):
     """Whether query s, which is token s + offset, sees key t: not a later one, and none before its document."""
-    seen = (keys[None, :] <= queries[:, None] + offset) & (keys[None, :] < T)
+    seen = (keys <= queries + offset) & (keys < T)
     if PACKED:
-        seen = seen & (keys[None, :] >= starts[:, None])
+        seen = seen & (keys >= starts)
     return seen
 
 
@@ -42,7 +45,8 @@ def _forward_blocks(
         k = load_rows(K, k_base, keys, k_row, columns, T, D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASKED:
-            scores = tl.where(_seen(queries, keys, starts, offset, T, PACKED), scores, float("-inf"))
+            seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, T, PACKED)
+            scores = tl.where(seen, scores, float("-inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
         # A row that has seen nothing yet has no largest score to subtract.
         shift = tl.where(now == float("-inf"), 0.0, now)
@@ -127,23 +131,30 @@ def _delta(
 
 @triton.jit
 def _backward_keys(
-    Q, K, V, Z, DO, DU, LSE, DELTA, STARTS, ENDS, DK, DV, DZ, scale,
+    Q, K, V, Z, DO, DU, LSE, DELTA, STARTS, ENDS, DK, DV, DZ, DQ, scale,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, z_row, z_batch, z_head,
     o_row, o_batch, o_head, dk_row, dk_batch, dk_head,
     S, T, H, G,
     PER_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    VALUES: tl.constexpr, STATE: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys and values, from all later queries of all heads of the group."""
+    """Gradients of one block of keys, from all later queries of all heads of the group.
+
+    VALUES stores those of values, and with STATE those of the averaged state; KEYS those of keys; QUERIES adds to those
+    of queries, in fp32. Scores are (keys, queries), so that the products with p and ds need no transposed registers.
+    """
     block = tl.program_id(0)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     keys, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     offset = T - S
     k = load_rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
-    v = load_rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
-    z = v
-    if WIDE:
-        z = load_rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
+    v = k
+    z = k
+    if KEYS:
+        v = load_rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
+        if WIDE:
+            z = load_rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dz = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -151,35 +162,48 @@ def _backward_keys(
     high = S
     if PACKED:
         high = tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset
+    # `scale` holds the logarithm's base as well.
+    factor = scale * 0.6931471805599453
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
         line = (batch * H + head) * S
+        o_base = batch * o_batch + head * o_head
         for first in range(low, high, BLOCK_S):
             queries = first + tl.arange(0, BLOCK_S)
             q = load_rows(Q, batch * q_batch + head * q_head, queries, q_row, columns, S, D)
-            do = load_rows(DO, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
             lse = tl.load(LSE + line + queries, mask=queries < S, other=float("inf"))
-            delta = tl.load(DELTA + line + queries, mask=queries < S, other=0.0)
             starts = queries
             if PACKED:
                 starts = tl.load(STARTS + batch * T + offset + queries, mask=queries < S, other=0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            seen = _seen(queries, keys, starts, offset, T, PACKED)
-            p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-            dv += tl.dot(tl.trans(p).to(do.dtype), do, input_precision=PRECISION)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+            seen = _seen(queries[None, :], keys[:, None], starts[None, :], offset, T, PACKED)
+            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            do = load_rows(DO, o_base, queries, o_row, columns, S, D)
+            du = do
             if WIDE:
-                du = load_rows(DU, batch * o_batch + head * o_head, queries, o_row, columns, S, D)
-                dz += tl.dot(tl.trans(p).to(du.dtype), du, input_precision=PRECISION)
-                dp += tl.dot(du, tl.trans(z), input_precision=PRECISION)
-            ds = p * (dp - delta[:, None])
-            dk += tl.dot(tl.trans(ds).to(q.dtype), q, input_precision=PRECISION)
+                du = load_rows(DU, o_base, queries, o_row, columns, S, D)
+            if VALUES:
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+                if STATE:
+                    dz = tl.dot(p.to(du.dtype), du, dz, input_precision=PRECISION)
+            if KEYS:
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                if WIDE:
+                    dp = tl.dot(z, tl.trans(du), dp, input_precision=PRECISION)
+                delta = tl.load(DELTA + line + queries, mask=queries < S, other=0.0)
+                ds = (p * (dp - delta[None, :])).to(q.dtype)
+                dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+                if QUERIES:
+                    dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * factor
+                    at = DQ + o_base + queries.to(tl.int64)[:, None] * o_row + columns[None, :]
+                    tl.atomic_add(at, dq, mask=(queries[:, None] < S) & (columns[None, :] < D), sem="relaxed")
     base = batch * dk_batch + group * dk_head
-    # `scale` holds the logarithm's base as well.
-    store_rows(DK, base, keys, dk_row, columns, T, dk * (scale * 0.6931471805599453), D)
-    store_rows(DV, base, keys, dk_row, columns, T, dv, D)
-    if WIDE:
-        store_rows(DZ, base, keys, dk_row, columns, T, dz, D)
+    if KEYS:
+        store_rows(DK, base, keys, dk_row, columns, T, dk * factor, D)
+    if VALUES:
+        store_rows(DV, base, keys, dk_row, columns, T, dv, D)
+        if STATE:
+            store_rows(DZ, base, keys, dk_row, columns, T, dz, D)
 
 
 @triton.jit
@@ -216,7 +240,8 @@ def _backward_queries(
         k = load_rows(K, batch * k_batch + group * k_head, keys, k_row, columns, T, D)
         v = load_rows(V, batch * v_batch + group * v_head, keys, v_row, columns, T, D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        p = tl.where(_seen(queries, keys, starts, offset, T, PACKED), tl.exp2(scores - lse[:, None]), 0.0)
+        seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, T, PACKED)
+        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if WIDE:
             z = load_rows(Z, batch * z_batch + group * z_head, keys, z_row, columns, T, D)
@@ -227,20 +252,39 @@ def _backward_queries(
     store_rows(DQ, base, queries, o_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
-# Queries and keys of a tile, warps, stages, for heads of up to 64 and of more. In bf16 none spills registers on compute
-# capability 9.0, and all fit the shared memory of 8.6 (seen in the binaries, not measured).
+# Queries and keys of a tile, warps, stages, for heads of up to 64 and of more, with and without much shared memory; the
+# backward kernel's keys say what it computes. Chosen by the binaries for capabilities 9.0 and 8.6 (not measured): none
+# of those that train serializes its matrix instructions or spills more than a few registers.
 _TILES = {
-    "forward": ((128, 64, 8, 3), (128, 64, 8, 2)),
-    "keys": ((64, 64, 4, 2), (32, 64, 8, 2)),
-    "queries": ((128, 64, 8, 2), (64, 32, 8, 2)),
+    True: {
+        "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
+        (True, True, True): ((64, 128, 8, 2), None),
+        (True, False, False): (None, (64, 128, 8, 2)),
+        (False, True, True): (None, (64, 128, 8, 2)),
+        (True, True, False): ((64, 128, 8, 2), (32, 128, 8, 2)),
+        "queries": ((128, 64, 8, 2), (128, 64, 8, 2)),
+    },
+    False: {
+        "forward": ((128, 64, 8, 3), (64, 64, 8, 2)),
+        (True, True, True): ((32, 64, 4, 2), None),
+        (True, False, False): (None, (64, 64, 8, 2)),
+        (False, True, True): (None, (64, 32, 8, 2)),
+        (True, True, False): ((64, 32, 8, 2), (64, 32, 8, 2)),
+        "queries": ((128, 64, 8, 2), (32, 64, 8, 2)),
+    },
 }
 _TILE_FP32 = (32, 32, 4, 1)
 
 
-def _tile(kernel: str, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
+def _roomy(device: torch.device) -> bool:
+    """Whether the GPU has 227 KiB of shared memory a program, not 99: compute capability 9 and 10."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
-    wide = any(x.dtype is torch.float32 for x in tensors)
-    queries, keys, warps, stages = _TILE_FP32 if wide else _TILES[kernel][D > 64]
+    fp32 = any(x.dtype is torch.float32 for x in tensors)
+    queries, keys, warps, stages = _TILE_FP32 if fp32 else _TILES[_roomy(tensors[0].device)][kernel][D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
     return queries, keys, {"num_warps": warps, "num_stages": stages}
 
@@ -262,12 +306,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
         turned_q, turned_k = _turned(q, k, z, ctx.rotate)
+        needed = ctx.needs_input_grad[3]
         dq, dk, dv, dz = attend_backward(
-            turned_q, turned_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends
+            turned_q, turned_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends, needed
         )
         if ctx.rotate:
-            dz = rotated_backward(q, k, z, dq, dk, dz, ctx.needs_input_grad[3])
-        return dq, dk, dv, dz, None, None, None, None
+            dq, dz = rotated_backward(q, k, z, dq, dk, dz, needed)
+        return dq.to(q.dtype), dk, dv, dz, None, None, None, None
 
 
 def _turned(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tensor, Tensor]:
@@ -296,17 +341,21 @@ def attend(
     return o, u, lse
 
 
-def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends):
-    """Return the gradients of rotated q and k, of v, and of z as a value, from those of o and u."""
+def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
+    """Return the gradients of rotated q (perhaps in fp32) and k, of v, and of z as a value, if `needed`."""
     S, B, H, D = q.shape
     T, G = k.shape[0], k.shape[2]
     do = do.contiguous()
     du = do if z is None else du.contiguous()
-    wide, packed = z is not None, starts is not None
+    wide, packed, repeatable = z is not None, starts is not None, _repeatable()
+    needed = needed and wide
     z = v if z is None else z
-    dq = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
+    if repeatable:
+        dq = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
+    else:
+        dq = torch.zeros(S, B, H, D, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(T, B, G, D, dtype=x.dtype, device=q.device) for x in (k, v))
-    dz = torch.empty(T, B, G, D, dtype=z.dtype, device=q.device) if wide else dv
+    dz = torch.empty(T, B, G, D, dtype=z.dtype, device=q.device) if needed else dv
     delta = torch.empty_like(lse)
     starts, ends = (starts, ends) if packed else (lse, lse)
     block_d = max(16, triton.next_power_of_2(D))
@@ -316,17 +365,35 @@ def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends):
     )
     of_inputs = (*strides(q), *strides(k), *strides(v), *strides(z), *strides(o))
     scale = D**-0.5 / math.log(2)
-    block_s, block_t, launch = _tile("keys", D, S, q, z)
-    _backward_keys[(triton.cdiv(T, block_t), B * G)](
-        q, k, v, z, do, du, lse, delta, starts, ends, dk, dv, dz, scale, *of_inputs, *strides(dk), S, T, H, G,
-        BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
-    )  # fmt: skip
-    block_s, block_t, launch = _tile("queries", D, S, q, z)
-    _backward_queries[(triton.cdiv(S, block_s), B * H)](
-        q, k, v, z, do, du, lse, delta, starts, dq, scale, *of_inputs, S, T, H,
-        BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
-    )  # fmt: skip
-    return dq, dk, dv, dz if wide else None
+    for values, keys, queries in _backward_passes(D, repeatable):
+        block_s, block_t, launch = _tile((values, keys, queries), D, S, q, z)
+        _backward_keys[(triton.cdiv(T, block_t), B * G)](
+            q, k, v, z, do, du, lse, delta, starts, ends, dk, dv, dz, dq, scale, *of_inputs, *strides(dk), S, T, H, G,
+            BLOCK_S=block_s, BLOCK_T=block_t, VALUES=values, STATE=needed, KEYS=keys, QUERIES=queries,
+            **common, **launch,
+        )  # fmt: skip
+    if repeatable:
+        block_s, block_t, launch = _tile("queries", D, S, q, z)
+        _backward_queries[(triton.cdiv(S, block_s), B * H)](
+            q, k, v, z, do, du, lse, delta, starts, dq, scale, *of_inputs, S, T, H,
+            BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
+        )  # fmt: skip
+    return dq, dk, dv, dz if needed else None
+
+
+def _repeatable() -> bool:
+    """Whether gradients of queries shall be summed in one order always."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool], ...]:
+    """Return what each launch of `_backward_keys` computes: gradients of values, of keys, of queries.
+
+    Wide heads take two launches, which compute the scores twice: the sums of all would not fit a program's registers.
+    """
+    if repeatable:
+        return ((True, True, False),)
+    return ((True, True, True),) if D <= 64 else ((True, False, False), (False, True, True))
 
 
 def _precision(q: Tensor) -> str:

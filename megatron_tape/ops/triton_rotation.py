@@ -58,12 +58,12 @@ def _rotate_backward_one(
 
 @triton.jit
 def _rotate_backward(
-    Q, K, Z, DQ, DK, DZ, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
+    Q, K, Z, DQ, DQ_OUT, DK, DZ, q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
     dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, S, G,
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of rotated queries and keys, in place, into those of queries and keys; add the state's."""
+    """Turn the gradients of rotated queries and keys into those of queries and keys; add the state's."""
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
@@ -78,7 +78,7 @@ def _rotate_backward(
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
         dz_re, dz_im = _rotate_backward_one(
-            Q, DQ, DQ, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head, rows, q_row, dq_row,
+            Q, DQ, DQ_OUT, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head, rows, q_row, dq_row,
             columns, S, z_re, z_im, dz_re, dz_im, F,
         )  # fmt: skip
     dz_re, dz_im = _rotate_backward_one(
@@ -114,19 +114,21 @@ def rotated(x: Tensor, z: Tensor) -> Tensor:
 
 def rotated_backward(
     q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dz: Tensor | None, needed: bool
-) -> Tensor | None:
-    """Turn, in place, the gradients of rotated q and k into those of q and k; return z's, if it is `needed`.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of q, in its type, and of z, if it is `needed`, from those of rotated q and k.
 
-    `dz` is what z's gradient is so far, if it has other roles; it is added to.
+    That of k replaces dk, and that of q replaces dq if it has q's type. `dz` is what z's gradient is so far, if it has
+    other roles; it is added to.
     """
     S, B, G, D = k.shape
     averaged = dz is not None
     if dz is None:
         dz = torch.empty_like(dk, dtype=z.dtype) if needed else dk
+    dq_out = dq if dq.dtype == q.dtype else torch.empty_like(dq, dtype=q.dtype)
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 2048 // block_f // 2)
     _rotate_backward[(triton.cdiv(S, block_s), B * G)](
-        q, k, z, dq, dk, dz, *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk),
+        q, k, z, dq, dq_out, dk, dz, *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk),
         S, G, q.shape[2] // G, D // 2, block_f, block_s, averaged, needed,
     )  # fmt: skip
-    return dz if needed else None
+    return dq_out, dz if needed else None

@@ -40,6 +40,16 @@ def test_attention_is_timed_beside_rope_and_recorded(recorded, monkeypatch):
     assert short["rejected"].items() >= why.items()
 
 
+def test_chosen_candidates_are_timed_beside_every_rope(recorded, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "LONGEST_LAYER", 0)
+    (result,) = recorded(attention, "--shapes", "2x32", "--lengths", "16", "--only", "released")
+    names = set(result["attention forward"]["timings"])
+    assert "rope torch" in names and {name for name in names if name.startswith("tape")} == {"tape released"}
+    with pytest.raises(SystemExit):
+        run(monkeypatch, attention, "--only", "relaesed")
+    assert "--only relaesed: here are released, " in capsys.readouterr().err
+
+
 def test_what_is_not_exact_gets_no_figure(recorded, monkeypatch, capsys):
     exact = attention.with_backend
 
@@ -76,6 +86,14 @@ def test_what_fails_gets_no_figure_and_stops_nothing(monkeypatch):
     timings, failed = timing.timed(functions, 5, torch.device("cpu"))
     assert timings["works"]["repetitions"] == 5 and set(timings) == {"works"}
     assert set(failed) == {"fails at once", "fails later"} and "no room" in failed["fails later"]
+
+
+def test_a_fault_of_the_gpu_after_which_nothing_counts_ends_it():
+    def call():
+        raise torch.AcceleratorError("illegal memory access")
+
+    with pytest.raises(torch.AcceleratorError):
+        timing.timed({"faulty": call}, 5, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
