@@ -13,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+PROGRAMS = 4
+"""For each multiprocessor, at most: each loads the matrices once, and writes its part of their gradients once."""
+
 TOKENS = 16
-"""Tokens of one program, for which the matrices are loaded once."""
+"""Of one program, at least."""
 
 
 @triton.jit
@@ -42,10 +45,10 @@ def _mixed(z, u, mixing, FULL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _forward(
-    Z, U, GATE, MIXING, UP, DOWN, OUT, N,
+    Z, U, GATE, MIXING, UP, DOWN, OUT, N, tokens,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    TOKENS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
@@ -54,8 +57,8 @@ def _forward(
         mixing = _matrix(MIXING, groups, heads, G, H)
     else:
         mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
-    first = tl.program_id(0).to(tl.int64) * TOKENS
-    for token in range(first, tl.minimum(first + TOKENS, N)):
+    first = tl.program_id(0).to(tl.int64) * tokens
+    for token in range(first, tl.minimum(first + tokens, N)):
         gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
         silu = gate * tl.sigmoid(gate)
         M = tl.dot((down * silu[None, :]).to(down.dtype), up, input_precision=PRECISION)
@@ -68,10 +71,10 @@ def _forward(
 
 @triton.jit
 def _backward(
-    Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N,
+    Z, U, GATE, MIXING, UP, DOWN, DOUT, DZ, DU, DGATE, DMIXING, DUP, DDOWN, N, tokens,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    TOKENS: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
     columns, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
@@ -86,8 +89,8 @@ def _backward(
     dup = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
     ddown = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
     program = tl.program_id(0).to(tl.int64)
-    first = program * TOKENS
-    for token in range(first, tl.minimum(first + TOKENS, N)):
+    first = program * tokens
+    for token in range(first, tl.minimum(first + tokens, N)):
         gate = tl.load(GATE + token * P + inner, mask=inner < P, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
@@ -135,21 +138,27 @@ class _Update(torch.autograd.Function):
         tensors = ctx.saved_tensors
         z, u, gate, mixing, up, down = tensors
         dz, du, dgate = torch.empty_like(z), torch.empty_like(u), torch.empty_like(gate)
-        programs = triton.cdiv(len(z), TOKENS)
+        programs = triton.cdiv(len(z), _tokens(z))
         sums = [torch.empty(programs, *x.shape, dtype=torch.float32, device=x.device) for x in (mixing, up, down)]
         _launch(_backward, *tensors, dout.contiguous(), dz, du, dgate, *sums)
         return dz, du, dgate, *(x.sum(0).to(x_of.dtype) for x, x_of in zip(sums, (mixing, up, down)))
 
 
+def _tokens(z: Tensor) -> int:
+    """Return how many tokens a program takes."""
+    multiprocessors = torch.cuda.get_device_properties(z.device).multi_processor_count if z.is_cuda else 1
+    return max(TOKENS, triton.cdiv(len(z), PROGRAMS * multiprocessors))
+
+
 def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
     N, G, D = z.shape
-    H, P = u.shape[1], gate.shape[1]
+    H, P, tokens = u.shape[1], gate.shape[1], _tokens(z)
 
     def block(n: int) -> int:
         return max(16, triton.next_power_of_2(n))
 
-    kernel[(triton.cdiv(N, TOKENS),)](
-        z, u, gate, mixing, *tensors, N, G, H, D, P, block(G), block(H), block(D), block(P), TOKENS,
+    kernel[(triton.cdiv(N, tokens),)](
+        z, u, gate, mixing, *tensors, N, tokens, G, H, D, P, block(G), block(H), block(D), block(P),
         mixing.dim() == 2, "ieee" if z.dtype is torch.float32 else "tf32",
         num_warps=8 if block(G) * block(P) > 2048 else 4,
     )  # fmt: skip

@@ -197,8 +197,8 @@ def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(
     "tokens, groups, heads, dim, inner, full",
-    [(1, 2, 4, 32, 6, True), (33, 3, 6, 80, 7, True), (17, 4, 4, 96, 16, False), (16, 12, 12, 64, 48, True),
-     (5, 8, 32, 128, 128, True)],
+    [(1, 2, 4, 32, 6, True), (33, 3, 6, 80, 7, True), (75, 2, 4, 32, 6, True), (17, 4, 4, 96, 16, False),
+     (16, 12, 12, 64, 48, True), (5, 8, 32, 128, 128, True)],
 )  # fmt: skip
 def test_position_update(tokens, groups, heads, dim, inner, full, dtype):
     inputs = update_inputs(tokens, groups, heads, dim, inner, dtype, full)
