@@ -160,17 +160,24 @@ def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: to
     return [x.requires_grad_() for x in (q, k, v, z)]
 
 
-def runner(candidate: Candidate, tensors: list[Tensor], backward: bool) -> Callable[[], None]:
-    """Return what runs `candidate` forward, and backward from gradients of ones, made in its first run."""
-    wanted, directions = [*tensors, *getattr(candidate, "weights", [])], []
+def runner(candidate: Candidate, tensors: list[Tensor], backward: bool, ones: dict) -> Callable[[], None]:
+    """Return what runs `candidate` forward, and backward from gradients of ones.
+
+    Those are made in a first run, and kept in `ones` for all candidates.
+    """
+    wanted = [*tensors, *getattr(candidate, "weights", [])]
+
+    def like(x: Tensor) -> Tensor:
+        kind = (x.shape, x.stride(), x.dtype)
+        if kind not in ones:
+            ones[kind] = torch.ones_like(x)
+        return ones[kind]
 
     def once() -> None:
         with torch.set_grad_enabled(backward):
             outputs = [x for x in candidate(*tensors) if x is not None]
         if backward:
-            if not directions:
-                directions.extend(torch.ones_like(x) for x in outputs)
-            torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
+            torch.autograd.grad(outputs, wanted, [like(x) for x in outputs], allow_unused=True)
 
     return once
 
@@ -251,7 +258,8 @@ def measure(
             kinds[what] = {n: layer(n, f, heads, groups, dim, dtype, device, update) for n, f in found.items()}
     for what, functions in kinds.items():
         for backward in (False, True):
-            runs = {name: runner(f, tensors, backward) for name, f in functions.items()}
+            ones: dict = {}
+            runs = {name: runner(f, tensors, backward, ones) for name, f in functions.items()}
             timings, failed = timed(runs, arguments.repetitions, device)
             direction = f"{what} {'forward+backward' if backward else 'forward'}"
             rejected |= {f"{name}, {direction}": why for name, why in failed.items()}

@@ -318,7 +318,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     except (jsonargparse.ArgumentError, ConfigError, UnicodeDecodeError) as error:
         words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
         message = _one_sentence(str(error))
-        file = _file_of(message, words)
+        file = _file_of(message, parser, words)
         print(f"error: {f'{file}: ' if file else ''}{_advised(message, words)}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
@@ -340,7 +340,8 @@ def _check_sections(path: str) -> None:
     import yaml
 
     sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
-    for name, keys in yaml.safe_load(Path(path).read_text(encoding="utf-8")).items():
+    # Only names matter here, so nothing is read as a number or a date.
+    for name, keys in yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader).items():
         refuse(name not in sections, f"unknown key {name} in {path}; remove it")
         refuse(not isinstance(keys, dict), f"{name} is {keys!r} in {path}; give it keys, or remove it for its defaults")
         for key in keys:
@@ -368,27 +369,18 @@ def _one_sentence(message: str) -> str:
     return message
 
 
-def _file_of(message: str, argv: list[str]) -> str | None:
-    """Return the `--config` file that the parser's message is about, where it is about one and does not name it."""
-    import yaml
+def _file_of(message: str, parser: Any, argv: list[str]) -> str | None:
+    """Return the `--config` file of which alone the parser says `message`, if there is one."""
+    import jsonargparse
 
-    key = re.search(r"\b(\w+)\.(\w+)\b", message)
-    files = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    files += [word for option, word in zip(argv, argv[1:]) if option == "--config"]
-    for file in reversed(files):
+    files = [following for word, following in zip(argv, [*argv[1:], ""]) if word == "--config"]
+    files += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    for file in files:
         try:
-            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        except (yaml.YAMLError, UnicodeDecodeError):
-            return file
-        if file in message:
-            return None
-        if not isinstance(content, dict):
-            return file
-        section = content.get(key[1]) if key else None
-        if isinstance(section, dict) and key[2] in section and not any(word.startswith(f"--{key[0]}") for word in argv):
-            return file
+            parser.parse_args([f"--config={file}"])
+        except (jsonargparse.ArgumentError, UnicodeDecodeError) as error:
+            if _one_sentence(str(error)) == message and "required" not in message and file not in message:
+                return file
     return None
 
 

@@ -159,21 +159,24 @@ def test_an_argument_that_cannot_be_is_named_in_one_line(parse, capsys, argv, me
         (b"model: {", "while parsing a flow node"),
         (b"model: {num_layers: \xff}", "'utf-8' codec can't decode"),
         (b"- 3", "expected sections such as model: and data:"),
+        (b"model:", "expected sections such as model: and data:"),
+        (b"model: {num_layers: 2024-13-45}", "model.num_layers: expected int, not 2024-13-45"),
         (b"", "expected sections such as model: and data:"),
     ],
 )
 def test_a_mistake_in_one_of_two_files_names_the_file(tmp_path, capsys, content, message):
     wrong, right = tmp_path / "wrong.yaml", tmp_path / "right.yaml"
     wrong.write_bytes(content)
-    right.write_text("train: {steps: 3}")
+    right.write_text("train: {steps: 3}\nmodel: {num_layers: 3}\nlogging: {sample_prompt: 2024-13-45}")
     for files in ([wrong, right], [right, wrong]):
         with pytest.raises(SystemExit):
             parse_run_config([word for file in files for word in ("--config", str(file))])
         told = capsys.readouterr().err
         assert told.startswith(f"error: {wrong}: ") and message in told and told.count("\n") == 1
-    with pytest.raises(SystemExit):
-        parse_run_config([f"--config={right}", "--model.num_layers=wide"])
-    assert "error: model.num_layers: expected int" in capsys.readouterr().err
+    for words in (["--train.steps=wide", f"--config={wrong}"], [f"--config={right}", "--train.steps=wide"]):
+        with pytest.raises(SystemExit):
+            parse_run_config(words)
+        assert capsys.readouterr().err.startswith("error: train.steps: expected int")
 
 
 def test_an_unknown_key_in_a_file_is_named(parse, capsys):

@@ -70,13 +70,19 @@ def check_fused_kernels(
     averages = model.num_position_updates > 0
     starts = [[3 * LENGTH // 8], [5 * LENGTH // 8 + 1]]
     bounds = document_bounds(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
+    tensors = [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)]
+    # The first layer's state needs no gradient, and the last layer's is not averaged: both are compiled apart.
+    layers = {"": (averages, True), " in the first layer": (averages, False), " in the last layer": (False, averages)}
     checks = {
-        f"attention{' of packed documents' * packed}": (
-            partial(_attention, averages, bounds if packed else None, "triton"),
-            partial(_attention, averages, bounds if packed else None, "torch"),
-            [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)],
+        f"attention{' of packed documents' * packed}{where}": (
+            *(
+                partial(_attention, average, bounds if packed else None, backend, None if learned else tensors[3])
+                for backend in ("triton", "torch")
+            ),
+            tensors if learned else tensors[:3],
         )
         for packed in (False, True)
+        for where, (average, learned) in layers.items()
     }
     if averages and fits_fused(groups, heads, dim, P, dtype):
         mixing = (groups, heads) if model.token_mixing == "full" else (heads,)
@@ -98,8 +104,12 @@ def check_fused_kernels(
             )
 
 
-def _attention(averages: bool, bounds: Tensor | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
-    return attention(*tensors, averages, bounds, backend)
+def _attention(
+    averages: bool, bounds: Tensor | None, backend: str, state: Tensor | None, *tensors: Tensor
+) -> Sequence[Tensor | None]:
+    """Attend, with a `state` that needs no gradient or with one among `tensors`."""
+    states = () if state is None else (state.to(tensors[0]),)
+    return attention(*tensors, *states, averages, bounds, backend)
 
 
 def _only(function: Callable[..., Tensor]) -> Function:

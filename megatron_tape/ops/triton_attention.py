@@ -273,7 +273,7 @@ _TILES = {
         "queries": ((128, 64, 8, 2), (32, 64, 8, 2)),
     },
 }
-_TILE_FP32 = (32, 32, 4, 1)
+_TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
 
 def _roomy(device: torch.device) -> bool:
@@ -284,7 +284,7 @@ def _roomy(device: torch.device) -> bool:
 def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
     fp32 = any(x.dtype is torch.float32 for x in tensors)
-    queries, keys, warps, stages = _TILE_FP32 if fp32 else _TILES[_roomy(tensors[0].device)][kernel][D > 64]
+    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[_roomy(tensors[0].device)][kernel])[D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
     return queries, keys, {"num_warps": warps, "num_stages": stages}
 
