@@ -1,6 +1,6 @@
 """Attention with TAPE, in every way there is, beside RoPE with the fastest attention on this machine.
 
-    python -m benchmarks.attention [--shapes 12x64 32/8x128] [--lengths 1024 4096] [--record]
+    python -m benchmarks.attention [--shapes 12x64 32/8x128] [--lengths 1024 4096] [--only triton sdpa] [--record]
 
 A candidate that cannot run here is named with the reason, one that gives other numbers than float64 gets no figure.
 Repetitions alternate between the candidates and medians are reported. `layers` are whole attention layers, projections
