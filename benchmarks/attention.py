@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import DTYPES, add_arguments, positive, reason, recorder, timed
+from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention, unsupported
 from megatron_tape.ops.parity import inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import rotate_groups
-from megatron_tape.reference import rope_phases
 
 Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Factory = Callable[[int], Candidate]

@@ -16,10 +16,10 @@ import time
 import torch
 
 from benchmarks.environment import record
-from megatron_tape.config import ModelConfig
-from megatron_tape.model import LanguageModel, transformer_config
-from megatron_tape.optimizer import parameter_groups
-from megatron_tape.parallel import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.training.optimizer import parameter_groups
 
 
 class Contestant:

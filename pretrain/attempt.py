@@ -23,7 +23,14 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_tape.attempts import (
+from megatron_tape.checkpoint.directories import list_checkpoints, problems, what_to_resume
+from megatron_tape.checkpoint.settings import check_same_model
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.data.inputs import check_datasets, check_inputs
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.run.attempts import (
     Attempt,
     checkpointed_step,
     crash_loop,
@@ -32,9 +39,6 @@ from megatron_tape.attempts import (
     read_attempts,
     write_record,
 )
-from megatron_tape.checkpoint_files import list_checkpoints, problems, what_to_resume
-from megatron_tape.config import ConfigError, RunConfig, parse_run_config, refuse, to_yaml
-from megatron_tape.validation import check_datasets, check_inputs, check_same_model, validate
 
 EXIT_TRY_AGAIN = 75
 """A file system that does not answer, where a configuration that cannot work ends with 2."""

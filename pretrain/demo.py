@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_tape.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 PROMPT = "def main("

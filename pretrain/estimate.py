@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from megatron_tape.config import ConfigError, RunConfig, parse_run_config
-from megatron_tape.estimate import Estimate, estimate
-from megatron_tape.validation import validate
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.costs import Estimate, estimate
+from megatron_tape.errors import ConfigError
 
 GIB = 2**30
 HEADROOM = 0.06

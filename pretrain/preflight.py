@@ -17,12 +17,14 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from megatron_tape import nodes
-from megatron_tape.attempts import REFUSED, Attempt
-from megatron_tape.config import ConfigError, RunConfig, parse_run_config
-from megatron_tape.estimate import estimate
-from megatron_tape.validation import validate
-from megatron_tape.watch import EXIT_INTERRUPTED
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.costs import estimate
+from megatron_tape.errors import ConfigError
+from megatron_tape.run import nodes
+from megatron_tape.run.attempts import REFUSED, Attempt
+from megatron_tape.run.watch import EXIT_INTERRUPTED
 from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20

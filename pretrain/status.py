@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.attempts import FINISHED, INTERRUPTED, AttemptRecord, last_error, read_attempts
-from megatron_tape.checkpoint_files import list_checkpoints, problems
+from megatron_tape.checkpoint.directories import list_checkpoints, problems
+from megatron_tape.run.attempts import FINISHED, INTERRUPTED, AttemptRecord, last_error, read_attempts
 
 SILENT_SECONDS = 60
 STARTING_SECONDS = 180

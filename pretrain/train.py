@@ -7,10 +7,13 @@ import time
 import warnings
 from pathlib import Path
 
-from megatron_tape.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt, StaleAttempt
-from megatron_tape.config import ConfigError, RunConfig, parse_run_config, to_yaml
-from megatron_tape.validation import check_datasets, check_inputs, load_run_tokenizer, validate
-from megatron_tape.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.data.inputs import check_datasets, check_inputs, load_run_tokenizer
+from megatron_tape.errors import ConfigError, StaleAttempt, TrainingStopped
+from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
+from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 
 logger = logging.getLogger("pretrain")
 
@@ -18,10 +21,6 @@ ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 """Names the attempt that a launcher has begun; without it the run begins one of its own."""
 LAST_SAVE_TRIES = 20
 LAST_SAVE_WAIT = 30.0
-
-
-class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
             watch.record_end(REFUSED, str(error))
         return 2
     _load_libraries(config, speaks)
-    from megatron_tape.checkpoint import CheckpointError
+    from megatron_tape.errors import CheckpointError
 
     try:
         reason = train(config, watch)
@@ -101,16 +100,16 @@ def train(config: RunConfig, watch: Watch) -> str | None:
     """
     import torch
 
-    from megatron_tape import checkpoint as checkpoints
-    from megatron_tape.data import build_batches
-    from megatron_tape.engine import Engine
+    from megatron_tape.checkpoint import state as checkpoints
+    from megatron_tape.data.batches import build_batches
     from megatron_tape.files import atomic_output
-    from megatron_tape.metrics import MetricsWriter
-    from megatron_tape.model import LanguageModel, transformer_config
+    from megatron_tape.model.language_model import LanguageModel, transformer_config
     from megatron_tape.ops.parity import check_fused_kernels
-    from megatron_tape.parallel import initialize_distributed, seed_everything
-    from megatron_tape.sampling import sample_text
-    from megatron_tape.schedule import learning_rate
+    from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+    from megatron_tape.run.metrics import MetricsWriter
+    from megatron_tape.training.engine import Engine
+    from megatron_tape.training.sampling import sample_text
+    from megatron_tape.training.schedule import learning_rate
 
     settings = config.train
     watch.progress("joining the other ranks")
@@ -278,7 +277,7 @@ def claim_attempt(config: RunConfig, layout) -> Attempt:
 
 def warn_of_other_tokenizer(checkpoint: Path, path: str) -> None:
     """Warn where an import brought a tokenizer, and the run's gives other ids."""
-    from megatron_tape.tokenizer import load_tokenizer
+    from megatron_tape.data.tokenizer import load_tokenizer
 
     text = "def f(x):\n    return 2 * x  # Grüße, 你好 1234"
     if (checkpoint / "tokenizer").is_dir():
@@ -296,7 +295,8 @@ def save(engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> 
 
     Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
     """
-    from megatron_tape.checkpoint import CheckpointError, save_checkpoint
+    from megatron_tape.checkpoint.state import save_checkpoint
+    from megatron_tape.errors import CheckpointError
 
     last = step == config.train.steps
     for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from models import build, random_tokens, small_model
 
-from megatron_tape.config import (
+from megatron_tape.config.schema import (
     DataConfig,
     DeepSpeedConfig,
     OptimizerConfig,
@@ -15,7 +15,7 @@ from megatron_tape.config import (
     RunConfig,
     TrainConfig,
 )
-from megatron_tape.engine import Engine
+from megatron_tape.training.engine import Engine
 
 
 def engine(tp, stage, precision):

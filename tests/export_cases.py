@@ -7,11 +7,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from training_cases import RECIPE, option, run, tp, zero
 
-from megatron_tape.checkpoint import find_checkpoint, load_weights
-from megatron_tape.config import parse_run_config
-from megatron_tape.model import LanguageModel, transformer_config
-from megatron_tape.parallel import initialize_distributed
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.checkpoint.state import find_checkpoint, load_weights
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.parallel.layout import initialize_distributed
 
 VOCABULARY = 400
 PADDED = 416

@@ -7,15 +7,16 @@ from pathlib import Path
 import torch.distributed as dist
 from bad_step_cases import batches, engine
 
-from megatron_tape import checkpoint_files
-from megatron_tape.attempts import Attempt
-from megatron_tape.checkpoint import CheckpointError, save_checkpoint
-from megatron_tape.config import (
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checkpoint.state import save_checkpoint
+from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
     RunConfig,
     TrainConfig,
 )
+from megatron_tape.errors import CheckpointError
+from megatron_tape.run.attempts import Attempt
 
 
 def main(folder):

@@ -3,11 +3,11 @@
 import torch
 from released import load
 
-from megatron_tape.config import ModelConfig
-from megatron_tape.model import LanguageModel, transformer_config
-from megatron_tape.parallel import initialize_distributed, seed_everything
-from megatron_tape.reference import ReferenceConfig
-from megatron_tape.weights import from_megatron, load_weights
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.model.reference import ReferenceConfig
+from megatron_tape.model.weights import from_megatron, load_weights
+from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 
 SMALL = dict(
     num_layers=3,

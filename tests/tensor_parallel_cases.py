@@ -5,8 +5,8 @@ import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_tape.parallel import sum_sequence_parallel_gradients
-from megatron_tape.weights import from_megatron, shard, to_megatron, unshard
+from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
+from megatron_tape.parallel.layout import sum_sequence_parallel_gradients
 
 VARIANTS = {
     "tape": {},

@@ -21,14 +21,14 @@ def main() -> None:
 def to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face model from a checkpoint of this project."""
     size = parse_size(arguments.max_shard_size)
-    from megatron_tape.huggingface.export import export
+    from megatron_tape.huggingface.to_hf.export import export
 
     export(arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer)
 
 
 def from_hf(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from a Hugging Face model."""
-    from megatron_tape.huggingface.llama_family import import_model
+    from megatron_tape.huggingface.from_hf.llama_family import import_model
 
     import_model(
         arguments.model,
@@ -46,7 +46,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
 
 def from_released(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from one of the TAPE authors' code."""
-    from megatron_tape.huggingface.released import import_released
+    from megatron_tape.huggingface.from_hf.released import import_released
 
     import_released(
         arguments.weights,

@@ -8,8 +8,8 @@ import argparse
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.indexed_dataset import IndexedDatasetReader
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ The result appears under its name only when it is complete. Memory does not grow
 import argparse
 import json
 
-from megatron_tape import command_line, shards
-from megatron_tape.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape import command_line
+from megatron_tape.data import shards
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
 
 
 def main() -> None:

@@ -17,11 +17,12 @@ import argparse
 import json
 import os
 
-from megatron_tape import command_line, shards
-from megatron_tape.documents import FORMATS, FilePart, Problems, find_inputs
-from megatron_tape.indexed_dataset import IndexedDatasetWriter
-from megatron_tape.preprocessing import Encoding, encode_files
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape import command_line
+from megatron_tape.data import shards
+from megatron_tape.data.documents import FORMATS, FilePart, Problems, find_inputs
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.data.preprocessing import Encoding, encode_files
+from megatron_tape.data.tokenizer import load_tokenizer
 
 
 def main() -> None:

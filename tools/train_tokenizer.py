@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 
 from megatron_tape import command_line
-from megatron_tape.documents import FORMATS, find_inputs, read_texts
+from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
 from megatron_tape.files import atomic_output
 
 # SentencePiece drops longer sentences; pieces are learnt from a few lines at a time.

@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_tape.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 
 _BESIDE = (
     "tokenizer_config.json",

@@ -2,7 +2,7 @@
 
 Queries and keys are rotated by the state z, and where it is asked for the map averages z beside the value: p @ [v | z].
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension. Megatron keeps the sequence first. The plain form to compare with is `megatron_tape.reference.attend`;
+head dimension. Megatron keeps the sequence first. The plain form to compare with is `model.reference.attend`;
 `naive` is that form.
 """
 
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape import reference
-from megatron_tape.config import ConfigError
+from megatron_tape.errors import ConfigError
+from megatron_tape.model import reference
 from megatron_tape.ops.rotation import rotate_groups
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_tape.config import ConfigError, ModelConfig
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention, document_bounds
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 

@@ -1,7 +1,7 @@
 """The complex product of queries and keys with the position state.
 
 A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pairs (j, j + F) of RoPE's rotate-half.
-The plain form to compare with is `megatron_tape.reference.rotate`.
+The plain form to compare with is `megatron_tape.model.reference.rotate`.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 torch's SDPA wants a value as wide as the key, and so runs once for each value. Here the values lie side by side, and
 the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and a pack of documents needs
-no S x S mask. Flash attention (Dao, 2023) without a kernel. The plain form is `megatron_tape.reference.attend`.
+no S x S mask. Flash attention (Dao, 2023) without a kernel. The plain form is `megatron_tape.model.reference.attend`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
 tokens), D head dimension.
 """

@@ -6,7 +6,7 @@ forward instead of D + D, and backward 7D instead of 5D, or 8D where heads are w
 then added up by all blocks of keys, in whatever order they come, so that their last bits differ from run to run; under
 `torch.use_deterministic_algorithms` a kernel of their own takes care of them, at 10D. What is saved for the backward
 pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
-`megatron_tape.reference.attend`.
+`megatron_tape.model.reference.attend`.
 """
 
 import math

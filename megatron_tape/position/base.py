@@ -5,7 +5,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_tape.config import ModelConfig
+from megatron_tape.config.schema import ModelConfig
 
 
 class PositionEncoding:

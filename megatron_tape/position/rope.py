@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_tape.model.reference import rope_frequencies, rope_phases
 from megatron_tape.position.base import PositionEncoding
-from megatron_tape.reference import rope_frequencies, rope_phases
 
 
 class RotaryPosition(PositionEncoding):

@@ -11,9 +11,9 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
+from megatron_tape.model.weights import initial_update
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.position.rope import RotaryPosition
-from megatron_tape.weights import initial_update
 
 logger = logging.getLogger(__name__)
 

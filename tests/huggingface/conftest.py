@@ -26,11 +26,11 @@ def exports(tmp_path_factory):
     """Random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megatron_tape.config import ModelConfig
+    from megatron_tape.config.schema import ModelConfig
     from megatron_tape.huggingface.configuration_tape import TapeConfig
-    from megatron_tape.huggingface.export import export, huggingface_config
-    from megatron_tape.huggingface.imported import write_imported
+    from megatron_tape.huggingface.from_hf.imported import write_imported
     from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+    from megatron_tape.huggingface.to_hf.export import export, huggingface_config
 
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train

@@ -22,8 +22,8 @@ from launch import run_group
 from released import FOLDER, load
 from safetensors.torch import load_file, save_file
 
-from megatron_tape.checkpoint_files import digest, list_checkpoints
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.checkpoint.directories import digest, list_checkpoints
+from megatron_tape.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
@@ -117,7 +117,7 @@ def write_text_data(folder):
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
     """Every run exported, and loaded by a process that has transformers and not this project."""
-    from megatron_tape.huggingface.export import export
+    from megatron_tape.huggingface.to_hf.export import export
 
     folder = tmp_path_factory.mktemp("exported")
     models = folder / "models"
@@ -223,7 +223,7 @@ def test_the_card_tells_the_training_facts(exported, trained):
 
 @pytest.mark.parametrize("chosen", ["run", "checkpoints", "step"])
 def test_a_run_its_checkpoints_and_a_step_mean_the_same(trained, exported, tmp_path, chosen):
-    from megatron_tape.huggingface.export import export
+    from megatron_tape.huggingface.to_hf.export import export
 
     run = trained / "tp1_zero1"
     path = {"run": run, "checkpoints": run / "checkpoints", "step": run / "checkpoints" / "step-00000004"}[chosen]
@@ -270,7 +270,7 @@ def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, kind):
 def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
     from transformers import AutoTokenizer
 
-    from megatron_tape.huggingface.export import export
+    from megatron_tape.huggingface.to_hf.export import export
 
     (tmp_path / "given").mkdir()
     write_tokenizer(tmp_path / "given" / "tokenizer.json")
@@ -351,7 +351,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_
 
 
 def test_nope_is_refused(tmp_path):
-    from megatron_tape.huggingface.released import import_released
+    from megatron_tape.huggingface.from_hf.released import import_released
 
     write_released(tmp_path, "nope")
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
@@ -380,7 +380,7 @@ def test_an_output_that_exists_is_left_alone(trained, tmp_path):
 
 
 def test_a_run_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path):
-    from megatron_tape.huggingface.saved_weights import find_checkpoint
+    from megatron_tape.huggingface.to_hf.saved_weights import find_checkpoint
 
     whole = trained / "tp1_zero0" / "checkpoints" / "step-00000004"
     shutil.copytree(whole, tmp_path / "checkpoints" / whole.name)
@@ -402,8 +402,8 @@ def write_released(folder, name):
 def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_path, name, mixing):
     from transformers import AutoModelForCausalLM
 
-    from megatron_tape.huggingface.export import export
-    from megatron_tape.huggingface.released import import_released
+    from megatron_tape.huggingface.from_hf.released import import_released
+    from megatron_tape.huggingface.to_hf.export import export
 
     _, _, rest = write_released(tmp_path, name)
     # As released checkpoints are, and as the reference data records them.
@@ -425,7 +425,7 @@ def test_released_pickles_need_permission(tmp_path):
     refused(tmp_path, "--allow-pickle", *arguments, "--output", tmp_path / "out")
     done = convert(*arguments, "--output", tmp_path / "out", "--allow-pickle")
     assert done.returncode == 0, done.stderr
-    from megatron_tape.huggingface.released import import_released
+    from megatron_tape.huggingface.from_hf.released import import_released
 
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "again")
     name = "tensors-tp00-dp00000.safetensors"
@@ -445,7 +445,7 @@ def test_released_pickles_need_permission(tmp_path):
     ],
 )
 def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, told):
-    from megatron_tape.huggingface.released import import_released
+    from megatron_tape.huggingface.from_hf.released import import_released
 
     config, _, _ = write_released(tmp_path, "adape")
     (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -458,8 +458,8 @@ def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, told
 def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(trained, tmp_path):
     import test_import
 
-    from megatron_tape.huggingface.export import export
-    from megatron_tape.huggingface.llama_family import import_model
+    from megatron_tape.huggingface.from_hf.llama_family import import_model
+    from megatron_tape.huggingface.to_hf.export import export
     from pretrain import train
 
     test_import.write_source(tmp_path / "source", "qwen3", vocab_size=405)
@@ -495,8 +495,8 @@ BIG = {
 
 def write_synthetic(step, size):
     """A checkpoint of zeros, without Adam's state, whose files have holes for their contents."""
-    from megatron_tape.config import ModelConfig
-    from megatron_tape.weights import parameter_shapes
+    from megatron_tape.config.schema import ModelConfig
+    from megatron_tape.model.weights import parameter_shapes
 
     model = ModelConfig(**BIG)
     assert model.parameter_count() > 1e9

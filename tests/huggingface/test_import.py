@@ -24,9 +24,9 @@ from transformers import (
 
 from megatron_tape.huggingface import llama_family
 from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.export import export
-from megatron_tape.huggingface.llama_family import import_model
-from megatron_tape.huggingface.saved_weights import open_weights
+from megatron_tape.huggingface.from_hf.llama_family import import_model
+from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 
 SIZES = dict(
     hidden_size=32,

@@ -24,7 +24,7 @@ from transformers import (
 
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
-from megatron_tape.reference import ReferenceConfig, forward, from_released
+from megatron_tape.model.reference import ReferenceConfig, forward, from_released
 
 SMALL = dict(
     vocab_size=64,

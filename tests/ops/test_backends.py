@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_tape.config import ConfigError
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops import attention as ops
 from megatron_tape.ops import tiled_attention
 from megatron_tape.ops.attention import attention, causal_mask, choose_backend, document_bounds

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_tape import reference
+from megatron_tape.model import reference
 from megatron_tape.ops.attention import attention, document_bounds
 from megatron_tape.ops.position_update import contextualize, mix_tokens
 from megatron_tape.ops.rotation import rotate, rotate_groups

@@ -10,7 +10,8 @@ import pytest
 import torch
 from ops_interpreter import DEVICE, rounding_to_nearest
 
-from megatron_tape.config import ConfigError, ModelConfig
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops import parity, triton_attention
 from megatron_tape.ops.attention import HEAD_DIMS, attention, document_bounds
 from megatron_tape.ops.parity import check_fused_kernels, inexact

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_tape.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 
 HEADER = 34
 

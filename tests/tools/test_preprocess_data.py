@@ -17,9 +17,9 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from tool_runs import ROOT, command, read_pair, write_lines
 
-from megatron_tape import preprocessing
-from megatron_tape.documents import Chunk
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.data import preprocessing
+from megatron_tape.data.documents import Chunk
+from megatron_tape.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture

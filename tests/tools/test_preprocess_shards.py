@@ -10,10 +10,10 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tool_runs import read_pair, write_lines
 
-from megatron_tape import documents
-from megatron_tape.documents import FilePart, parse_chunk, read_chunks
-from megatron_tape.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
-from megatron_tape.shards import Shard
+from megatron_tape.data import documents
+from megatron_tape.data.documents import FilePart, parse_chunk, read_chunks
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape.data.shards import Shard
 
 
 @pytest.fixture

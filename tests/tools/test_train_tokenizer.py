@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_tape.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

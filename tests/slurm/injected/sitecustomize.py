@@ -13,9 +13,9 @@ import time
 
 def inject():
     wishes = json.loads(os.environ["TEST_INJECT"])
-    while not hasattr(sys.modules.get("megatron_tape.engine"), "Engine"):
+    while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
         time.sleep(0.005)
-    engine = sys.modules["megatron_tape.engine"].Engine
+    engine = sys.modules["megatron_tape.training.engine"].Engine
     original, taken = engine.train_step, [0]
 
     def train_step(self, *arguments, **named):

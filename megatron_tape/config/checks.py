@@ -1,0 +1,191 @@
+"""What is refused before a process group or a parameter exists: settings that cannot work, files that are not there.
+
+Each refusal is one sentence that names the key, its value and the fix. Nothing here imports torch.
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from megatron_tape.config.schema import ModelConfig, RunConfig, blend, is_positive, split_shares
+from megatron_tape.errors import ConfigError, refuse
+
+
+def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
+    """Check types, choices and signs of one section; None passes where it stands for a derived value."""
+    for item in dataclasses.fields(section):
+        value, choices = getattr(section, item.name), get_args(item.type)
+        for kind, told in ((int, "a whole number"), (float, "a number"), (bool, "true or false")):
+            fine = (int, float) if kind is float else kind
+            # true is a whole number to Python.
+            if item.type is kind or (item.type == kind | None and value is not None):
+                wrong = not isinstance(value, fine) or (kind is not bool and isinstance(value, bool))
+                refuse(wrong, f"{name}.{item.name} is {value!r}; set it to {told}")
+        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
+            raise ConfigError(f"{name}.{item.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+        if item.name in positive and value is not None and not is_positive(value):
+            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to a number above 0")
+        if item.name in not_negative and value is not None and not (value == 0 or is_positive(value)):
+            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to 0 or a number above")
+
+
+def validate_model(model: ModelConfig) -> None:
+    """Raise `ConfigError` where the model's sizes do not fit each other."""
+    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
+    numbers = "kv_channels unpadded_vocab_size position_mlp_size norm_epsilon init_std"
+    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length"
+    positive = (*sizes.split(), *numbers.split(), *(f"rope_{name}" for name in rope.split()))
+    _check_section("model", model, positive)
+    heads, groups = model.num_attention_heads, model.query_groups
+    refuse(
+        model.kv_channels is None and model.hidden_size % heads != 0,
+        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either, "
+        "or set model.kv_channels",
+    )
+    refuse(
+        model.kv_channels is not None and model.head_dim % 2 != 0,
+        f"model.kv_channels {model.kv_channels} is odd, so heads have no rotary pairs; make it even",
+    )
+    refuse(
+        model.head_dim % 2 != 0,
+        f"model.hidden_size {model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width "
+        f"{model.head_dim}, which has no rotary pairs; change either",
+    )
+    refuse(
+        heads % groups != 0,
+        f"model.num_attention_heads {heads} is not divisible by model.num_query_groups {groups}; change either",
+    )
+    refuse(
+        model.token_mixing == "per_head" and groups != heads,
+        f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
+        f"{heads}; use token_mixing full",
+    )
+    refuse(
+        model.rope_low_freq_factor >= model.rope_high_freq_factor,
+        f"model.rope_low_freq_factor {model.rope_low_freq_factor} is not below model.rope_high_freq_factor "
+        f"{model.rope_high_freq_factor}; change either",
+    )
+    refuse(
+        (model.unpadded_vocab_size or 0) > model.vocab_size,
+        f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which has "
+        "its rows and the padding's; raise vocab_size",
+    )
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Raise `ConfigError` with one sentence where `config` cannot run on `world_size` processes.
+
+    Needs no process group and reads no file; `check_inputs` looks at files.
+    """
+    validate_model(config.model)
+    _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
+    _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
+    _check_section("parallel", config.parallel, ("tensor_model_parallel_size",))
+    _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
+    numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
+    _check_section("train", config.train, numbers.split(), ("seed",))
+    _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
+    _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
+    _check_section("data", config.data, (), ("num_workers",))
+    _validate_parallel(config, world_size)
+    _validate_optimizer(config)
+    _validate_data(config)
+
+
+def _validate_parallel(config: RunConfig, world_size: int) -> None:
+    model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
+    tensor_key = f"parallel.tensor_model_parallel_size {tensor_size}"
+    refuse(
+        world_size < 1 or world_size % tensor_size != 0,
+        f"the number of processes, {world_size}, is not divisible by {tensor_key}; start another number of processes "
+        "or change it",
+    )
+    shards = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
+    }
+    if config.parallel.uses_sequence_parallel:
+        shards["model.seq_length"] = model.seq_length
+    for key, size in shards.items():
+        refuse(size % tensor_size != 0, f"{key} {size} is not divisible by {tensor_key}; change either")
+    refuse(
+        tensor_size == 1 and config.parallel.uses_sequence_parallel,
+        f"parallel.sequence_parallel is true with {tensor_key}, so there is nothing to shard; set it to null",
+    )
+    refuse(
+        tensor_size > 1 and model.position_encoding == "tape" and not config.parallel.uses_sequence_parallel,
+        f"model.position_encoding tape with {tensor_key} needs parallel.sequence_parallel, since its position update "
+        "runs where tokens are sharded; set that to true or null",
+    )
+    refuse(
+        tensor_size > 1 and model.qk_norm and not config.parallel.uses_sequence_parallel,
+        f"model.qk_norm with {tensor_key} needs parallel.sequence_parallel, which adds up the norms' gradients; set "
+        "that to true or null",
+    )
+    data_size, train = world_size // tensor_size, config.train
+    refuse(
+        train.global_batch_size % (train.micro_batch_size * data_size) != 0,
+        f"train.global_batch_size {train.global_batch_size} is not divisible by train.micro_batch_size "
+        f"{train.micro_batch_size} times {data_size} data-parallel processes; change either",
+    )
+
+
+def _validate_optimizer(config: RunConfig) -> None:
+    optimizer, schedule, steps = config.optimizer, config.schedule, config.train.steps
+    stage = config.deepspeed.zero_stage
+    for key in ("beta1", "beta2"):
+        value = getattr(optimizer, key)
+        refuse(not 0 <= value < 1, f"optimizer.{key} is {value}; set it to at least 0 and below 1")
+    refuse(
+        optimizer.min_lr > optimizer.lr,
+        f"optimizer.min_lr {optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}; lower it",
+    )
+    refuse(
+        schedule.warmup_steps > steps,
+        f"schedule.warmup_steps {schedule.warmup_steps} exceeds train.steps {steps}; lower it",
+    )
+    refuse(
+        schedule.decay_steps is not None and schedule.kind != "wsd",
+        f"schedule.decay_steps {schedule.decay_steps} has no meaning for schedule.kind {schedule.kind}, which decays "
+        "until the last step; remove it or use kind wsd",
+    )
+    refuse(
+        schedule.warmup_steps + (schedule.decay_steps or 0) > steps,
+        f"schedule.warmup_steps {schedule.warmup_steps} and schedule.decay_steps {schedule.decay_steps} together "
+        f"exceed train.steps {steps}; lower either",
+    )
+    refuse(
+        config.train.precision == "bf16" and stage == 0,
+        "train.precision bf16 with deepspeed.zero_stage 0 keeps no fp32 copy of the weights; set zero_stage to 1, 2 "
+        "or 3, or precision to fp32",
+    )
+    refuse(
+        config.model.attention_backend == "flash_attn" and config.train.precision == "fp32",
+        "model.attention_backend is flash_attn, which computes in bf16, and train.precision is fp32; change either",
+    )
+    refuse(
+        config.deepspeed.offload_optimizer and stage == 0,
+        "deepspeed.offload_optimizer is true with deepspeed.zero_stage 0; set zero_stage to 1, 2 or 3",
+    )
+
+
+def _validate_data(config: RunConfig) -> None:
+    data, interval = config.data, config.train.eval_interval
+    blend(data.prefix)
+    validation_share = split_shares(data.split)[1]
+    refuse(
+        interval is not None and validation_share == 0,
+        f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
+        "second share or set eval_interval to null",
+    )
+    refuse(
+        data.reset_attention_mask and data.tokenizer is None,
+        "data.reset_attention_mask is true, but data.tokenizer, which knows the end-of-document id, is null; set it",
+    )
+    refuse(
+        interval is not None and config.logging.sample_tokens > 0 and data.tokenizer is None,
+        f"logging.sample_tokens is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, "
+        "is null; set it or set sample_tokens to 0",
+    )
+    refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")

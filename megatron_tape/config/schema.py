@@ -1,0 +1,332 @@
+"""Every setting of a run, as documented dataclasses filled from YAML and the command line.
+
+A run reads `--config recipe.yaml` and then `--section.key value` overrides, later ones winning; an unknown key is
+an error. `validate` refuses what cannot work before a process group or a parameter exists, and
+`check_inputs` looks at the files. Nothing here imports torch.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_tape.errors import ConfigError
+
+POSITION_ENCODINGS = ("tape", "rope", "nope")
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "naive")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The shape of the model; saved with every checkpoint."""
+
+    position_encoding: Literal[POSITION_ENCODINGS] = "tape"
+    """How attention learns where tokens are."""
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the hidden states (C)."""
+    ffn_hidden_size: int
+    """Inner width of the SwiGLU MLP."""
+    num_attention_heads: int
+    """Query heads (H)."""
+    num_query_groups: int | None = None
+    """Key/value groups (G); null means one per head."""
+    kv_channels: int | None = None
+    """Width of one head (D); null means hidden_size / num_attention_heads."""
+    qkv_bias: bool = False
+    """Add biases to the query, key and value projections, as Qwen2 does."""
+    qk_norm: bool = False
+    """RMSNorm on every head's query and key before they are rotated, as in Qwen3."""
+    seq_length: int
+    """Tokens per training sequence (S)."""
+    vocab_size: int
+    """Rows of the embedding: the tokenizer's pieces, rounded up as tensor parallelism needs."""
+    unpadded_vocab_size: int | None = None
+    """Rows that stand for tokens, which an export keeps; null means as many as the tokenizer has ids."""
+    position_mlp_size: int | None = None
+    """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
+    gate_input: Literal["mlp", "attention"] = "mlp"
+    """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
+    token_mixing: Literal["full", "per_head"] = "full"
+    """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling_type: Literal["linear", "llama3"] = "linear"
+    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) those of slow frequencies alone."""
+    rope_scaling_factor: float = 1.0
+    """What positions are divided by; 2 stretches a trained context twofold."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: frequencies that turn less often than this in rope_original_seq_length tokens are scaled in full."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
+    rope_original_seq_length: int = 8192
+    """llama3: tokens of the context before it was stretched."""
+    attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
+    """What computes attention: triton (our kernels for GPUs, of the position update, too), tiled (plain torch, made for
+    CPUs), torch (its SDPA), flash_attn or naive."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    tie_embeddings: bool = False
+    """Share one matrix between the input and the output embedding."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head (D)."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value groups (G)."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def position_mlp_width(self) -> int:
+        """Inner width of TAPE's position MLP (P)."""
+        return 4 * self.num_attention_heads if self.position_mlp_size is None else self.position_mlp_size
+
+    @property
+    def num_position_updates(self) -> int:
+        """Layers that rewrite the position state: under TAPE all but the last, whose update nothing would read."""
+        return self.num_layers - 1 if self.position_encoding == "tape" else 0
+
+    def parameter_count(self) -> int:
+        """Count the trainable numbers of the whole model."""
+        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
+        attention = (hidden + self.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
+        attention += 2 * dim * self.qk_norm
+        layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        mixing = heads * groups if self.token_mixing == "full" else heads
+        update = mixing + self.position_mlp_width * (hidden + 2 * groups)
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.num_position_updates * update + hidden
+
+    def flops_per_token(self) -> int:
+        """Matmul FLOPs of forward and backward for one token of a full sequence.
+
+        Two per multiply-add, the backward pass twice the forward one, `S / 2` keys per query (causal mean). TAPE
+        counts its widened value and the collapsed position MLP (form `M`, apply `M`) in every layer but the last.
+        """
+        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
+        inner, scores = self.position_mlp_width, heads * dim * self.seq_length // 2
+        projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+        layer = projections + 2 * scores + 3 * hidden * self.ffn_hidden_size
+        mixing = (heads * groups if self.token_mixing == "full" else heads) * dim
+        update = scores + mixing + inner * hidden + groups * groups * (inner + dim)
+        forward = self.num_layers * layer + self.num_position_updates * update + hidden * self.vocab_size
+        return 3 * 2 * forward
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """The tokens to train on, as Megatron's indexed datasets."""
+
+    prefix: dict[str, float] | list[float | str] | str
+    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: str | None = None
+    """Tokenizer that made the data; needed to sample text and to find document ends."""
+    reset_attention_mask: bool = False
+    """Keep packed documents from attending to each other."""
+    num_workers: int = 0
+    """Loader processes; 0 loads in the training process."""
+    cache_directory: str | None = None
+    """Where index maps are kept between runs; null means index_cache beside the first dataset."""
+
+    @property
+    def resolved_cache_directory(self) -> str:
+        """Directory of the index maps."""
+        return self.cache_directory or str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of the matrices."""
+    beta1: float = 0.9
+    """Decay of the gradient's mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's mean."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    clip_grad: float = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps: a linear warm-up, then one of four shapes."""
+
+    kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
+    """What follows the warm-up; wsd (warm-up, stable, decay) holds the peak and decays linearly at the end."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay_steps: int | None = None
+    """Length of wsd's final decay; null means 10 % of the steps."""
+    power: float = 1.0
+    """Exponent of the polynomial decay; 1 is linear."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How one copy of the model is spread over GPUs; what remains of the GPUs is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """GPUs that share every layer's matrices."""
+    sequence_parallel: bool | None = None
+    """Shard tokens, too, between matrices; null means exactly when tensor_model_parallel_size > 1."""
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether tokens are sharded over the tensor-parallel GPUs."""
+        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+@dataclass(kw_only=True)
+class DeepSpeedConfig:
+    """ZeRO over the data-parallel ranks."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """Shard nothing (0), optimizer state (1), gradients too (2), parameters too (3).
+
+    In bf16, stages 2 and 3 add up micro-batches in fp32, stage 1 in bf16."""
+    offload_optimizer: bool = False
+    """Keep optimizer state and its step in host memory."""
+    reduce_bucket_size: int = 500_000_000
+    """Numbers reduced at once; smaller takes less memory and more messages."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    steps: int
+    """Optimizer steps of the whole run."""
+    micro_batch_size: int = 1
+    """Sequences per GPU and forward pass."""
+    global_batch_size: int
+    """Sequences per optimizer step over all GPUs."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Arithmetic of the forward and backward pass."""
+    seed: int = 1234
+    """Seed of the weights and of the order of the data."""
+    recompute: Literal["none", "full"] = "none"
+    """Recompute every layer in the backward pass: a third more work for far fewer activations."""
+    eval_interval: int | None = None
+    """Steps between evaluations on the validation split; null means never."""
+    eval_steps: int = 10
+    """Global batches per evaluation."""
+    max_bad_steps: int = 5
+    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    hang_timeout: float | None = 1800.0
+    """Seconds after which a process in which nothing got done (no step, evaluation batch or save) dumps its stacks and
+    ends the attempt; the start-up has at least an hour. null means never."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When the state is saved, and what a run starts from."""
+
+    directory: str | None = None
+    """Where checkpoints go; null means checkpoints inside logging.directory."""
+    interval: int = 1000
+    """Steps between checkpoints; the last step is always saved. After a save that failed the next is due as usual."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    resume: str = "auto"
+    """auto continues from the newest whole checkpoint if there is one; none starts afresh, in a directory without later
+    ones; else the path of a checkpoint: one from elsewhere is where the run begins, and its own go before it."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What a run tells about itself."""
+
+    directory: str | None = None
+    """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
+    interval: int = 10
+    """Steps between logged steps."""
+    sample_tokens: int = 64
+    """Length of the text sampled at every evaluation; 0 means none."""
+    sample_prompt: str = "The"
+    """What the sampled text continues."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Train one model."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    train: TrainConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def config_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain dictionaries of every setting."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting as YAML that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(config_dict(config), sort_keys=False)
+
+
+def blend(prefix: dict[str, float] | list[float | str] | str) -> tuple[list[str], list[float] | None]:
+    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size)."""
+    if isinstance(prefix, str):
+        prefixes, weights = [prefix], None
+    elif isinstance(prefix, dict):
+        prefixes, weights = list(prefix), list(prefix.values())
+    elif all(isinstance(item, str) for item in prefix):
+        prefixes, weights = list(prefix), None
+    else:
+        weights, prefixes = list(prefix[0::2]), list(prefix[1::2])
+    well_formed = bool(prefixes) and all(isinstance(item, str) and item for item in prefixes)
+    if weights is not None:
+        well_formed &= len(weights) == len(prefixes) and all(is_positive(weight) for weight in weights)
+    if not well_formed:
+        raise ConfigError(
+            f"data.prefix is {prefix!r}; give a path, a list of paths, a mapping path: weight, or a list that "
+            "alternates weights and paths, with positive weights"
+        )
+    return prefixes, None if weights is None else [float(weight) for weight in weights]
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """Read `"969,30,1"` as the shares of training, validation and test, summing to 1."""
+    try:
+        numbers = [float(part) for part in str(split).split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or numbers[0] == 0:
+        raise ConfigError(
+            f"data.split is {split!r}; give three shares like 969,30,1 for training, validation and test, "
+            "none negative and the first above 0"
+        )
+    train, validation, test = (number / sum(numbers) for number in numbers)
+    return train, validation, test
+
+
+def is_positive(value: Any) -> bool:
+    """Tell whether a setting is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -1,0 +1,259 @@
+"""What a run needs, from its configuration alone: parameters, memory per GPU, FLOPs, tokens, disk. Imports no torch.
+
+Memory is what stays (weights, gradients, optimizer state, as DeepSpeed 0.19.8's ZeRO stages hold them) and what one
+micro-batch adds. The CUDA context, NCCL's buffers and fragmentation come on top: about 6 %. Attention is taken to keep
+no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel. The
+backends are counted as torch's; the fused kernels keep less.
+"""
+
+from dataclasses import dataclass
+
+from megatron_tape.config.schema import ModelConfig, RunConfig
+
+# DeepSpeed's default of stage3_max_live_parameters.
+LIVE_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one GPU from one micro-batch."""
+
+    layers: int
+    """Kept by the layers, the embedding and the last norm for the backward pass."""
+    logits: int
+    """Kept by the loss: the probabilities of all next tokens in fp32."""
+    working: int
+    """More at the peak: the logits or their gradient in bf16, or one layer recomputed and run backward."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a forward pass leaves for the backward pass."""
+        return self.layers + self.logits
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs; memory is in bytes on the fullest GPU and adds up to `peak`."""
+
+    parameters: int
+    """Trainable numbers of the whole model."""
+    parameters_per_rank: int
+    """Those that one tensor-parallel rank computes with, before ZeRO 3 shards them."""
+    weights: int
+    """Weights in the precision of the run."""
+    gradients: int
+    """Gradients summed over the micro-batches."""
+    optimizer: int
+    """Adam's two moments and, except under ZeRO 0, a copy of the weights, all in fp32."""
+    layer_activations: int
+    """What the layers keep for the backward pass of one micro-batch."""
+    logits: int
+    """What the loss keeps."""
+    buffers: int
+    """ZeRO's reduce buckets and, at stage 3, the weights gathered at one time."""
+    working: int
+    """More at the peak: in the backward pass, or else in the optimizer's step."""
+    host: int
+    """Bytes of pinned host memory per process under offload_optimizer."""
+    checkpoint_bytes: int
+    """One checkpoint: fp32 weights and moments; the little beside them is left out."""
+    checkpoints_bytes: int
+    """Disk space for the checkpoints kept and one more, which exists before the oldest is removed."""
+    flops_per_step: int
+    """Matmul FLOPs of forward and backward over the global batch; recomputation is not counted."""
+    flops_per_gpu: int
+    """The same, divided by the processes."""
+    tokens_per_step: int
+    """Tokens of one optimizer step."""
+    tokens: int
+    """Tokens of the whole run."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest GPU."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.layer_activations + self.logits + self.buffers + self.working
+
+
+def estimate(config: RunConfig, world_size: int) -> Estimate:
+    """Estimate a run of `config` on `world_size` processes, which `validation.validate` must have accepted."""
+    model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
+    data_size = world_size // tensor_size
+    held = parameters_per_rank(model, tensor_size)
+    weights, gradients, optimizer, buffers, step, host = _state(config, held, data_size)
+    kept = activations(
+        model,
+        train.micro_batch_size,
+        train.precision,
+        train.recompute,
+        tensor_size,
+        config.parallel.uses_sequence_parallel,
+        config.data.reset_attention_mask,
+    )
+    # A step begins when activations and most buffers are gone; ZeRO 3 is built from whole weights.
+    beside = kept.saved + buffers
+    built = held * _width(config) - (weights + gradients + optimizer)
+    checkpoint = 12 * tensor_size * held
+    tokens_per_step = train.global_batch_size * model.seq_length
+    flops_per_step = model.flops_per_token() * tokens_per_step
+    return Estimate(
+        parameters=model.parameter_count(),
+        parameters_per_rank=held,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        layer_activations=kept.layers,
+        logits=kept.logits,
+        buffers=buffers,
+        working=max(kept.working, step - beside, built - beside),
+        host=host,
+        checkpoint_bytes=checkpoint,
+        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        flops_per_step=flops_per_step,
+        flops_per_gpu=flops_per_step // world_size,
+        tokens_per_step=tokens_per_step,
+        tokens=tokens_per_step * train.steps,
+    )
+
+
+def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Count one tensor-parallel rank's numbers: matrices are divided, norms and TAPE's matrices are replicated."""
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
+    mixing = heads * groups if model.token_mixing == "full" else heads
+    update = mixing + model.position_mlp_width * (hidden + 2 * groups)
+    norms = 2 * hidden + 2 * model.head_dim * model.qk_norm
+    replicated = model.num_layers * norms + hidden + model.num_position_updates * update
+    return replicated + (model.parameter_count() - replicated) // tensor_size
+
+
+def activations(
+    model: ModelConfig,
+    micro_batch_size: int,
+    precision: str,
+    recompute: str = "none",
+    tensor_size: int = 1,
+    sequence_parallel: bool = False,
+    masked: bool = False,
+    fused_norms: bool = True,
+) -> Activations:
+    """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
+
+    In bf16 the softmax of the logits, attention's log-sums and the norms' scales are fp32 all the same; the position
+    state is bf16. `masked` adds the mask of packed documents. `fused_norms` is how GPUs run RMSNorm: without it, as on
+    CPUs, it keeps its input and a normalised copy in fp32.
+    """
+    width = 4 if precision == "fp32" else 2
+    tokens = model.seq_length * micro_batch_size
+    local = tokens // tensor_size if sequence_parallel else tokens
+    state = model.query_groups * model.head_dim
+    tape = model.num_position_updates > 0
+    norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
+
+    def layer(first: bool, last: bool) -> int:
+        moves, averages = tape and not first, tape and not last
+        attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
+        mlp = tokens * 5 * model.ffn_hidden_size // tensor_size * width
+        update = _update(model, local, tensor_size) * width if averages else 0
+        return 2 * norm + attention + mlp + update
+
+    layers = [layer(i == 0, i == model.num_layers - 1) for i in range(model.num_layers)]
+    inputs = 0 if model.position_encoding == "nope" else model.seq_length * model.head_dim * width
+    inputs += tokens * 8 + (model.seq_length * tokens if masked else 0)
+    recomputed = 0
+    if recompute == "full":
+        recomputed = max(layers)
+        layers = [local * width * (model.hidden_size + (state if tape and i > 0 else 0)) for i in range(len(layers))]
+    logits = tokens * model.vocab_size // tensor_size
+    softmax = 4 * logits + 9 * tokens
+    # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
+    backward = recomputed + tokens * 5 * model.ffn_hidden_size // tensor_size * width
+    return Activations(
+        layers=sum(layers) + inputs + norm,
+        logits=softmax,
+        working=max(2 * logits if width == 2 else 0, backward - softmax),
+    )
+
+
+def _attention(
+    model: ModelConfig,
+    batch: int,
+    width: int,
+    tensor_size: int,
+    masked: bool,
+    moves: bool,
+    averages: bool,
+    fused_norms: bool,
+) -> int:
+    """Count bytes kept by one layer's attention.
+
+    `moves`: the position state needs a gradient, so rotating keeps what it rotates. `averages`: the state is a second
+    value.
+    """
+    tokens = model.seq_length * batch
+    heads, groups, dim = model.num_attention_heads // tensor_size, model.query_groups // tensor_size, model.head_dim
+    grouped = heads > groups
+    projected = heads + 2 * groups
+    # Megatron cuts queries out of groups by a copy.
+    copied = heads if grouped and groups > 1 else 0
+    # What rotating, or attention itself without it, starts from stays only if the rotation needs a gradient.
+    read, normed = moves, 0
+    if model.qk_norm:
+        read = fused_norms or width == 4
+        normed = heads + groups if moves else 0
+    if model.position_encoding == "nope" and not model.qk_norm:
+        queries, keys = copied, 0
+    else:
+        queries, keys = heads + (copied if read else 0), groups
+    values = groups if moves else 0
+    if masked and grouped:
+        # Keys and values are repeated for every head; the projection's output stays where something is cut out of it.
+        keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
+        projected = projected if read or not queries else 0
+    calls = 2 if averages else 1
+    numbers = projected + queries + keys + values + normed + calls * heads
+    mask = calls * tokens * model.seq_length * width if masked else 0
+    norms = 0
+    if model.qk_norm:
+        # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
+        norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
+    return tokens * (numbers * dim * width + calls * 4 * heads + norms) + mask
+
+
+def _update(model: ModelConfig, local: int, tensor_size: int) -> int:
+    """Count numbers kept by one position update over `local` tokens, averaged state aside."""
+    groups, inner = model.query_groups, model.position_mlp_width
+    received = model.num_attention_heads * model.head_dim if tensor_size > 1 else 0
+    per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
+    return local * per_token + inner * groups * groups
+
+
+def _width(config: RunConfig) -> int:
+    return 4 if config.train.precision == "fp32" else 2
+
+
+def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int, int, int, int]:
+    """Return bytes of weights, gradients, optimizer state, buffers, the optimizer's step, and host memory."""
+    settings, width, part = config.deepspeed, _width(config), -(-held // data_size)
+    stage, bucket = settings.zero_stage, settings.reduce_bucket_size * width
+    weights = width * (part if stage == 3 else held)
+    if stage == 0:
+        # The step's square roots of the second moments.
+        return weights, 4 * held, 8 * held, 0, 4 * held, 0
+    gradients = width * held if stage == 1 else 4 * part
+    # ZeRO copies the weights even if they are fp32 already.
+    optimizer = 12 * part
+    # ZeRO 1 and 2 overlap filling one bucket with reducing the other.
+    buffers = bucket if stage == 3 else 2 * bucket
+    if stage == 3 and data_size > 1:
+        buffers += width * min(held, LIVE_PARAMETERS)
+    # An fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
+    step = (4 if stage == 2 and width == 2 else 8) * part + (bucket if stage == 3 else 0)
+    if not settings.offload_optimizer:
+        return weights, gradients, optimizer, buffers, step, 0
+    if stage == 3:
+        return weights, 0, 0, buffers, 0, (12 + 4 + 4) * part
+    model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
+    largest = width * model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) // tensor_size
+    # On the host: the state, its gradients, weights on their way back, gradients summed over micro-batches.
+    host = (12 + 4 + 2 * width) * part + largest
+    return weights, gradients if stage == 1 else 0, 0, buffers + largest, 0, host

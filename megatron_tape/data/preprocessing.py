@@ -1,0 +1,132 @@
+"""Documents to an indexed dataset, in parallel, with the same bytes whatever the number of processes.
+
+The parent cuts the input into chunks of raw bytes and writes; worker processes parse and tokenize. A bounded number
+of chunks is in flight and results are taken in order, so memory does not grow with the corpus.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_tape.data.documents import Chunk, FilePart, Problems, UnreadableFile, parse_chunk, read_chunks
+from megatron_tape.data.indexed_dataset import token_dtype
+from megatron_tape.data.tokenizer import Tokenizer
+
+CHUNKS_IN_FLIGHT = 3
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become tokens: `text_key` names them, `append_eod` ends each with the tokenizer's end of document."""
+
+    tokenizer: Tokenizer
+    text_key: str
+    append_eod: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type that tokens are stored in."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """The tokens of a chunk's good documents as bytes, the length of each (int32), and what is wrong with the others.
+
+    `text_bytes` counts UTF-8 bytes of text, `position` bytes of the inputs read so far.
+    """
+
+    tokens: bytes
+    lengths: np.ndarray
+    text_bytes: int
+    position: int
+    problems: Problems
+
+
+def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
+    """Parse and tokenize a chunk."""
+    texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
+    end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
+    parts, lengths = [np.empty(0, np.int32)], []
+    for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):
+        if len(ids):
+            parts += (ids, end)
+            lengths.append(len(ids) + len(end))
+        else:
+            problems.add("text without a token", chunk.place(number))
+    return EncodedChunk(
+        tokens=np.concatenate(parts).astype(encoding.dtype).tobytes(),
+        lengths=np.array(lengths, dtype=np.int32),
+        text_bytes=sum(len(text.encode("utf-8")) for text in texts),
+        position=chunk.position,
+        problems=problems,
+    )
+
+
+def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
+    """Yield the documents of `parts`, in order, encoded by `workers` processes.
+
+    A file that cannot be read to its end becomes a problem of a chunk without documents. Raises ChildProcessError when
+    a worker dies.
+    """
+    executor = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
+    )
+    try:
+        # Fork before anything here has started a thread.
+        executor.submit(os.getpid).result()
+        pending: deque[Future | UnreadableFile] = deque()
+        for chunk in read_chunks(parts, encoding.text_key, chunk_bytes):
+            pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
+            if len(pending) >= CHUNKS_IN_FLIGHT * workers:
+                yield _result(pending.popleft())
+        while pending:
+            yield _result(pending.popleft())
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            "a worker process died, as the kernel kills one when memory is short; use fewer --workers"
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _result(pending: Future | UnreadableFile) -> EncodedChunk:
+    if isinstance(pending, Future):
+        return pending.result()
+    problems = Problems()
+    problems.add("the rest of an unreadable file", str(pending))
+    return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
+
+
+_encoding: Encoding
+
+
+def _start_worker(encoding: Encoding) -> None:
+    global _encoding
+    _encoding = encoding
+    # Ctrl-C reaches every process of the terminal; only the parent acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # One process per core is all the parallelism there should be.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """End this worker when its parent is killed: it would wait for work for ever."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
+    return encode_chunk(chunk, _encoding)

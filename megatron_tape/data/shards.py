@@ -1,0 +1,161 @@
+"""Preprocessing in shards: which part of the inputs a shard holds, its name, and what it was made from.
+
+Shards are datasets of their own, `P.shard-00003-of-00008`. One after the other they are, byte for byte, what a single
+process would have written to P. Each carries its origin, so that shards of different inputs or settings never meet.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.data.documents import FilePart, is_cuttable
+from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
+from megatron_tape.data.preprocessing import Encoding
+from megatron_tape.files import refuse_existing
+
+CUT = """how --shard cuts the inputs: by their bytes on disk, in order. Uncompressed .jsonl and .json are cut between
+lines: a line belongs to the shard in whose bytes it begins. Every other file belongs whole to the shard in which it
+begins; for many shards of compressed text or parquet give many files. A shard may be empty."""
+
+# Counts up when the same inputs are cut in another way.
+_CUT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index`, from 0, of `count`."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Return the shard that "3/8" names; raises ValueError when it names none."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or int(match[1]) >= int(match[2]):
+            raise ValueError(f"--shard is {text!r}; give I/N with I from 0 to N - 1, such as 0/8")
+        return cls(int(match[1]), int(match[2]))
+
+    def prefix(self, prefix: str) -> str:
+        """Return the prefix of this shard of the dataset `prefix`."""
+        return f"{prefix}.shard-{self.index:05}-of-{self.count:05}"
+
+    def cut(self, paths: list[str]) -> list[FilePart]:
+        """Return this shard's part of the inputs; all shards together hold every document once, in order."""
+        sizes = [os.path.getsize(path) for path in paths]
+        first, stop = (sum(sizes) * index // self.count for index in (self.index, self.index + 1))
+        # Empty files at the end begin where nothing is left; they may be an error, which one shard must report.
+        stop += self.index == self.count - 1
+        parts, begin = [], 0
+        for path, size in zip(paths, sizes):
+            start, end = max(first - begin, 0), min(stop - begin, size)
+            if is_cuttable(path) and (start, end) != (0, size):
+                if start < end:
+                    parts.append(FilePart(path, start, end))
+            elif first <= begin < stop:
+                parts.append(FilePart(path))
+            begin += size
+        return parts
+
+
+def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
+    """Return the complete shards of the dataset `prefix`, in order.
+
+    Raises ValueError when there are shards of several counts and `count` does not choose.
+    """
+    found = []
+    for path in glob.glob(f"{glob.escape(prefix)}.shard-*-of-*.idx"):
+        if match := re.fullmatch(r"\.shard-(\d{5,})-of-(\d{5,})\.idx", path[len(prefix) :]):
+            found.append(Shard(int(match[1]), int(match[2])))
+    counts = sorted({shard.count for shard in found} if count is None else {count})
+    if len(counts) > 1:
+        numbers = " and of ".join(map(str, counts))
+        raise ValueError(f"there are shards of {numbers} of {prefix}; pass --count to choose")
+    return sorted((shard for shard in found if shard.count in counts), key=lambda shard: shard.index)
+
+
+def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, on_error: str) -> dict[str, Any]:
+    """Return all that a dataset's content depends on, as JSON knows it.
+
+    Raises ValueError for an input that is no regular file, since it cannot be cut.
+    """
+    inputs = {}
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is not a regular file; leave out --shard or write it to one")
+        status = os.stat(path)
+        inputs[path] = [status.st_size, status.st_mtime_ns]
+    return {
+        "tokenizer": [_sha256(tokenizer_path), encoding.tokenizer.vocab_size, encoding.tokenizer.eod],
+        "text_key": encoding.text_key,
+        "append_eod": encoding.append_eod,
+        "on_error": on_error,
+        "cut": _CUT_VERSION,
+        "inputs": inputs,
+    }
+
+
+def read_origin(prefix: str) -> dict[str, Any] | None:
+    """Return the origin of a dataset, or None if it has none; raises ValueError when it cannot be read."""
+    path = origin_path(prefix)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove the dataset {prefix} and make it again") from error
+
+
+def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
+    """Return whether the dataset exists and was made from `origin`; otherwise the way is free to write it.
+
+    Raises FileExistsError when something else is in the way and `overwrite` is false. What a killed writer of a
+    dataset with an origin left behind is not in the way.
+    """
+    bin_path, idx_path = dataset_paths(prefix)
+    theirs = read_origin(prefix)
+    if idx_path.exists() and theirs == origin:
+        return True
+    if not overwrite:
+        if theirs is None:
+            refuse_existing(idx_path, bin_path)
+        if idx_path.exists():
+            reason = difference(origin, theirs)
+            raise FileExistsError(f"{prefix} was made differently ({reason}); remove it or pass --overwrite")
+    return False
+
+
+def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+    """Say in what `found` first differs from the origin `wanted`."""
+    for key in wanted:
+        here, there = wanted[key], found.get(key)
+        if here == there:
+            continue
+        if key != "inputs" or not isinstance(there, dict):
+            return "with another tokenizer" if key == "tokenizer" else f"{key} {there!r} instead of {here!r}"
+        for path in (*here, *there):
+            if path not in there:
+                return f"without the input {path}"
+            if path not in here:
+                return f"from the input {path} too"
+            if here[path] != there[path]:
+                return f"from {path} before or after a change"
+    return "with its inputs in another order"
+
+
+def remove(prefix: str) -> None:
+    """Remove a dataset, its index first, so that what remains never looks whole."""
+    bin_path, idx_path = dataset_paths(prefix)
+    for path in (idx_path, bin_path, origin_path(prefix)):
+        path.unlink(missing_ok=True)
+
+
+def _sha256(tokenizer_path: str) -> str:
+    path = Path(tokenizer_path)
+    files = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()

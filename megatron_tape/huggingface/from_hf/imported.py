@@ -1,0 +1,165 @@
+"""Writes weights that came from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_tape import command_line
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
+from megatron_tape.model.weights import WRAPPED, parameter_shapes, to_megatron, whole_shapes
+
+TENSORS = "tensors-tp00-dp00000.safetensors"
+TOKENIZER = "tokenizer"
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class _Padded(Mapping):
+    """Weights of `model`, checked, with its padded vocabulary: rows added are the mean of all, which no token prefers.
+
+    Raises ValueError for a weight of another shape or type than the model's.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
+        self._weights, self._model, self._origin = weights, model, origin
+        self._shapes = whole_shapes(model)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, shape, rows = self._weights[name], self._shapes[name], self._model.vocab_size
+        if name in _VOCABULARY:
+            shape = (self._model.unpadded_vocab_size, *shape[1:])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{self._origin} gives {name} the shape {tuple(tensor.shape)}, and its settings ask for {shape}"
+            )
+        if tensor.dtype not in _TYPES:
+            raise ValueError(f"{self._origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
+        if name not in _VOCABULARY or len(tensor) == rows:
+            return tensor
+        mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
+
+    def __iter__(self):
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def write_imported(
+    output: str | Path,
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    origin: str,
+    tokenizer: Path | None = None,
+    unread: tuple[str, ...] = (),
+) -> None:
+    """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
+
+    The weights have `model.unpadded_vocab_size` rows, to which those up to `model.vocab_size` are added; an export
+    takes them away again. `weights` is asked for one parameter at a time and may read it only then. `origin` says where
+    they come from. The tokenizer in the directory `tokenizer`, if there is one, goes along as `OUTPUT/tokenizer`.
+    Raises ValueError where a weight is missing, of another shape, or not one of the model's, unless its name starts
+    with one of `unread`; then nothing is left behind.
+
+    The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings as
+    `OUTPUT/model.yaml` has them.
+    """
+    output = Path(output)
+    shapes = parameter_shapes(model)
+    _check(weights, model, origin, unread)
+    padded = _Padded(weights, model, origin)
+    with atomic_directory(output) as directory:
+        total = sum(size_in_bytes(shape, torch.float32) for shape in shapes.values())
+        progress, written = command_line.Progress(total), 0
+        prefixed = {f"weight/{WRAPPED}{name}": shape for name, shape in shapes.items()}
+        with TensorFile(directory / TENSORS, prefixed, torch.float32) as file:
+            for name, shape in shapes.items():
+                file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
+                written += size_in_bytes(shape, torch.float32)
+                progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
+        progress.end()
+        state = {
+            "step": 0,
+            "optimizer_steps": 0,
+            "consumed_samples": 0,
+            "progress": {"bad_steps": 0, "origin": origin},
+            "tensor_model_parallel_size": 1,
+            "data_parallel_size": 1,
+            "sharded": {},
+            "config": {"model": dataclasses.asdict(model)},
+        }
+        checkpoint_files.write_json(directory / "state.json", state)
+        _write_settings(directory / "model.yaml", model)
+        copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
+        entries = {}
+        for name in (TENSORS, "state.json", "model.yaml", *copied):
+            size, sha256 = checkpoint_files.digest(directory / name)
+            entries[name] = {"bytes": size, "sha256": sha256}
+        manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
+        checkpoint_files.write_json(directory / checkpoint_files.MANIFEST, manifest)
+    tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
+    command_line.say(
+        f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "
+        f"--config {output / 'model.yaml'} --checkpoint.resume {output} --logging.directory runs/NAME "
+        f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
+    )
+    if not copied:
+        command_line.say(f"there is no tokenizer in {output}: give the model's own as TOKENIZER, and to an export")
+
+
+def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
+    """Raise ValueError where names are not the model's."""
+    # A mapping that is asked whether it has a name may read the tensor.
+    expected, found = whole_shapes(model), set(weights)
+    if missing := [name for name in expected if name not in found]:
+        raise ValueError(f"{origin} lacks the parameter {missing[0]}")
+    embedding, head = _VOCABULARY
+    if model.tie_embeddings and head in found:
+        if not torch.equal(weights[embedding], weights[head]):
+            raise ValueError(f"{origin} holds a {head} of its own, and its settings say tie_word_embeddings")
+        found.remove(head)
+    for name in sorted(found):
+        # Older programs saved rotary frequencies, which follow from the settings.
+        if name not in expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{origin} holds {name}, which a model of its settings does not have")
+
+
+def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
+    """Copy the tokenizer in a directory, if one can be read there, and return the names of the copies."""
+    if source is None or not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
+        return []
+    try:
+        load_tokenizer(source)
+    except (ValueError, OSError) as error:
+        command_line.say(f"the tokenizer is left out: {error}")
+        return []
+    target.mkdir()
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+        sync_directory(target / name)
+    sync_directory(target)
+    return [f"{target.name}/{name}" for name in names]
+
+
+def _write_settings(path: Path, model: ModelConfig) -> None:
+    import yaml
+
+    path.write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}, sort_keys=False), encoding="utf-8")
+
+
+def padded_vocabulary(rows: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that holds `rows`; raises ValueError if `multiple` is below 1."""
+    if multiple < 1:
+        raise ValueError(f"--vocab-multiple is {multiple}; give 1 or more")
+    return -(-rows // multiple) * multiple

@@ -1,0 +1,212 @@
+"""Reads models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and exported TAPE models.
+
+A setting that would change what the model computes and has no counterpart here is refused by name. The `transformers`
+package is not needed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.from_hf.imported import padded_vocabulary, write_imported
+from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sentence, open_directory, read_settings
+from megatron_tape.model.weights import from_megatron, initial_update
+
+# What transformers takes where config.json is silent, as far as it is needed and does not follow from the rest.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32},
+    "qwen3": {
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "tape": {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5},
+}
+# What an architecture has whatever config.json says.
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": False, "use_sliding_window": False},
+    "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
+    "qwen2": {"attention_bias": True, "qk_norm": False},
+    "qwen3": {"qk_norm": True},
+    "tape": {"use_sliding_window": False},
+}
+_ONLY = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "is_causal": True,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+_LLAMA3 = {
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_seq_length": "original_max_position_embeddings",
+}
+_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)")
+
+
+def import_model(
+    source: str | Path,
+    output: str | Path,
+    position_encoding: str = "tape",
+    rope_scaling_factor: float = 1.0,
+    vocab_multiple: int = 1,
+    token_mixing: str = "full",
+    gate_input: str | None = None,
+    position_mlp_size: int | None = None,
+    seed: int = 1234,
+    allow_pickle: bool = False,
+) -> None:
+    """Write the model of transformers in the directory `source` as the new checkpoint `output`.
+
+    With `tape`, a model without TAPE gets its zero start, drawn with `seed`: its logits stay what they are. Positions
+    are divided by `rope_scaling_factor` besides what the model itself does, and its context grows as much. Raises
+    ValueError or OSError, in one sentence, where the model is not whole or has no counterpart here.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise FileNotFoundError(
+            f"model {source} is no directory; download the model into one: hf download OWNER/NAME --local-dir DIR"
+        )
+    path = source / "config.json"
+    settings = read_settings(path)
+    changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
+    with one_sentence(path):
+        model = _model(settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes)
+    weights = open_directory(source, allow_pickle)
+    if model.position_encoding == "tape" and settings["model_type"] != "tape":
+        weights = _ZeroStart(weights, model, seed)
+    write_imported(output, model, weights, f"the {settings['model_type']} model {source.resolve().name}", source)
+
+
+class _ZeroStart(Mapping):
+    """Weights of a model without TAPE, and TAPE's own as a fresh model has them."""
+
+    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
+        self._weights, self._model, self._seed = weights, model, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (match := _POSITION.fullmatch(name)) is None:
+            return self._weights[name]
+        drawn = initial_update(self._model, int(match[1]) + 1, self._seed)[match[2]]
+        return from_megatron(f"decoder.layers.{match[1]}.position_update.{match[2]}", drawn, self._model)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        for layer in range(self._model.num_position_updates):
+            for name in initial_update(self._model, layer + 1, self._seed):
+                yield f"model.layers.{layer}.position.{name}"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _model(
+    settings: dict[str, Any],
+    path: Path,
+    position_encoding: str,
+    rope_scaling_factor: float,
+    vocab_multiple: int,
+    token_mixing: str,
+    changes: dict[str, Any],
+) -> ModelConfig:
+    def refuse(key: str, fine: str) -> ValueError:
+        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {fine} can")
+
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise refuse("model_type", ", ".join(_DEFAULTS))
+    if kind == "tape" and position_encoding != "tape":
+        raise ValueError(f"{path} is of a TAPE model, which {position_encoding} would not be; use tape")
+    if position_encoding != "tape" and any(value is not None for value in changes.values()):
+        raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {position_encoding}")
+    # null is no setting, except that it turns a window off.
+    given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
+    settings = _DEFAULTS[kind] | given | _FIXED[kind]
+    check_sizes(settings, path)
+    for key, fine in _ONLY.items():
+        if settings.get(key, fine) != fine:
+            raise refuse(key, str(fine))
+    # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
+    if kind in ("llama", "qwen3") and settings["attention_bias"]:
+        raise refuse("attention_bias", "False")
+    # Qwen keeps a window's size in its settings even where none is used.
+    if settings.get("sliding_window") is not None and settings["use_sliding_window"]:
+        raise refuse("sliding_window", "None")
+    if any(layer != "full_attention" for layer in settings.get("layer_types", ())):
+        raise refuse("layer_types", "full_attention alone")
+    if kind == "tape":
+        for key, value in changes.items():
+            if value not in (None, settings.get(key)):
+                raise ValueError(f"{path} has {key} {settings.get(key)!r}, which cannot become {value!r}; leave it out")
+        changes = {key: settings.get(key) for key in changes}
+    heads = settings["num_attention_heads"]
+    model = ModelConfig(
+        position_encoding=position_encoding,
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        ffn_hidden_size=settings["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=settings.get("num_key_value_heads", heads),
+        kv_channels=settings.get("head_dim"),
+        qkv_bias=settings["attention_bias"],
+        qk_norm=settings["qk_norm"],
+        seq_length=int(settings["max_position_embeddings"] * rope_scaling_factor),
+        vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
+        unpadded_vocab_size=settings["vocab_size"],
+        token_mixing=token_mixing,
+        norm_epsilon=settings["rms_norm_eps"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        init_std=settings.get("initializer_range", 0.02),
+        **_rope(settings, path, rope_scaling_factor),
+        **{key: value for key, value in changes.items() if value is not None},
+    )
+    validate_model(model)
+    return model
+
+
+def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
+    """Translate the rotary settings, which transformers keeps in one place since version 5 and in two before."""
+    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(key, {})
+    beside = settings.get("rope_parameters", rope)
+    # transformers would take the older of the two and pass over what the other says.
+    if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
+        raise ValueError(f"rope_scaling and rope_parameters differ in {path}; remove the one that does not hold")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{key} is {rope!r} in {path}, which cannot be imported; default, linear and llama3, of whole heads, can"
+        )
+    theta = rope.get("rope_theta", beside.get("rope_theta", settings.get("rope_theta", 10000.0)))
+    if kind != "llama3":
+        factor = rope["factor"] if kind == "linear" else 1.0
+        return {"rope_theta": theta, "rope_scaling_factor": factor * scaling_factor}
+    if scaling_factor != 1.0:
+        raise ValueError(
+            f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which "
+            "stretches slow frequencies alone; leave it out"
+        )
+    original = "original_max_position_embeddings"
+    rope = rope | {original: settings.get(original, rope.get(original))}
+    return {
+        "rope_theta": theta,
+        "rope_scaling_type": "llama3",
+        "rope_scaling_factor": rope["factor"],
+        **{ours: rope[theirs] for ours, theirs in _LLAMA3.items()},
+    }
+
+
+def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+    """Give the kind of scaling its present name."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {key: value for key, value in rope.items() if key not in ("type", "rope_type")} | {"kind": kind}

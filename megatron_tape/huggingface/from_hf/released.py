@@ -1,0 +1,107 @@
+"""Reads checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.from_hf.imported import padded_vocabulary, write_imported
+from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sentence, open_files, read_settings
+from megatron_tape.model.reference import from_released
+
+_ENCODINGS = {"adape": "tape", "rope": "rope", "nope": "nope"}
+_RECORDED = "weight."
+
+
+def import_released(
+    weights: str | Path,
+    config: str | Path,
+    output: str | Path,
+    vocab_multiple: int = 1,
+    token_mixing: str = "full",
+    allow_pickle: bool = False,
+) -> None:
+    """Write the released checkpoint `weights`, whose settings are the JSON file `config`, as the checkpoint `output`.
+
+    Raises ValueError or OSError, in one sentence, where they do not fit each other, or this project has no such model.
+    """
+    settings = read_settings(Path(config))
+    with one_sentence(Path(config)):
+        model = _model(settings, Path(config), vocab_multiple, token_mixing)
+    source = _Renamed(open_files([Path(weights)], allow_pickle))
+    # Nothing reads the position state after the last layer, so its update has no place here.
+    unread = f"model.layers.{model.num_layers - 1}.position."
+    write_imported(
+        output,
+        model,
+        source,
+        f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
+        unread=(unread,) if model.position_encoding == "tape" else (),
+    )
+
+
+class _Renamed(Mapping):
+    """Released weights by this project's names; of a file that records inputs and gradients too, those at `weight.`."""
+
+    def __init__(self, released: Mapping[str, Tensor]):
+        self._released = released
+        prefix = _RECORDED if any(key.startswith(f"{_RECORDED}model.") for key in released) else ""
+        self._sources: dict[str, tuple[str, str]] = {}
+        for key in released:
+            if key.startswith(prefix):
+                plain = key.removeprefix(prefix)
+                for name in from_released({plain: torch.empty(1, 1, device="meta")}):
+                    self._sources[name] = (plain, key)
+
+    def __getitem__(self, name: str) -> Tensor:
+        plain, key = self._sources[name]
+        return from_released({plain: self._released[key]})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
+    def refuse(key: str, fine: str) -> ValueError:
+        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {fine} can")
+
+    if settings.get("rpe_type") not in tuple(_ENCODINGS):
+        raise refuse("rpe_type", ", ".join(_ENCODINGS))
+    check_sizes(settings, path)
+    if settings.get("hidden_act", "silu") != "silu":
+        raise refuse("hidden_act", "silu")
+    for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
+        if settings.get(key):
+            raise refuse(key, "false or null")
+    scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "linear":
+        raise refuse("rope_scaling", "null or linear")
+    encoding = _ENCODINGS[settings["rpe_type"]]
+    heads = settings["num_attention_heads"]
+    model = ModelConfig(
+        position_encoding=encoding,
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        ffn_hidden_size=settings["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=settings.get("num_key_value_heads") or heads,
+        seq_length=settings["max_position_embeddings"],
+        vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
+        unpadded_vocab_size=settings["vocab_size"],
+        position_mlp_size=settings["position_size"] if encoding == "tape" else None,
+        token_mixing=token_mixing,
+        rope_theta=settings.get("rope_theta", 10000.0),
+        rope_scaling_factor=scaling["factor"],
+        norm_epsilon=settings["rms_norm_eps"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        init_std=settings.get("initializer_range", 0.02),
+    )
+    validate_model(model)
+    return model

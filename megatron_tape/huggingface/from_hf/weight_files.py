@@ -1,0 +1,151 @@
+"""Opens weights that others wrote: safetensors files, one or several, and pickles only where the user allows it.
+
+Each is a mapping from names to tensors that reads a tensor when it is asked for.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_tape.errors import ConfigError
+
+PICKLES = (".bin", ".pt", ".pth")
+# In the order in which transformers looks for them.
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""What a `config.json` has to say."""
+
+
+class _Safetensors(Mapping):
+    """Tensors of several safetensors files, each of which is open only while one of its tensors is read."""
+
+    def __init__(self, paths: list[Path]):
+        self._places: dict[str, Path] = {}
+        for path in paths:
+            try:
+                with safe_open(path, "pt") as file:
+                    self._places |= dict.fromkeys(file.keys(), path)
+            except SafetensorError as error:
+                raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or write it again") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._places[name]
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name} in {path} cannot be read: {error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
+    """Return the tensors of all files by name; raises FileNotFoundError or ValueError in one sentence."""
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"weights {path} are no file; give a safetensors file")
+        if not os.access(path, os.R_OK):
+            raise PermissionError(f"{path} may not be read by this user; ask its owner for permission")
+    if not any(path.suffix in PICKLES for path in paths):
+        return _Safetensors(paths)
+    if not allow_pickle:
+        raise ValueError(
+            f"{paths[0]} is a pickle, which may run code when read; convert it to safetensors, or pass --allow-pickle"
+        )
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        weights |= _read_pickle(path)
+    return weights
+
+
+def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
+    """Return the weights of a model of transformers; raises FileNotFoundError or ValueError in one sentence."""
+    names = [*_SAFETENSORS, *_PICKLED]
+    first = next((directory / name for name in names if (directory / name).is_file()), None)
+    if first is None:
+        raise FileNotFoundError(f"{directory} holds none of {', '.join(names)}; give a directory with a whole model")
+    if first.suffix != ".json":
+        return open_files([first], allow_pickle)
+    try:
+        places = json.loads(first.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(places.values()))
+        if any(Path(name).name != name for name in files):
+            raise ValueError("it names files in other directories")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{first} is no index of weights: {error}") from None
+    for name in files:
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is not there")
+    weights = open_files([directory / name for name in files], allow_pickle)
+    if missing := sorted(set(places) - set(weights)):
+        raise ValueError(f"{directory} is incomplete: {missing[0]}, which its index names, is in none of its files")
+    return weights
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # unpickling raises anything, and torch advises to read it unsafely
+        raise ValueError(
+            f"{path} cannot be read as a pickle of tensors alone: it is damaged, or holds other objects, which are "
+            "never loaded; save the model again as safetensors"
+        ) from None
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(_is_plain(value) for value in weights.values()):
+        raise ValueError(f"{path} holds more than a model's plain tensors by name; save its state_dict alone")
+    return weights
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+
+
+@contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with the settings in `path` into a ValueError of one sentence that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
+    except ConfigError as error:
+        raise ValueError(f"{path} gives a model that cannot be: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
+
+
+def check_sizes(settings: dict, path: Path) -> None:
+    """Raise ValueError where one of `SIZES` is no whole number."""
+    for key in SIZES:
+        if type(settings.get(key)) is not int or settings[key] < 1:
+            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, where a whole number above 0 belongs")
+
+
+def read_settings(path: Path) -> dict:
+    """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(f"{path} is no file; the model's config.json is needed") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no JSON object; give the model's config.json")
+    return settings

@@ -1,0 +1,227 @@
+"""Turns a checkpoint of this project into a directory that transformers loads without this project.
+
+TAPE models travel with their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models. The
+weights are read, joined over the tensor-parallel ranks, split as Hugging Face has them, and written one parameter at a
+time.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_tape import command_line
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.from_hf.imported import TOKENIZER
+from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
+from megatron_tape.huggingface.to_hf.model_card import final_losses, model_card
+from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
+from megatron_tape.huggingface.tokenizer_files import ExportedTokenizer, write_tokenizer
+from megatron_tape.model.weights import from_megatron, parameter_shapes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NO_TOKENIZER = "none"
+_VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+_CODE = ("configuration_tape.py", "modeling_tape.py")
+# The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
+_PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
+_NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def export(
+    checkpoint: str | Path,
+    output: str | Path,
+    dtype: str = "fp32",
+    max_shard_size: int = 5_000_000_000,
+    tokenizer: str | None = None,
+) -> None:
+    """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
+
+    `tokenizer` replaces the run's; `none` exports without one. Raises ValueError or OSError, in one sentence, and
+    leaves nothing behind, where the checkpoint is not whole or of an architecture that transformers has no place for,
+    the tokenizer is missing, or `output` exists.
+    """
+    with atomic_directory(output) as directory:
+        with command_line.step("checking the checkpoint"):
+            path = find_checkpoint(checkpoint, command_line.say)
+            saved = open_weights(path)
+        model, state = saved.model, saved.state
+        if model.position_encoding not in ("tape", "rope"):
+            raise ValueError(
+                f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
+                "has; tape and rope can be exported"
+            )
+        if model.position_encoding == "rope" and model.qkv_bias and model.qk_norm:
+            raise ValueError(
+                f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers with rope has "
+                "both; tape has them"
+            )
+        pieces = _write_tokenizer(saved, tokenizer, directory)
+        rows = vocabulary_rows(model, pieces)
+        ids = _NO_IDS if pieces is None else pieces.special_ids
+        config = huggingface_config(model, rows, dtype)
+        _write_json(directory / "config.json", config | ids)
+        _write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        if model.position_encoding == "tape":
+            for name in _CODE:
+                shutil.copyfile(Path(__file__).parents[1] / name, directory / name)
+        losses = final_losses(path, state)
+        name, kind = Path(output).resolve().name, config["model_type"]
+        card = model_card(name, kind, model, state, losses, rows, dtype, pieces is not None)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size)
+        for file in directory.iterdir():
+            sync_directory(file)
+    command_line.say(f"exported {path} to {output}")
+
+
+def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
+    """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
+    tape = model.position_encoding == "tape"
+    name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
+    if kind == "llama" and model.hidden_size % model.num_attention_heads:
+        # The same model; only Llama insists on dividing its width by its heads.
+        name, kind = "Mistral", "mistral"
+    rope: dict = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling_type == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_seq_length,
+        }
+    elif model.rope_scaling_factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": model.rope_scaling_factor}
+    config = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": rows,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.seq_length,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": rope,
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_bias": model.qkv_bias,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+    }
+    if not tape:
+        # Before transformers 5 Llama's rotary settings lay outside rope_parameters; it still reads them there, too.
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        older = {"rope_theta": model.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
+        window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
+        return config | older | ({"mlp_bias": False} if kind == "llama" else window)
+    return config | {
+        "auto_map": {
+            "AutoConfig": "configuration_tape.TapeConfig",
+            "AutoModel": "modeling_tape.TapeModel",
+            "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
+        },
+        "qk_norm": model.qk_norm,
+        "position_mlp_size": model.position_mlp_width,
+        "gate_input": model.gate_input,
+    }
+
+
+def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
+    """Return how many rows of the embedding stand for tokens; those beyond only pad them for tensor parallelism.
+
+    An imported model has as many as it came with, another as many as its tokenizer has ids.
+    """
+    rows = model.unpadded_vocab_size or model.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {rows} rows in its vocabulary; give one "
+            f"that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}"
+        )
+    return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
+
+
+def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int) -> None:
+    """Write `model.safetensors`, or several with their index where one would exceed `max_shard_size` bytes.
+
+    A tensor larger than that has a file to itself. Beside one whole fp32 parameter no more than twice its size is held
+    in memory.
+    """
+
+    def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for key, part in from_megatron(name, tensor, saved.model).items():
+            yield key, part[:rows] if key in _VOCABULARY_ROWS else part
+
+    names = parameter_shapes(saved.model)
+    whole = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
+    shapes = {key: tuple(part.shape) for name in names for key, part in parts(name, whole[name])}
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for key, shape in shapes.items():
+        size += size_in_bytes(shape, dtype)
+        if shards[-1] and size > max_shard_size:
+            shards.append({})
+            size = size_in_bytes(shape, dtype)
+        shards[-1][key] = shape
+    count = len(shards)
+    file_names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+    file_names = file_names if count > 1 else ["model.safetensors"]
+    place = {key: index for index, shard in enumerate(shards) for key in shard}
+
+    total = sum(size_in_bytes(shape, dtype) for shape in shapes.values())
+    progress, written, current = command_line.Progress(total), 0, -1
+    with ExitStack() as last:
+        file: TensorFile
+        for name in names:
+            for key, part in parts(name, saved.read(name)):
+                if place[key] != current:
+                    last.close()
+                    current = place[key]
+                    file = last.enter_context(TensorFile(directory / file_names[current], shards[current], dtype))
+                file.write(key, part)
+                written += size_in_bytes(shapes[key], dtype)
+                progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
+    progress.end()
+    if count > 1:
+        numbers = sum(math.prod(shape) for shape in shapes.values())
+        index = {
+            "metadata": {"total_parameters": numbers, "total_size": total},
+            "weight_map": {key: file_names[place[key]] for key in shapes},
+        }
+        _write_json(directory / "model.safetensors.index.json", index)
+
+
+def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
+    if given == NO_TOKENIZER:
+        return None
+    source = given or saved.state["config"].get("data", {}).get("tokenizer")
+    if source is None and (saved.path / TOKENIZER).is_dir():
+        source = saved.path / TOKENIZER
+    if source is None:
+        raise ValueError(
+            f"the checkpoint names no tokenizer; give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export "
+            "without one"
+        )
+    try:
+        return write_tokenizer(source, directory, saved.model.seq_length)
+    except FileNotFoundError:
+        whose = "" if given else " of this run"
+        raise FileNotFoundError(
+            f"the tokenizer{whose}, {source}, does not exist; give a .model, a tokenizer.json or their directory with "
+            "--tokenizer"
+        ) from None
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""README.md of an exported model: what it is, how it was trained, what it reached, and how to load it."""
+
+import json
+from pathlib import Path
+
+from megatron_tape.config.schema import ModelConfig, blend
+
+_PAPER = "https://arxiv.org/abs/2501.00712"
+
+
+def final_losses(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
+    """Return the last `loss` and `validation_loss`, with their steps, that the run logged up to this checkpoint.
+
+    Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; without it there are none.
+    """
+    directories = [checkpoint.parent.parent]
+    if configured := state["config"].get("logging", {}).get("directory"):
+        directories.append(Path(configured))
+    for directory in directories:
+        if (directory / "metrics.jsonl").is_file():
+            return _last(directory / "metrics.jsonl", state["step"])
+    return {}
+
+
+def _last(path: Path, last_step: int) -> dict[str, tuple[int, float]]:
+    found: dict[str, tuple[int, float]] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                step = row["step"]
+            except (ValueError, KeyError, TypeError):  # a line that a killed process left unfinished
+                continue
+            if step <= last_step:
+                found |= {k: (step, row[k]) for k in ("loss", "validation_loss") if row.get(k) is not None}
+    return found
+
+
+def model_card(
+    name: str,
+    kind: str,
+    model: ModelConfig,
+    state: dict,
+    losses: dict[str, tuple[int, float]],
+    rows: int,
+    dtype: str,
+    has_tokenizer: bool,
+) -> str:
+    """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`."""
+    tape = kind == "tape"
+    origin = state["progress"].get("origin")
+    parameters = model.parameter_count() - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
+    encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
+    facts = {
+        "Parameters": f"{parameters:,}",
+        "Positions": encoding,
+        "Layers": model.num_layers,
+        "Hidden size": model.hidden_size,
+        "MLP size": model.ffn_hidden_size,
+        "Query heads, key/value heads": f"{model.num_attention_heads}, {model.query_groups}",
+        "Context": f"{model.seq_length:,} tokens",
+        "Vocabulary": f"{rows:,} tokens",
+        "Weights": dtype,
+    }
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [{kind}, pretrained]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A decoder-only language model with {'TAPE' if tape else 'RoPE'}, for transformers.",
+        "",
+        *_table(facts),
+        "",
+        "## Training",
+        "",
+        *_training(state, origin),
+        *_results(losses),
+        "",
+        "## Use",
+        "",
+        *_usage(tape, has_tokenizer),
+        "",
+    ]
+    if rows < model.vocab_size:
+        padding = f"The {model.vocab_size - rows} rows by which training padded the vocabulary are left out here."
+        lines += [padding, ""]
+    if origin is None:
+        lines.append("Pre-trained on text alone: it continues text, and follows no instructions.")
+    return "\n".join(lines) + "\n"
+
+
+def _usage(tape: bool, has_tokenizer: bool) -> list[str]:
+    remote = ", trust_remote_code=True" if tape else ""
+    load = ['path = "."  # this directory', f"model = AutoModelForCausalLM.from_pretrained(path{remote})"]
+    if not has_tokenizer:
+        return ["```python", "from transformers import AutoModelForCausalLM", "", *load, "```"]
+    return [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        *load,
+        f"tokenizer = AutoTokenizer.from_pretrained(path{remote})",
+        'inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))",
+        "```",
+    ]
+
+
+def _training(state: dict, origin: str | None) -> list[str]:
+    config = state["config"]
+    if "train" not in config:
+        return [f"Imported from {origin}; not trained further."]
+    train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
+    samples, length = state["consumed_samples"], config["model"]["seq_length"]
+    tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
+    prefixes, weights = blend(config["data"]["prefix"])
+    names = [Path(prefix).name for prefix in prefixes]
+    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
+    facts = {} if origin is None else {"Started from": origin}
+    facts |= {
+        "Steps": f"{state['step']:,} of {train['steps']:,}",
+        "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
+        "Data": ", ".join(shares),
+        "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
+        f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
+        "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
+        "Arithmetic": train["precision"],
+        "Layout": f"{tensor * data} processes: tensor parallel {tensor}, data parallel {data}, "
+        f"ZeRO stage {config['deepspeed']['zero_stage']}",
+        "Seed": train["seed"],
+    }
+    return _table(facts)
+
+
+def _results(losses: dict[str, tuple[int, float]]) -> list[str]:
+    names = {"loss": "Training loss", "validation_loss": "Validation loss"}
+    rows = [f"| {names[key]} | {value:.4f} | {step:,} |" for key, (step, value) in losses.items()]
+    header = ["", "## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
+    return [*header, *rows] if rows else []
+
+
+def _table(facts: dict[str, object]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]

@@ -1,0 +1,133 @@
+"""Finds a checkpoint of this project, checks it, and reads its whole weights one parameter at a time."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.config.checks import validate_model
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.weights import WRAPPED, parameter_shapes, unshard
+
+_WEIGHT = f"weight/{WRAPPED}"
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """A whole checkpoint: its `state.json`, the model it is of, and where each parameter's shares lie."""
+
+    path: Path
+    state: dict
+    model: ModelConfig
+    files: list[dict[str, Path]]
+    """For each tensor-parallel rank, the file that holds a parameter."""
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole fp32 parameter of Megatron's `name`.
+
+        Files are opened for one parameter and closed again: pages of a file that stays open stay in memory.
+        """
+        parts = []
+        for files in self.files:
+            with safe_open(files[name], "pt") as file:
+                parts.append(file.get_tensor(_WEIGHT + name))
+        cut = self.state["sharded"].get(WRAPPED + name)
+        if cut is None:
+            return parts[0]
+        how = SimpleNamespace(tensor_model_parallel=True, partition_dim=cut["dim"], partition_stride=cut["stride"])
+        return unshard(parts, how)
+
+
+def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
+    """Return the step directory that `path` means: itself, or the newest whole one of a run or its checkpoints.
+
+    Raises ValueError or FileNotFoundError, in one sentence, where there is none that is whole.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint {path} does not exist; give a run, its checkpoints or one step")
+    if (path / checkpoint_files.MANIFEST).exists() or (path / "state.json").exists():
+        if found := checkpoint_files.problems(path):
+            raise ValueError(f"checkpoint {path} is not whole: {'; '.join(found)}; choose another step")
+        return path
+    root = path
+    if not checkpoint_files.list_checkpoints(root):
+        root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
+    if not checkpoint_files.list_checkpoints(root):
+        raise ValueError(f"{path} holds no checkpoint; give a run, its checkpoints or one step")
+    newest = checkpoint_files.newest_whole(root, warn)
+    if newest is None:
+        raise ValueError(f"no checkpoint in {root} is whole; nothing can be exported from it")
+    return newest
+
+
+def _configured(run: Path) -> Path | None:
+    """Where a run that keeps its checkpoints elsewhere has them."""
+    import yaml
+
+    if not (run / "config.yaml").is_file():
+        return None
+    try:
+        return Path(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"])
+    except (yaml.YAMLError, KeyError, TypeError):
+        return None
+
+
+def open_weights(path: Path) -> SavedWeights:
+    """Open the step directory `path`, which `find_checkpoint` returned.
+
+    Raises ValueError, in one sentence, where the parameters are not those of the model that it says it is of.
+    """
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    try:
+        size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
+        state["sharded"].items()
+        model = ModelConfig(**settings)
+        validate_model(model)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
+    files: list[dict[str, Path]] = []
+    shapes: list[dict[str, list[int]]] = []
+    for rank in range(size):
+        paths = sorted(path.glob(f"tensors-tp{rank:02d}-*.safetensors"))
+        if len(paths) != state["data_parallel_size"]:
+            raise ValueError(
+                f"checkpoint {path} is not whole: {len(paths)} of {state['data_parallel_size']} files "
+                f"tensors-tp{rank:02d}-* are there; choose another step"
+            )
+        files.append({})
+        shapes.append({})
+        for file_path in paths:
+            try:
+                with safe_open(file_path, "pt") as file:
+                    for key in file.keys():
+                        if key.startswith(_WEIGHT):
+                            name = key.removeprefix(_WEIGHT)
+                            files[-1][name] = file_path
+                            shapes[-1][name] = file.get_slice(key).get_shape()
+            except SafetensorError as error:
+                raise ValueError(f"{file_path} is no safetensors file: {error}") from error
+    saved = SavedWeights(path, state, model, files)
+    _check_shapes(saved, shapes)
+    return saved
+
+
+def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
+    expected = parameter_shapes(saved.model)
+    for rank, found in enumerate(shapes):
+        for name in [*expected, *found]:
+            where = f"checkpoint {saved.path} is of another architecture than its settings say: parameter {name}"
+            if name not in found:
+                raise ValueError(f"{where} is missing (tensor-parallel rank {rank})")
+            if name not in expected:
+                raise ValueError(f"{where} is none of this model's")
+            shape = list(found[name])
+            if cut := saved.state["sharded"].get(WRAPPED + name):
+                shape[cut["dim"]] *= len(shapes)
+            if tuple(shape) != expected[name]:
+                raise ValueError(f"{where} has shape {tuple(shape)} instead of {expected[name]}")

@@ -1,0 +1,139 @@
+"""The language model: Megatron-core's `GPTModel`, as it is, with a position encoding plugged into its layers."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import init_method_normal, scaled_init_method_normal
+from torch import Tensor
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.specs import block_spec
+from megatron_tape.ops.attention import choose_backend, document_bounds
+from megatron_tape.position import ENCODINGS
+
+
+def transformer_config(
+    model: ModelConfig,
+    tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    recompute: str = "none",
+) -> TransformerConfig:
+    """Translate our settings to Megatron-core's."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_dim,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        init_method=init_method_normal(model.init_std),
+        output_layer_init_method=scaled_init_method_normal(model.init_std, model.num_layers),
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        sequence_parallel=sequence_parallel,
+        recompute_granularity="full" if recompute == "full" else None,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+class LanguageModel(torch.nn.Module):
+    """A decoder that returns logits, or the mean next-token loss where labels are given.
+
+    Weights are drawn whole from torch's CPU generator on every rank and cut: seed it alike on all ranks and the
+    parallel layout does not change them.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        averages_state = model.num_position_updates > 0
+        self.attention_backend = choose_backend(
+            model.attention_backend, torch.device(device), config.params_dtype, model.head_dim, averages_state
+        )
+        """What computes attention on `device`, where the model has to be moved."""
+        fused = self.attention_backend == "triton"
+        self.encoding = ENCODINGS[model.position_encoding](model, config, groups, fused)
+        self.gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.seq_length,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type="none",
+            pg_collection=groups,
+        )
+        self.dtype = config.params_dtype
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits (B, S, V) for token ids (B, S), or the scalar mean loss over `loss_mask` given `labels`.
+
+        `documents` (B, S) numbers the documents of a pack: tokens attend only within theirs. `positions` (S,) default
+        to 0, 1, ...; a shift of all of them changes nothing. S must be divisible by the tensor-parallel size under
+        sequence parallelism.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        forward = partial(
+            self.gpt,
+            tokens,
+            None,
+            None if documents is None else document_bounds(documents),
+            extra_block_kwargs={"context": self.encoding.initial_state(positions[:, None], self.dtype)},
+        )
+        if labels is None:
+            return forward(runtime_gather_output=True)
+        losses = forward(labels=labels).float()
+        if loss_mask is None:
+            return losses.mean()
+        return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+
+    def record_position_norms(self, record: bool) -> None:
+        """Switch on or off that every position update keeps the norms of its next forward pass."""
+        for update in self.position_updates():
+            update.record_norms = record
+
+    def position_updates(self) -> list[torch.nn.Module]:
+        """Return the position updates, first layer first; empty for encodings without one."""
+        layers = self.gpt.decoder.layers
+        return [layer.position_update for layer in layers if layer.position_update is not None]
+
+
+def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
+    """Number the documents of packed token ids (B, S): an end-of-document token is the last of its document."""
+    ends = tokens == eod
+    return ends.cumsum(1) - ends.long()

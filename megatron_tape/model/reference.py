@@ -1,0 +1,156 @@
+"""TAPE in plain torch on one page: the ground truth that everything else is tested against.
+
+Axes: B batch, S/T query/key token, C hidden size, H query heads, G key/value groups, D head dimension, F = D/2 rotary
+frequencies, P inner width of the position MLP, V vocabulary. A position state z_BSGD stores F complex numbers as
+[real | imaginary]. Paper: "Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding"
+(ICML 2025). Written to be read, not to be fast.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_tape.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """What the weights alone do not tell."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    rope_theta: float = 10000.0
+    rope_scaling_type: str = "linear"
+    rope_scaling_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_length: int = 8192
+    norm_epsilon: float = 1e-5
+    gate_input: str = "mlp"
+    """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
+
+
+def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
+    """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
+
+    `llama3` leaves fast frequencies alone and divides slow ones, by how often they turn in the original context.
+    """
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    scaled = frequencies / config.rope_scaling_factor
+    if config.rope_scaling_type == "linear":
+        return scaled
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_seq_length / (2 * torch.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / config.rope_scaling_factor + kept * frequencies
+
+
+def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return exp(i s theta_f) as [cos | sin]: any integer positions (...,) to float32 (..., D)."""
+    angles = positions.float()[..., None] * frequencies.to(positions.device)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotate(x: Tensor, z: Tensor) -> Tensor:
+    """Multiply x (..., D), whose pairs (j, j + F) are complex numbers, by the position state z (..., D)."""
+    x_re, x_im = x.chunk(2, dim=-1)
+    z_re, z_im = z.chunk(2, dim=-1)
+    return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
+
+
+def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    """Causal softmax attention, (B, S, H, E), of queries that are the last S of T tokens.
+
+    Tokens see only their own document when `documents_BT` numbers them.
+    """
+    B, S, H, D = q_BSHD.shape
+    T = k_BTGD.shape[1]
+    k_BTHD, v_BTHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BTGD, v_BTGE))
+    scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BTHD) / D**0.5
+    visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
+    if documents_BT is not None:
+        visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    hidden = ~visible[:, :, T - S :]
+    return torch.einsum("bhst,bthe->bshe", scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1), v_BTHE)
+
+
+def forward(
+    weights: dict[str, Tensor],
+    input_ids: Tensor,
+    config: ReferenceConfig,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> dict[str, Tensor | list[Tensor]]:
+    """Run the decoder on token ids (B, S).
+
+    `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing` A (G, H),
+    `.x_proj` W_x (P, C), `.up_proj` W_up (P, G) and `.down_proj` W_down (G, P); a layer without them leaves the
+    position state as it is, so with none at all this is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`) and norms
+    of each head's q and k (`self_attn.q_norm.weight`) are applied where they are. Returns `logits` (B, S, V) and, after
+    each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
+    """
+    B, S = input_ids.shape
+    H, G = config.num_attention_heads, config.num_query_groups
+    x = weights["model.embed_tokens.weight"][input_ids]
+    D = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // H
+    positions = torch.arange(S, device=x.device) if positions is None else positions
+    phases = rope_phases(positions, rope_frequencies(config, D))
+    z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
+    hidden_states, position_states = [], []
+
+    layer = 0
+    while (name := f"model.layers.{layer}.") + "input_layernorm.weight" in weights:
+        w = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
+
+        y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
+        q, k, v = (
+            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(B, S, n, D)
+            for p, n in (("q", H), ("k", G), ("v", G))
+        )
+        if "self_attn.q_norm.weight" in w:
+            q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
+            k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
+        z_per_head = z.repeat_interleave(H // G, dim=2)
+        averaged = attend(rotate(q, z_per_head), rotate(k, z), torch.cat([v, z], dim=-1), documents)
+        o, u = averaged.split(D, dim=-1)
+        attention_output = o.reshape(B, S, H * D) @ w["self_attn.o_proj.weight"].T
+        x = x + attention_output
+
+        y = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], config.norm_epsilon)
+        m = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T) @ w["mlp.down_proj.weight"].T
+        x = x + m
+
+        if "position.token_mixing" in w:
+            z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing"], u)
+            gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj"].T)
+            up = torch.einsum("pg,bsgd->bspd", w["position.up_proj"], z)
+            z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj"], gate[..., None] * up)
+
+        hidden_states.append(x)
+        position_states.append(z)
+        layer += 1
+
+    x = F.rms_norm(x, x.shape[-1:], weights["model.norm.weight"], config.norm_epsilon)
+    logits = x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+    return {"logits": logits, "hidden_states": hidden_states, "position_states": position_states}
+
+
+def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the TAPE authors' parameters to those of `forward`.
+
+    Their `post_attention_linear` W enters as `einsum('bqnd,qe->bqnd')`, which scales each head by its row's sum: it
+    becomes A = diag(W 1), exactly.
+    """
+    renamed = {}
+    for name, value in weights.items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name.endswith("post_attention_linear.weight"):
+            renamed[name.replace("post_attention_linear.weight", "position.token_mixing")] = value.sum(1).diag()
+        elif ".pe." in name:
+            renamed[name.replace(".pe.", ".position.").removesuffix(".weight")] = value
+        else:
+            renamed[name] = value
+    return renamed

@@ -1,0 +1,53 @@
+"""ModuleSpecs: which modules Megatron-core's `TransformerBlock` is made of."""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.layers import CoreAttention, PositionSelfAttention, PositionTransformerLayer, RMSNorm
+from megatron_tape.position import PositionEncoding
+
+
+def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> ModuleSpec:
+    """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
+
+    `backend` is one of `ops.attention.BACKENDS`.
+    """
+    norm = RMSNorm if model.qk_norm else None
+    return ModuleSpec(
+        module=PositionTransformerLayer,
+        params={"encoding": encoding, "gate_input": model.gate_input},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=PositionSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> TransformerBlockSubmodules:
+    """Return the spec of the whole decoder: its layers and the final norm."""
+    layers = [layer_spec(model, encoding, backend)] * model.num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -1,0 +1,150 @@
+"""Parameter names and shapes: whole weights by Hugging Face's Llama names, and one rank's share by Megatron's.
+
+The whole, unsharded names are those of `model.reference.forward`. Megatron fuses q, k and v (per group: its
+queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config.schema import ModelConfig
+
+WRAPPED = "gpt."
+"""What `LanguageModel` and checkpoints put before the name of a `GPTModel` parameter."""
+_PLAIN = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "position_update.token_mixing": "position.token_mixing",
+    "position_update.x_proj": "position.x_proj",
+    "position_update.up_proj": "position.up_proj",
+    "position_update.down_proj": "position.down_proj",
+}
+
+_FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
+
+
+def _split_layer(name: str) -> tuple[str, str, str]:
+    """Split a Megatron name into (Megatron prefix, Hugging Face prefix, rest)."""
+    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+        return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
+    return "", "", name
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
+    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    P, V = model.position_mlp_width, model.vocab_size
+    bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
+    norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
+    layer = {
+        "input_layernorm.weight": (C,),
+        "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
+        **bias,
+        **norms,
+        "self_attention.linear_proj.weight": (C, H * D),
+        "pre_mlp_layernorm.weight": (C,),
+        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
+        "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
+    }
+    update = {
+        "position_update.token_mixing": (G, H) if model.token_mixing == "full" else (H,),
+        "position_update.x_proj": (P, C),
+        "position_update.up_proj": (P, G),
+        "position_update.down_proj": (G, P),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (V, C)}
+    for index in range(model.num_layers):
+        parts = layer | (update if index < model.num_position_updates else {})
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in parts.items()}
+    shapes["decoder.final_layernorm.weight"] = (C,)
+    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (V, C)}
+
+
+def initial_update(model: ModelConfig, layer_number: int, seed: int) -> dict[str, Tensor]:
+    """Draw the position update of layer `layer_number` (from 1): whole float32 tensors by `TapeUpdate`'s names.
+
+    `token_mixing` and `down_proj` are zero, so that the model starts as RoPE. The stream is its own: the other weights
+    are those of a RoPE model with the same seed.
+    """
+    generator = torch.Generator().manual_seed((seed + 7919 * layer_number) % 2**63)
+    heads, groups, width = model.num_attention_heads, model.query_groups, model.position_mlp_width
+    return {
+        "token_mixing": torch.zeros((groups, heads) if model.token_mixing == "full" else (heads,)),
+        "x_proj": torch.empty(width, model.hidden_size).normal_(0.0, model.init_std, generator=generator),
+        "up_proj": torch.empty(width, groups).normal_(0.0, groups**-0.5, generator=generator),
+        "down_proj": torch.zeros(groups, width),
+    }
+
+
+def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    """Return the whole tensor of the `GPTModel` parameter `name`; KeyError where `weights` lacks a part of it."""
+    _, prefix, rest = _split_layer(name)
+    if match := _FUSED.fullmatch(rest):
+        parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
+        return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    if rest == "mlp.linear_fc1.weight":
+        return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    tensor = weights[prefix + _PLAIN[rest]]
+    if rest == "position_update.token_mixing" and model.token_mixing == "per_head":
+        if torch.count_nonzero(tensor - tensor.diag().diag()):
+            raise ValueError(f"{prefix + _PLAIN[rest]} mixes heads; it needs model.token_mixing: full")
+        return tensor.diag()
+    return tensor
+
+
+def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every whole weight by Hugging Face's names, in the order of the layers."""
+    shapes = {}
+    for name, shape in parameter_shapes(model).items():
+        for part, tensor in from_megatron(name, torch.empty(shape, device="meta"), model).items():
+            shapes[part] = tuple(tensor.shape)
+    return shapes
+
+
+def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
+    _, prefix, rest = _split_layer(name)
+    if match := _FUSED.fullmatch(rest):
+        D, G = model.head_dim, model.query_groups
+        sizes = [model.num_attention_heads // G * D, D, D]
+        parts = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
+        return {f"{prefix}self_attn.{p}_proj.{match[1]}": part.flatten(0, 1) for p, part in zip("qkv", parts)}
+    if rest == "mlp.linear_fc1.weight":
+        return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
+    if rest == "position_update.token_mixing" and tensor.dim() == 1:
+        tensor = tensor.diag()
+    return {prefix + _PLAIN[rest]: tensor}
+
+
+def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
+    """Return tensor-parallel rank `rank`'s share of `whole`; `parameter` tells how Megatron cuts it."""
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
+
+
+def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
+    """Join all tensor-parallel ranks' shares: the inverse of `shard`."""
+    if len(parts) == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return parts[0]
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    pieces = [part.chunk(stride, dim=dim) for part in parts]
+    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
+
+
+@torch.no_grad()
+def load_weights(gpt: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> None:
+    """Fill a `GPTModel` on tensor-parallel rank `rank` of `size` from whole weights by Hugging Face's names."""
+    for name, parameter in gpt.named_parameters():
+        parameter.copy_(shard(to_megatron(weights, name, model), parameter, rank, size))

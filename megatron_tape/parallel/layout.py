@@ -1,0 +1,163 @@
+"""Process groups, seeds, and what DeepSpeed needs to know of them."""
+
+import contextlib
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling
+
+PATIENCE = timedelta(hours=1)
+"""How long ranks wait for rank 0 to index a dataset or read a checkpoint through."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Where this process stands. `groups` is handed to every Megatron module; nothing asks for a global rank."""
+
+    groups: ProcessGroupCollection
+    device: torch.device
+    rank: int
+    world_size: int
+    tensor_parallel_rank: int
+    tensor_parallel_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    mpu: SimpleNamespace
+
+    def any_rank(self, flag: bool) -> bool:
+        """Tell every rank whether `flag` is set on any; all call it together."""
+        told = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told.item())
+
+
+def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
+    """Return the `mpu` argument of `deepspeed.initialize`.
+
+    `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
+    here all are answered from `groups`, where the model-parallel group is the tensor-parallel one.
+    """
+    questions = {}
+    for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp)):
+        questions[f"get_{name}_parallel_group"] = lambda group=group: group
+        questions[f"get_{name}_parallel_rank"] = group.rank
+        questions[f"get_{name}_parallel_world_size"] = group.size
+    questions["get_pipeline_model_parallel_rank"] = lambda: 0
+    questions["get_pipeline_model_parallel_world_size"] = lambda: 1
+    return SimpleNamespace(**questions)
+
+
+def world_size_from_environment() -> int:
+    """Return how many processes torchrun started (1 without torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayout:
+    """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
+
+    nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
+    tensor-parallel size is another, which makes layouts given before useless. Raises ValueError when the number of
+    processes is no multiple of `tensor_model_parallel_size`, ConfigError when this one has no GPU to itself.
+    """
+    import deepspeed
+
+    world_size = world_size_from_environment()
+    if world_size % tensor_model_parallel_size:
+        raise ValueError(
+            f"{world_size} processes cannot form tensor-parallel groups of {tensor_model_parallel_size}; "
+            "start a multiple of parallel.tensor_model_parallel_size"
+        )
+    enable_megatron_on_cpu()
+    keep_deepspeed_from_compiling()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= devices:
+            raise ConfigError(
+                f"process {local_rank} of this node has no GPU: it has {devices}; start no more processes"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            store = dist.HashStore()
+            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+        else:
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        os.environ.setdefault("LOCAL_RANK", "0")
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() != tensor_model_parallel_size:
+            _destroy_groups()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return ParallelLayout(
+        groups=groups,
+        device=device,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_parallel_rank=groups.tp.rank(),
+        tensor_parallel_size=groups.tp.size(),
+        data_parallel_rank=groups.dp.rank(),
+        data_parallel_size=groups.dp.size(),
+        mpu=deepspeed_mpu(groups),
+    )
+
+
+def _destroy_groups() -> None:
+    """Give up Megatron's groups; its own `destroy_model_parallel` forgets them, but their threads run on."""
+    held = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
+    groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
+    parallel_state.destroy_model_parallel()
+    for group in groups - {dist.group.WORLD}:
+        with contextlib.suppress(ValueError):  # Megatron does give up some of them
+            dist.destroy_process_group(group)
+
+
+def seed_everything(seed: int, layout: ParallelLayout) -> None:
+    """Seed Python, NumPy and torch alike on every rank, and Megatron's tensor-parallel stream by rank.
+
+    Weights are drawn on the CPU from the common stream, whole, and then cut: the layout does not change them.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("data-parallel-rng", seed)
+    tracker.add("model-parallel-rng", seed + 2718 + layout.tensor_parallel_rank)
+
+
+def sum_sequence_parallel_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> int:
+    """Make replicated parameters' gradients whole under sequence parallelism; return how many parameters these are.
+
+    Norms and TAPE's matrices (flagged `sequence_parallel`, Megatron's convention) see only their rank's tokens.
+    Megatron sums their gradients in `finalize_model_grads`, which DeepSpeed never calls; a hook sums each one before
+    ZeRO takes it. Call once, before `deepspeed.initialize`.
+    """
+    if group.size() == 1:
+        return 0
+
+    def total(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    flagged = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    for parameter in flagged:
+        parameter.register_hook(total)
+    return len(flagged)

@@ -1,0 +1,212 @@
+"""Files that take whole records or none, and TensorBoard's event files on top of them.
+
+A run's files survive a full disk, because what cannot be written waits in memory, and an earlier attempt that is still
+alive elsewhere, because every file it may hold open is replaced (`rewrite`): its later records go to unlinked files.
+
+An event file is a row of TFRecords: u64 length, u32 masked CRC of the length, that many bytes (an `Event`), u32 masked
+CRC of these; all little-endian. TensorBoard reads the files of a folder in the order of their names.
+"""
+
+import logging
+import os
+import re
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from megatron_tape.files import sync_directory
+
+logger = logging.getLogger(__name__)
+
+TEMPORARY = "rewritten.partial"  # TensorBoard reads whatever has "tfevents" in its name
+TEXT_SUFFIX = "/text_summary"
+
+
+class RecordFile:
+    """Appends records, each whole or not at all; what the file system refuses goes out, in order, with a later one."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._length = os.fstat(self._descriptor).st_size
+        self._waiting: deque[bytes] = deque()
+        self._failing = False
+
+    def append(self, record: bytes) -> None:
+        """Write the record and those that wait, or keep them; other processes see what was written at once."""
+        self._waiting.append(record)
+        self._write_waiting()
+
+    def sync(self) -> None:
+        """Bring what was written to disk, where the disk allows it."""
+        with suppress(OSError):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Try a last time to write what waits, and say what is lost."""
+        if self._descriptor < 0:
+            return
+        self._write_waiting()
+        if self._waiting:
+            logger.warning("%s is closed without its last %d records", self._path, len(self._waiting))
+        try:
+            os.close(self._descriptor)
+        except OSError as error:
+            logger.warning("%s may lack its last records (%s)", self._path, error)
+        self._descriptor = -1
+
+    def _write_waiting(self) -> None:
+        count = len(self._waiting)
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._failing:
+                logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
+            self._failing = True
+            return
+        if self._failing:
+            logger.info("%s can be written again and holds the %d records kept for it", self._path, count)
+        self._failing = False
+
+    def _write(self, record: bytes) -> None:
+        # The place is given rather than found by O_APPEND, so that half a record that ftruncate could not remove is
+        # overwritten by the whole one.
+        written = 0
+        try:
+            while written < len(record):
+                written += os.pwrite(self._descriptor, record[written:], self._length + written)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._length)
+            raise
+        self._length += len(record)
+
+
+def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) -> None:
+    """Put a new file of `chunks`, which may be read from the old one, in the place of `path`; it survives a power cut.
+
+    It is made in `staging`, where that is given and on the same file system.
+
+    Raises:
+        OSError: naming `path`, if there is no room for the copy; the old file is left as it is.
+    """
+    try:
+        near = staging is None or staging.stat().st_dev != path.parent.stat().st_dev
+        temporary = path.with_name(TEMPORARY) if near else staging / TEMPORARY
+        # Not truncated but unlinked: a stale process may have been stopped while writing it.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, while copying what a run continues", str(path)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+class EventFile:
+    """A new event file, the last by name in its folder."""
+
+    def __init__(self, directory: Path, first_step: int):
+        """Open it; a TensorBoard that is running already will forget what it has read from `first_step` on."""
+        directory.mkdir(parents=True, exist_ok=True)
+        # Clocks of two machines may differ, and TensorBoard must not read this file before an earlier attempt's.
+        taken = [int(number) for path in event_files(directory) for number in re.findall(r"tfevents\.(\d+)", path.name)]
+        seconds = max([int(time.time()), *(number + 1 for number in taken)])
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = RecordFile(directory / name)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a value per tag, all in one record."""
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._add(Event(step=step, summary=Summary(value=scalars)))
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Add Markdown under `tag`."""
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag=tag + TEXT_SUFFIX, metadata=metadata, tensor=tensor)
+        self._add(Event(step=step, summary=Summary(value=[value])))
+
+    def sync(self) -> None:
+        """Bring what was written to disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file; see `RecordFile.close`."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.append(length + _crc(length) + data + _crc(data))
+
+
+def event_files(directory: Path) -> list[Path]:
+    """Return the event files of a folder, which need not exist, in the order TensorBoard reads them."""
+    return sorted(directory.glob("events.out.tfevents.*"))
+
+
+def keep_events(
+    directory: Path, last_step: int, restated_texts: Collection[str] = (), staging: Path | None = None
+) -> None:
+    """Replace every event file by one without events past `last_step`; remove a file that would hold none.
+
+    Texts of `last_step` under a tag in `restated_texts` go too: whoever continues the run writes them again. For
+    `staging` see `rewrite`.
+    """
+    tags = {tag + TEXT_SUFFIX for tag in restated_texts}
+
+    def stays(event: Event) -> bool:
+        if event.HasField("file_version"):
+            return True
+        # A session's start told a TensorBoard of that time what to forget; nothing is left of it.
+        if event.step > last_step or event.HasField("session_log"):
+            return False
+        return event.step < last_step or tags.isdisjoint(value.tag for value in event.summary.value)
+
+    for path in event_files(directory):
+        kept = (record for record, event in read_records(path) if stays(event))
+        head = list(islice(kept, 2))
+        if len(head) < 2:  # the file version alone
+            path.unlink()
+        else:
+            rewrite(path, chain(head, kept), staging)
+
+
+def read_records(path: Path) -> Iterator[tuple[bytes, Event]]:
+    """Yield the records, as they stand and decoded, up to the end or the first that is torn or damaged."""
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            if _crc(header[:8]) != header[8:]:
+                return
+            length = struct.unpack("<Q", header[:8])[0]
+            body = file.read(length + 4)
+            if len(body) != length + 4 or _crc(body[:-4]) != body[-4:]:
+                return
+            yield header + body, Event.FromString(body[:-4])
+
+
+def _crc(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))

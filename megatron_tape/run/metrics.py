@@ -1,0 +1,164 @@
+"""What a run tells: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
+
+Only one process writes. A resumed run continues its own files: what lies past the step it resumes from is dropped
+first, and an earlier attempt that is still alive elsewhere is shut out, so that they read as one uninterrupted run. A
+full disk does not stop training: rows wait in memory until they can be written (`event_files.RecordFile`).
+"""
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
+
+ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/gradient_norm",
+    "lr": "train/learning_rate",
+    "tokens_per_second": "speed/tokens_per_second",
+    "tflops_per_second": "speed/tflops_per_second",
+    "validation_loss": "validation/loss",
+    "validation_perplexity": "validation/perplexity",
+}
+RESTATED_TEXTS = ("configuration",)  # every attempt writes it at the step it resumes from
+RECENT = 20
+
+
+class MetricsWriter:
+    """Writes metrics into `directory`; TensorBoard files go into its folder `tensorboard`."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        total_steps: int,
+        resume_step: int = 0,
+        tensorboard: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        staging: Path | None = None,
+    ):
+        """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
+
+        Copies of old files are made in `staging`, if that is on the same file system: once it has been taken away the
+        old files stay as they are. `clock` gives seconds; the time left is the remaining steps times the mean of the
+        recent ones.
+
+        Raises:
+            OSError: if the files cannot be made, or there is no room for a copy of what stays of an earlier attempt.
+        """
+        self.total_steps = total_steps
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._last_step = resume_step
+        self._clock = clock
+        self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
+        last_kept = resume_step if resume_step > 0 else -1  # a fresh start does not keep step 0's configuration either
+        path = directory / "metrics.jsonl"
+        rewrite(path, _rows_up_to(path, last_kept), staging)
+        self._rows = RecordFile(path)
+        # Also without TensorBoard: a later attempt, with it, may continue from a step past those to drop now.
+        keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
+        self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of `step`, and the time of day; a disk that is full or fails raises nothing.
+
+        The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, where evaluated,
+        `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands
+        (`position/state_norm/layer_00`). Numbers that are not finite become null in `metrics.jsonl`.
+
+        Raises:
+            ValueError: if `step` does not come after the last one, which would make the file repeat itself.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}; log every step once, in order")
+        self._last_step = step
+        self._recent.append((step, self._clock()))
+        values = {name: float(value) for name, value in scalars.items()}
+        if "validation_loss" in values:
+            values.setdefault("validation_perplexity", _exp(values["validation_loss"]))
+        row = {
+            "step": step,
+            "time": time.time(),
+            **dict.fromkeys(ROW_KEYS),
+            **{k: v if math.isfinite(v) else None for k, v in values.items()},
+        }
+        self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        if self._events is not None:
+            self._events.add_scalars({_tag(name): value for name, value in values.items()}, step)
+        with suppress(OSError):  # the console may be a file on a full disk
+            print(self._line(step, values), flush=True)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Show `text`, as it stands, in TensorBoard under `tag`: a sample, or the configuration."""
+        if self._events is not None:
+            self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
+
+    def sync(self) -> None:
+        """Bring what was recorded to disk: a checkpoint that follows must not be ahead of it after a power cut."""
+        self._rows.sync()
+        if self._events is not None:
+            self._events.sync()
+
+    def close(self) -> None:
+        """Close the files; rows that still cannot be written are lost, with a warning."""
+        self._rows.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        formats = {
+            "loss": "loss {:.4f}",
+            "grad_norm": "grad norm {:.3f}",
+            "lr": "lr {:.3e}",
+            "tokens_per_second": "{:,.0f} tokens/s",
+            "tflops_per_second": "{:.2f} TFLOP/s",
+        }
+        parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
+        parts += [form.format(values[name]) for name, form in formats.items() if name in values]
+        parts.append(f"ETA {_duration(self._seconds_left(step))}")
+        if "validation_loss" in values:
+            loss, perplexity = values["validation_loss"], values["validation_perplexity"]
+            parts.append(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}")
+        return " | ".join(parts)
+
+    def _seconds_left(self, step: int) -> float:
+        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        return (last_time - first_time) / (last_step - first_step) * max(0, self.total_steps - step)
+
+
+def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a file, which need not exist, up to `step`, without the torn one of a killed process."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if _step_of(line) <= step:
+                yield line.removesuffix(b"\n") + b"\n"
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _tag(name: str) -> str:
+    return TAGS.get(name, name if "/" in name else f"train/{name}")
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{seconds:02d}"

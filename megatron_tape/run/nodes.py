@@ -1,0 +1,163 @@
+"""What a node of a job looks like, and where nodes differ that must not: versions, code, data, GPUs, directories."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.config.schema import RunConfig, blend
+
+PACKAGES = ("torch", "megatron-core", "deepspeed")
+WHOLE_BYTES = 16 << 20
+BLOCKS, BLOCK_BYTES = 64, 64 << 10
+GIB = 2**30
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages a run rests on; "absent" where one is not installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def code_digest() -> str:
+    """Return a short sha256 of the Python files of this project that would be imported here."""
+    import megatron_tape
+    import pretrain
+
+    hasher = hashlib.sha256()
+    for package in (megatron_tape, pretrain):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            hasher.update(f"{root.name}/{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return hasher.hexdigest()[:12]
+
+
+def fingerprint(path: str | Path) -> str:
+    """Return size and sha256 of a file; of one above 16 MiB, of its first, last and 64 evenly spread blocks."""
+    hasher, size = hashlib.sha256(), os.path.getsize(path)
+    with open(path, "rb") as file:
+        if size <= WHOLE_BYTES:
+            hasher.update(file.read())
+        else:
+            for block in range(BLOCKS + 1):
+                file.seek((size - BLOCK_BYTES) * block // BLOCKS)
+                hasher.update(file.read(BLOCK_BYTES))
+    return f"{size} bytes, sha256 {hasher.hexdigest()[:12]}"
+
+
+def inputs(config: RunConfig) -> list[str]:
+    """Return the files that every node reads."""
+    files = [prefix + suffix for prefix in blend(config.data.prefix)[0] for suffix in (".idx", ".bin")]
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
+    elif tokenizer is not None:
+        files.append(tokenizer)
+    return files
+
+
+def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
+    """Describe this node, for comparison with the others. `home` is where the attempt writes checkpoints."""
+    facts: dict[str, Any] = {"versions": versions() | {"code": code_digest()}, "data": {}, "directory": None}
+    for path in inputs(config):
+        try:
+            facts["data"][path] = fingerprint(path)
+        except OSError as error:
+            facts["data"][path] = f"not readable ({error.strerror})"
+    if home is not None:
+        facts["directory"] = _directory_facts(home)
+    return facts
+
+
+def _directory_facts(home: Path) -> dict[str, Any]:
+    """Read rank 0's token, and leave one of our own for it to find."""
+    name, facts = f"preflight-{os.uname().nodename}-{os.getpid()}", {"token": None, "error": None, "wrote": None}
+    try:
+        facts["token"] = (home / "preflight").read_text(encoding="utf-8")
+        (home / name).write_text("here\n", encoding="utf-8")
+        facts["wrote"] = name
+    except OSError as error:
+        facts["error"] = f"{error.strerror}: {error.filename}"
+    return facts
+
+
+def differences(nodes: dict[str, dict[str, Any]]) -> list[str]:
+    """Say, a sentence each, which node differs from the most in versions, code or data; `nodes` are facts by name."""
+    found = []
+    for kind in ("versions", "data"):
+        for key in {key: None for facts in nodes.values() for key in facts[kind]}:
+            values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
+            usual = Counter(values.values()).most_common(1)[0][0]
+            unreadable = [node for node, value in values.items() if value.startswith("not readable")]
+            if kind == "data" and unreadable:
+                found.append(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}")
+                continue
+            odd = [node for node, value in values.items() if value != usual]
+            if odd:
+                same = next(node for node, value in values.items() if value == usual)
+                fix = "copy the same files there" if kind == "data" else "install the same there"
+                found.append(f"{', '.join(odd)}: {key} is {values[odd[0]]}, but {usual} on {same}; {fix}")
+    return found
+
+
+def directory_problems(
+    nodes: dict[str, dict[str, Any]], home: Path, token: str, checkpoint_bytes: int, keep: int
+) -> list[str]:
+    """Say on which node the checkpoint directory is not shared or not writable, or that it lacks space.
+
+    Two checkpoints must fit, one where `keep` are there already, since the oldest of them makes room.
+    """
+    root, found = home.parent, []
+    for node, facts in nodes.items():
+        directory = facts["directory"]
+        if directory["error"] is not None:
+            found.append(f"{node}: checkpoint.directory {root} cannot be read and written ({directory['error']})")
+        elif directory["token"] != token or not (home / directory["wrote"]).is_file():
+            found.append(f"{node}: checkpoint.directory {root} is another directory there; choose a shared one")
+    needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        found.append(
+            f"checkpoint.directory {root} has {free / GIB:.2f} GiB free, and two checkpoints need "
+            f"{2 * checkpoint_bytes / GIB:.2f} GiB; make room or choose another"
+        )
+    return found
+
+
+def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[str]:
+    """Say which node lacks GPUs, or has one with too little memory for `needed` bytes.
+
+    `gpus` lists, by node, `name`, `free` and `total` bytes of the device of each of its ranks that has one.
+    """
+    found = []
+    for node, devices in gpus.items():
+        if len(devices) < expected:
+            found.append(f"{node}: torch sees {len(devices)} of the {expected} GPUs that the job was given there")
+        for index, device in enumerate(devices):
+            if device["total"] < needed:
+                found.append(
+                    f"{node}: GPU {index} ({device['name']}) has {device['total'] / GIB:.1f} GiB, and the run needs "
+                    f"about {needed / GIB:.1f}; `python -m pretrain.estimate` says what for"
+                )
+    return found
+
+
+def gpu_warnings(gpus: dict[str, list[dict[str, Any]]], needed: int) -> list[str]:
+    """Say which GPU is large enough but not free enough; arguments as `gpu_problems`'."""
+    return [
+        f"{node}: GPU {index} has {device['free'] / GIB:.1f} of {device['total'] / GIB:.1f} GiB free, and the run "
+        f"needs about {needed / GIB:.1f}; does something else run there?"
+        for node, devices in gpus.items()
+        for index, device in enumerate(devices)
+        if device["free"] < needed <= device["total"]
+    ]

@@ -1,0 +1,221 @@
+"""DeepSpeed ZeRO behind a few verbs: train a step, evaluate, and give or take the whole training state.
+
+The state is named by parameter, whole over the data-parallel ranks, so it does not know ZeRO's partitions: a run saved
+under one ZeRO stage and number of ranks continues under another.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor
+
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.parallel.layout import ParallelLayout, sum_sequence_parallel_gradients
+from megatron_tape.training.optimizer import build_optimizer
+
+Batch = dict[str, Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; `skipped` when its loss or gradient was not finite and nothing was updated."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
+    """Translate our settings to DeepSpeed's."""
+    stage = config.deepspeed.zero_stage
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
+        "overlap_comm": torch.cuda.is_available() and stage > 0,
+        "contiguous_gradients": True,
+    }
+    if config.deepspeed.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    micro = config.train.micro_batch_size
+    # DeepSpeed would add up micro-batches in bf16; asked for fp32 at stage 1 it switches to another optimizer class.
+    fp32_sums = config.train.precision == "bf16" and stage in (2, 3)
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": config.train.global_batch_size // (micro * data_parallel_size),
+        "train_batch_size": config.train.global_batch_size,
+        "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32" if fp32_sums else None},
+        "steps_per_print": None,
+    }
+
+
+class Engine:
+    """A model under training. Every method is called by all ranks together.
+
+    DeepSpeed copies and partitions the weights when this is built: a resumed run's must be in `model` by then.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
+        self.layout = layout
+        self.zero_stage = config.deepspeed.zero_stage
+        self.module = model.to(layout.device)
+        self.names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if config.parallel.uses_sequence_parallel:
+            sum_sequence_parallel_gradients(model, layout.groups.tp)
+        self._adam = build_optimizer(
+            model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout.groups.tp
+        )
+        with _torch_launcher_variables(layout):
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=self._adam,
+                config=deepspeed_config(config, layout.data_parallel_size),
+                mpu=layout.mpu,
+                dist_init_required=False,
+            )
+        self.micro_batches = self._engine.gradient_accumulation_steps()
+
+    def train_step(self, batches: Iterable[Batch], lr: float) -> StepResult:
+        """Update once from `micro_batches` batches, each the keyword arguments of the model's forward."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.train()
+        total = torch.zeros((), device=self.layout.device)
+        for _, batch in zip(range(self.micro_batches), batches, strict=False):
+            loss = self._engine(**batch)
+            total += loss.detach()
+            # A loss that is not finite must spoil the gradient, or the step would be taken all the same.
+            self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
+            self._engine.step()
+        loss = self._mean(total / self.micro_batches)
+        norm = self._engine.get_global_grad_norm()
+        norm = float("nan") if norm is None else float(norm)
+        skipped = not self._engine.was_step_applied()
+        return StepResult(loss, float("nan") if skipped and math.isfinite(norm) else norm, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Return the mean loss of the batches over all data-parallel ranks."""
+        self._engine.eval()
+        losses = [self._engine(**batch) for batch in batches]
+        self._engine.train()
+        return self._mean(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
+        self._engine.eval()
+        logits = self._engine(tokens)
+        self._engine.train()
+        return logits
+
+    def _mean(self, value: Tensor) -> float:
+        value = value.detach().clone()
+        dist.all_reduce(value, group=self.layout.groups.dp)
+        return (value / self.layout.data_parallel_size).item()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many updates Adam has made; skipped steps do not count."""
+        state = next(iter(self._adam.state.values()), {})
+        return int(state.get("step", 0))
+
+    def training_state(self, wanted: Callable[[int], bool]) -> dict[str, Tensor]:
+        """Return, on the CPU, this tensor-parallel rank's fp32 weights and Adam moments: `weight/NAME`, `exp_avg/NAME`.
+
+        Parameter i is kept where `wanted(i)`; all ranks take part in gathering each. Without an update yet there are
+        no moments.
+        """
+        state = {}
+        self._show_moments()
+        for index, (name, parameter) in enumerate(self.names.items()):
+            for key in ("weight", *(MOMENTS if self.optimizer_steps else ())):
+                tensor = self._get(parameter, key)
+                if wanted(index):
+                    state[f"{key}/{name}"] = tensor.detach().to("cpu", torch.float32).clone().contiguous()
+        return state
+
+    def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
+        """Take the state from `read(key)`, which returns this tensor-parallel rank's tensor of that key.
+
+        The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
+        """
+        if optimizer_steps:
+            self._make_moments(optimizer_steps)
+        for name, parameter in self.names.items():
+            for key in ("weight", *(MOMENTS if optimizer_steps else ())):
+                self._set(parameter, key, read(f"{key}/{name}"))
+
+    def _get(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
+        if self.zero_stage == 0:
+            return parameter if key == "weight" else self._adam.state[parameter][key]
+        if key == "weight":
+            return safe_get_full_fp32_param(parameter)
+        return safe_get_full_optimizer_state(parameter, key)
+
+    def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
+        value = value.to(self.layout.device)
+        if self.zero_stage == 0:
+            with torch.no_grad():
+                self._get(parameter, key).copy_(value)
+        elif key == "weight":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def _make_moments(self, steps: int) -> None:
+        """Create Adam's state, which torch makes at the first step only, and show it to ZeRO."""
+        zero = self._engine.optimizer
+        if self.zero_stage == 0:
+            tensors = list(self.names.values())
+        elif self.zero_stage == 3:
+            tensors = zero.fp32_partitioned_groups_flat
+        else:
+            tensors = zero.single_partition_of_fp32_groups
+        for tensor in tensors:
+            self._adam.state[tensor] = {
+                "step": torch.tensor(float(steps)),
+                **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
+            }
+        self._show_moments()
+
+    def _show_moments(self) -> None:
+        """Let ZeRO 1 and 2 find Adam's state by parameter.
+
+        DeepSpeed 0.19.8 links it once, after the first parameter group's first step, when the other groups have none.
+        """
+        if self.zero_stage in (1, 2) and self.optimizer_steps:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+class _torch_launcher_variables:
+    """DeepSpeed looks for torchrun's variables even where a process group exists; a single process has none."""
+
+    def __init__(self, layout: ParallelLayout):
+        local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
+        self._values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
+
+    def __enter__(self):
+        self._added = [key for key in self._values if key not in os.environ]
+        os.environ |= {key: str(self._values[key]) for key in self._added}
+
+    def __exit__(self, *_):
+        for key in self._added:
+            del os.environ[key]

@@ -1,0 +1,67 @@
+"""AdamW, as DeepSpeed's ZeRO drives it, and as it must behave where ZeRO is off."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_tape.config.schema import OptimizerConfig
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Decay matrices only: norms' weights and per-head scales are left alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """AdamW that clips by the global norm and leaves a step out whose norm is not finite.
+
+    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO does the first only, and would write NaN into every
+    weight. DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as from its own optimizers.
+    """
+
+    def __init__(self, groups: list[dict], clip: float, tensor_parallel_group: dist.ProcessGroup, **kwargs):
+        super().__init__(groups, **kwargs)
+        self._clip = clip
+        self._group = tensor_parallel_group
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Clip, and update unless the gradient's norm is infinite or NaN."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        replicated = self._group.rank() > 0
+        counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not replicated]
+        squares = torch.stack([grad.float().norm().square() for grad in counted]).sum()
+        if self._group.size() > 1:
+            dist.all_reduce(squares, group=self._group)
+        norm = squares.sqrt()
+        self._global_grad_norm = norm.item()
+        self.overflow = not bool(torch.isfinite(norm))
+        if self.overflow:
+            return None
+        if self._clip > 0 and self._global_grad_norm > self._clip:
+            torch._foreach_mul_([p.grad for p in parameters], self._clip / (self._global_grad_norm + 1e-6))
+        return super().step()
+
+
+def build_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, zero_stage: int, offload: bool, group: dist.ProcessGroup
+) -> torch.optim.Optimizer:
+    """Return the optimizer to hand to `deepspeed.initialize`.
+
+    Offloaded to the host beside a GPU it is DeepSpeed's CPU Adam (compiled on first use); else torch's AdamW.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if zero_stage == 0:
+        return ClippingAdamW(groups, config.clip_grad, group, **adam)
+    if offload and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
+    return torch.optim.AdamW(groups, **adam)

@@ -1,0 +1,357 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tape.checkpoint import directories as files
+
+HOME = ".attempt-000001"
+
+
+def save(root, step, value=None, keep=None):
+    """Save a checkpoint whose tensors all hold ``value`` (default: the step), and prune."""
+    home = root / HOME
+    home.mkdir(parents=True, exist_ok=True)
+    staging = files.staging_directory(home, step)
+    value = float(step if value is None else value)
+    for name in ("model", "optimizer"):
+        files.write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
+    files.write_json(staging / "run.json", {"value": value})
+    named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
+    path = files.publish(staging, root, step, named)
+    if keep is not None:
+        files.prune(root, keep)
+    return path
+
+
+def steps(root):
+    return [step for step, _ in files.list_checkpoints(root)]
+
+
+def value_of(path):
+    """The one value that every file of a whole checkpoint holds."""
+    assert files.problems(path) == []
+    values = [files.read_tensors(path / f"{name}.safetensors")["weight"] for name in ("model", "optimizer")]
+    value = json.loads((path / "run.json").read_text())["value"]
+    assert all(torch.equal(tensor, torch.full((64,), value)) for tensor in values)
+    return value
+
+
+def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
+    own, import_ = tmp_path / "run", str(tmp_path / "import")
+    assert files.what_to_resume(import_, own) == import_
+    (own / "step-00000001").mkdir(parents=True)
+    assert files.what_to_resume(import_, own) == "auto"
+    for kept in ("none", "auto", str(own / "step-00000001")):
+        assert files.what_to_resume(kept, own) == kept
+
+
+def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
+    path = save(tmp_path, 100)
+    assert path == tmp_path / "step-00000100"
+    assert value_of(path) == 100.0
+    assert files.read_manifest(path)["step"] == 100
+    assert set(files.read_manifest(path)["files"]) == {"model.safetensors", "optimizer.safetensors", "run.json"}
+    assert files.read_metadata(path / "model.safetensors") == {"step": "100"}
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_tensors_keep_their_type_shape_and_every_bit(tmp_path, dtype):
+    tensors = {
+        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
+        "transposed": torch.arange(6).reshape(2, 3).to(dtype).T,
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, 3).to(dtype),
+    }
+    files.write_tensors(tmp_path / "tensors", tensors)
+    read = files.read_tensors(tmp_path / "tensors")
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_before_the_old_one_goes(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, 1)
+    events = []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def recorded_fsync(descriptor):
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", b.name)), rename(a, b)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(("remove", path.name)), rmtree(path)))
+    save(tmp_path, 1)
+    named = events.index(("rename", "step-00000001"))
+    written = {"model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "step-00000001"}
+    assert {name for kind, name in events[:named] if kind == "fsync"} == written
+    assert events[named + 1] == ("fsync", tmp_path.name)
+    assert [name for kind, name in events if kind == "remove"] == [".step-00000001.replaced.discarded.partial"]
+    assert events[-1][0] == "remove"
+
+
+def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignored(tmp_path):
+    for step in (5, 123456789, 99999999):
+        save(tmp_path, step)
+    for name in ("step-7", "step-00000006.old", ".step-00000007.partial", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008").write_text("a file")
+    assert steps(tmp_path) == [123456789, 99999999, 5]
+
+
+def test_a_directory_that_does_not_exist_holds_no_checkpoint(tmp_path):
+    assert files.list_checkpoints(tmp_path / "none") == []
+    assert files.newest_whole(tmp_path / "none", warn=pytest.fail) is None
+
+
+def test_files_that_the_manifest_does_not_name_are_ignored(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "notes.txt").write_text("kept by hand")
+    assert files.problems(path) == []
+
+
+def test_a_new_staging_directory_is_empty(tmp_path):
+    (files.staging_directory(tmp_path, 1) / "leftover").write_text("")
+    assert list(files.staging_directory(tmp_path, 1).iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
+def test_a_missing_file_is_named(tmp_path, name):
+    path = save(tmp_path, 1)
+    (path / name).unlink()
+    assert files.problems(path) == files.problems(path, deep=False) == [f"{name} is missing"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
+def test_a_truncated_file_is_named_with_both_sizes(tmp_path, name):
+    path = save(tmp_path, 1)
+    size = (path / name).stat().st_size
+    os.truncate(path / name, size - 1)
+    assert (
+        files.problems(path) == files.problems(path, deep=False) == [f"{name} has {size - 1} bytes instead of {size}"]
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
+def test_a_flipped_bit_is_named_by_a_deep_look(tmp_path, name):
+    path = save(tmp_path, 1)
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+    assert files.problems(path, deep=False) == []
+    (problem,) = files.problems(path)
+    assert problem.startswith(f"{name} has sha256 ")
+
+
+def test_any_flipped_bit_and_any_truncation_of_the_manifest_is_noticed(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = path / "manifest.json"
+    content = manifest.read_bytes()
+    for position in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            manifest.write_bytes(flipped)
+            assert files.problems(path), f"bit {bit} of byte {position}"
+    for length in range(len(content) - 1):
+        manifest.write_bytes(content[:length])
+        assert files.problems(path)[0].startswith("manifest.json is malformed")
+    manifest.unlink()
+    assert files.problems(path) == ["manifest.json is missing"]
+
+
+def test_a_manifest_of_another_format_says_so(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    files.write_json(path / "manifest.json", {**manifest, "format_version": 2})
+    assert files.problems(path) == ["manifest.json has format version 2, and 1 is the one read here"]
+
+
+def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    os.truncate(tmp_path / "step-00000003" / "run.json", 0)
+    (tmp_path / "step-00000002" / "model.safetensors").unlink()
+    warnings = []
+    assert files.newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000001"
+    assert "step-00000003" in warnings[0] and "run.json has 0 bytes" in warnings[0]
+    assert "step-00000002" in warnings[1] and "model.safetensors is missing" in warnings[1]
+
+
+def test_pruning_keeps_the_newest_and_clears_leftovers(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (tmp_path / ".step-00000009.discarded.partial").mkdir()
+    (tmp_path / "notes").mkdir()
+    files.prune(tmp_path, keep=2)
+    assert sorted(os.listdir(tmp_path)) == [HOME, "notes", "step-00000003", "step-00000004"]
+
+
+def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    for step in (2, 3):
+        os.truncate(tmp_path / f"step-0000000{step}" / "run.json", 0)
+    files.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [3, 2, 1]
+    save(tmp_path, 4)
+    files.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [4]
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep is 0"):
+        files.prune(tmp_path, keep=0)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 5, value=1)
+    assert value_of(save(tmp_path, 5, value=2)) == 2.0
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000005"]
+
+
+def test_a_replaced_checkpoint_stands_in_while_its_heir_is_missing_or_broken(tmp_path):
+    save(tmp_path, 4)
+    (save(tmp_path, 5, value=1)).rename(tmp_path / "step-00000005.replaced")
+    assert value_of(files.newest_whole(tmp_path, warn=pytest.fail)) == 1.0
+    shutil.copytree(tmp_path / "step-00000005.replaced", tmp_path / "step-00000005")
+    os.truncate(tmp_path / "step-00000005" / "run.json", 0)
+    assert value_of(files.newest_whole(tmp_path, warn=lambda _: None)) == 1.0
+    files.prune(tmp_path, keep=1)
+    assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000005"]
+    assert value_of(tmp_path / "step-00000005") == 1.0
+
+
+# What stands in the directory before the save, the step and how many are kept.
+SCENARIOS = {
+    "the first checkpoint": ([], 100, 1),
+    "one more": ([100, 200], 300, 2),
+    "one more, keeping one": ([100, 200], 300, 1),
+    "the same step again": ([100, 200], 200, 1),
+    "the only step again": ([200], 200, 1),
+    "the same step after a replacement was killed": ([100, 200, "200 replaced"], 200, 1),
+    "the same step while only the replaced one is there": ([100, "200 replaced"], 200, 2),
+    "one more while only the replaced one is there": ([100, "200 replaced"], 300, 2),
+    "the same step, broken, while the replaced one is whole": ([100, "200 broken", "200 replaced"], 200, 1),
+    "one more among leftovers": ([100, 200, "partial"], 300, 1),
+}
+
+
+def test_a_kill_at_any_file_operation_costs_at_most_the_save_it_interrupts(tmp_path):
+    # Its own process: forking one that other tests left threads in could hang.
+    result = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    operations = json.loads(result.stdout)
+    assert operations.keys() == SCENARIOS.keys() and min(operations.values()) > 10
+
+
+def kill_at_every_operation(directory, before, step, keep):
+    """Kill a save before its first operation, its second, and so on to its end; returns how many it has."""
+    directory.mkdir()
+    template, root = directory / "template", directory / "root"
+    build(template, before)
+    newest_before, broken_before = newest_step(template), broken(template)
+    for operation in range(1, 1000):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(template, root)
+        killed = save_and_die(root, step, keep, operation)
+        survivor = files.newest_whole(root, warn=lambda _: None)
+        assert newest_step(root) >= newest_before, f"{before}: operation {operation} lost a checkpoint"
+        assert broken(root) <= broken_before, f"{before}: operation {operation} left half a checkpoint under its name"
+        if survivor:
+            assert value_of(survivor) in (float(newest_step(root)), 1.0 + step)
+        if not killed:
+            assert value_of(survivor) == 1.0 + step
+        assert value_of(save(root, step + 100, keep=keep)) == step + 100
+        assert len(steps(root)) <= keep
+        assert not [name for name in os.listdir(root) if name.startswith(".step") or name.endswith(".replaced")]
+        if not killed:
+            return operation - 1
+    raise AssertionError("the save never ends")
+
+
+def broken(root):
+    return {path.name for _, path in files.list_checkpoints(root) if files.problems(path)}
+
+
+def newest_step(root):
+    path = files.newest_whole(root, warn=lambda _: None)
+    return files.read_manifest(path)["step"] if path else 0
+
+
+def build(root, before):
+    root.mkdir()
+    for item in before:
+        if isinstance(item, int):
+            save(root, item)
+        elif item == "200 replaced":
+            other = root.with_name("other")
+            save(other, 200)
+            (other / "step-00000200").rename(root / "step-00000200.replaced")
+        elif item == "200 broken":
+            os.truncate(save(root, 200) / "run.json", 3)
+        else:
+            for name in (
+                ".step-00000300.partial",
+                ".step-00000050.discarded.partial",
+                ".step-00000100.discarded.partial",
+            ):
+                shutil.copytree(root / "step-00000100", root / name)
+
+
+def save_and_die(root, step, keep, operation):
+    """Save in a child that kills itself before its n-th file operation; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        try:
+            count_operations(operation)
+            save(root, step, value=1 + step, keep=keep)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def count_operations(last):
+    """Die before the ``last``-th operation on a file; one that was to reach the disk then loses its second half."""
+    counted = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+    done = 0
+
+    def operation(die=lambda: None):
+        nonlocal done
+        done += 1
+        if done == last:
+            die()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def fsync(descriptor, real=os.fsync):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        operation(lambda: path.is_file() and os.truncate(path, path.stat().st_size // 2))
+        real(descriptor)
+
+    os.fsync = fsync
+    sys.addaudithook(lambda event, _: operation() if event in counted else None)
+
+
+if __name__ == "__main__":
+    found = {
+        name: kill_at_every_operation(Path(sys.argv[1]) / str(number), *scenario)
+        for number, (name, scenario) in enumerate(SCENARIOS.items())
+    }
+    print(json.dumps(found))

@@ -1,0 +1,64 @@
+import difflib
+from pathlib import Path
+
+import pytest
+
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+
+RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
+# Processes that each recipe is meant for, and others that it should bear as well.
+WORLD_SIZES = {
+    "tape_demo": (1, 2),
+    "rope_demo": (1, 2),
+    "tape_155m": (4, 1, 8, 64),
+    "tape_1b": (8, 2, 16, 64),
+}
+
+
+def recipe(name):
+    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml")])
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == WORLD_SIZES.keys()
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_a_recipe_parses_and_can_run_where_it_says(name):
+    config = recipe(name)
+    for world_size in WORLD_SIZES[name]:
+        validate(config, world_size)
+    assert config.logging.directory == f"runs/{name}"
+    assert config.checkpoint.directory == f"runs/{name}/checkpoints"
+
+
+def test_the_demos_differ_in_the_position_encoding_alone():
+    tape, rope = ((RECIPES / f"{name}_demo.yaml").read_text().splitlines() for name in ("tape", "rope"))
+    changed = [line for line in difflib.ndiff(tape, rope) if line[:2] in ("- ", "+ ")]
+    assert changed == ["-   position_encoding: tape", "+   position_encoding: rope"]
+
+
+def test_the_155m_recipe_is_the_papers():
+    config = recipe("tape_155m")
+    model, train = config.model, config.train
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size) == (
+        12,
+        768,
+        12,
+        3072,
+    )
+    assert (model.position_mlp_width, model.seq_length) == (48, 1024)
+    assert (train.global_batch_size, train.steps, train.precision) == (512, 10_000, "bf16")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
+    assert (config.schedule.kind, config.schedule.warmup_steps) == ("polynomial", 0.02 * train.steps)
+    assert config.deepspeed.zero_stage == 2
+
+
+def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked():
+    # The paper's 321.10 GFLOPs are a forward pass over 1,024 tokens; it counts the masked half of the keys, too.
+    model = recipe("tape_155m").model
+    model.position_encoding = "rope"
+    forward = model.flops_per_token() // 3 * model.seq_length
+    masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
+    assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)

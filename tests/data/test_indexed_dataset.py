@@ -1,0 +1,104 @@
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from tool_runs import read_pair
+
+from megatron_tape.data import indexed_dataset
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, token_dtype
+
+
+@pytest.fixture
+def documents():
+    random = np.random.default_rng(0)
+    return [random.integers(0, 60000, size) for size in (1, 700, 3, 0, 64)]
+
+
+def write(prefix, documents, dtype="<u2", **options):
+    with IndexedDatasetWriter(prefix, np.dtype(dtype), **options) as writer:
+        for document in documents:
+            writer.add(document.astype(dtype).tobytes(), np.array([len(document)]))
+        writer.finish()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("block", [2, 1 << 18])
+def test_bytes_equal_what_megatrons_builder_writes(tmp_path, documents, dtype, block, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+    write(tmp_path / "ours", documents, dtype)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for document in documents:
+        builder.add_document(torch.from_numpy(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert read_pair(tmp_path / "ours") == read_pair(tmp_path / "theirs")
+
+
+def test_megatron_and_our_reader_read_the_documents(tmp_path, documents):
+    write(tmp_path / "data", documents)
+    theirs, ours = IndexedDataset(str(tmp_path / "data")), IndexedDatasetReader(tmp_path / "data")
+    assert len(theirs) == len(ours) == len(documents)
+    assert theirs.document_indices.tolist() == list(range(len(documents) + 1))
+    assert ours.document_lengths().tolist() == [len(document) for document in documents]
+    for i, document in enumerate(documents):
+        assert theirs[i].tolist() == ours.document(i).tolist() == document.tolist()
+    assert list(ours.problems(vocab_size=60000)) == []
+
+
+def test_documents_of_several_sequences_are_read(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.int32)
+    builder.add_document(torch.arange(5), [2, 3])
+    builder.add_document(torch.arange(5, 9), [4])
+    builder.finalize(str(tmp_path / "data.idx"))
+    reader = IndexedDatasetReader(tmp_path / "data")
+    assert [reader.document(i).tolist() for i in range(len(reader))] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert reader.document_lengths().tolist() == [5, 4]
+    assert list(reader.problems()) == []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 128256])
+def test_token_dtype_is_megatrons_choice(vocab_size):
+    assert token_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
+
+
+def test_unfinished_dataset_leaves_no_file(tmp_path, documents):
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        writer.add(documents[1].astype("<u2").tobytes(), np.array([len(documents[1])]))
+        assert not (tmp_path / "data.bin").exists() and not (tmp_path / "data.idx").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):
+    write(tmp_path / "data", documents)
+
+    def killed(file):
+        raise SystemExit
+
+    monkeypatch.setattr(indexed_dataset.PartialFile, "publish", killed)
+    with pytest.raises(SystemExit):
+        write(tmp_path / "data", documents[:2], overwrite=True)
+    assert not (tmp_path / "data.idx").exists()
+    monkeypatch.undo()
+    with pytest.raises(FileExistsError, match="data.bin exists; pass --overwrite"):
+        write(tmp_path / "data", documents[:2])
+    write(tmp_path / "data", documents[:2], overwrite=True)
+    assert len(IndexedDatasetReader(tmp_path / "data")) == 2
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
+    lengths = np.ones(10000, dtype=np.int32)
+    tokens = np.zeros(10000, dtype="<u2").tobytes()
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        tracemalloc.start()
+        for _ in range(200):
+            writer.add(tokens, lengths)
+        writing = tracemalloc.get_traced_memory()[1]
+        writer.finish()
+        finishing = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # Two million documents take 40 MB of index.
+    assert writing < 1e6
+    assert finishing < 12e6
+    assert (tmp_path / "data.idx").stat().st_size > 39e6
+    assert list(IndexedDatasetReader(tmp_path / "data").problems()) == []

@@ -1,0 +1,157 @@
+"""The Megatron-core model on one process, against the reference and the released code."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build, random_tokens, reference_config, released_model, small_model, whole_weights
+
+from megatron_tape.model.language_model import documents_from_tokens, reference
+from megatron_tape.model.weights import from_megatron, load_weights
+
+VARIANTS = {
+    "plain": {},
+    "multi_head": {"num_query_groups": 4},
+    "one_group": {"num_query_groups": 1},
+    "gate_from_attention": {"gate_input": "attention"},
+    "per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
+    "scaled": {"rope_scaling_factor": 2.0, "rope_theta": 500.0},
+    "llama3": {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0, "rope_original_seq_length": 32},
+    "tied": {"tie_embeddings": True},
+    "biased": {"qkv_bias": True},
+    "qk_norm_wide_heads": {"qk_norm": True, "kv_channels": 12},
+    "biased_qk_norm_rope": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True, "num_query_groups": 1},
+    "rope": {"position_encoding": "rope"},
+}
+
+
+@pytest.mark.parametrize("token_mixing", ["full", "per_head"])
+@pytest.mark.parametrize("name", ["adape", "adape_interp", "rope", "nope"])
+def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
+    """In float64, so that only the released code's own rounding is left; the next test bounds ours in float32."""
+    model, built, weights, gradients, rest = released_model(name, torch.float64, token_mixing=token_mixing)
+    weights = {key: value.requires_grad_() for key, value in weights.items()}
+    load_weights(built.gpt, reference.from_released(weights), model, 0, 1)
+    ids = rest["input_ids"]
+    logits = built(ids)
+    torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    checked = 0
+    for key, parameter in built.gpt.named_parameters():
+        for part, gradient in from_megatron(key, parameter.grad, model).items():
+            if part.endswith("position.token_mixing"):
+                released = gradients[part.replace("position.token_mixing", "post_attention_linear.weight")]
+                gradient, released = gradient.diag(), released[:, 0]
+            elif ".position." in part:
+                released = gradients[part.replace(".position.", ".pe.") + ".weight"]
+            else:
+                released = gradients[part]
+            if name in ("rope", "nope") and part == "model.embed_tokens.weight":
+                gradient = gradient.index_fill(0, torch.tensor([63]), 0.0)  # their padding token gets no gradient
+            assert (gradient - released).norm() <= 1e-5 * released.norm(), part
+            checked += 1
+    assert checked == len([key for key in gradients if "rotary" not in key])
+
+
+@pytest.mark.parametrize("name", ["adape", "adape_interp", "rope"])
+def test_rounding_is_at_most_twice_that_of_plain_torch(name):
+    model, built, weights, _, rest = released_model(name)
+    plain = reference.from_released(weights)
+    load_weights(built.gpt, plain, model, 0, 1)
+    ids = rest["input_ids"]
+    exact = reference.forward({k: v.double() for k, v in plain.items()}, ids, reference_config(model))["logits"]
+    ours = (built(ids) - exact).square().mean().sqrt()
+    theirs = (reference.forward(plain, ids, reference_config(model))["logits"] - exact).square().mean().sqrt()
+    assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_the_reference(variant):
+    model = small_model(**VARIANTS[variant])
+    built, _ = build(model)
+    ids = random_tokens()
+    weights = {key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()}
+    expected = reference.forward(weights, ids, reference_config(model))["logits"]
+    logits = built(ids)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    direction = torch.randn_like(logits)
+    (logits * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for key, parameter in built.gpt.named_parameters():
+        for part, gradient in from_megatron(key, parameter.grad, model).items():
+            if part.endswith("token_mixing") and model.token_mixing == "per_head":
+                torch.testing.assert_close(gradient.diag(), weights[part].grad.diag(), atol=2e-5, rtol=1e-4)
+            else:
+                torch.testing.assert_close(gradient, weights[part].grad, atol=2e-5, rtol=1e-4)
+
+
+def test_a_fresh_tape_model_is_the_rope_model_of_the_same_seed():
+    ids = random_tokens()
+    tape, _ = build(small_model(attention_backend="torch"), randomize=False)
+    rope, _ = build(small_model(position_encoding="rope"), randomize=False)
+    assert torch.equal(tape(ids), rope(ids))
+    nope, _ = build(small_model(position_encoding="nope"), randomize=False)
+    assert (nope(ids) - rope(ids)).abs().max() > 1e-4
+
+
+def test_shifting_positions_changes_no_logit():
+    ids = random_tokens()
+    built, _ = build(small_model())
+    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
+    assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
+
+
+def test_labels_give_the_mean_cross_entropy():
+    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    built, _ = build(small_model())
+    losses = F.cross_entropy(built(ids).transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(built(ids, labels), losses.mean())
+    mask = (torch.arange(16) % 3 == 0).float().expand(2, -1)
+    torch.testing.assert_close(built(ids, labels, mask), losses[:, ::3].mean())
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope", "nope"])
+def test_full_recomputation_gives_the_same_gradients(encoding):
+    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    gradients = []
+    for recompute in ("none", "full"):
+        built, _ = build(small_model(position_encoding=encoding), recompute=recompute)
+        built(ids, labels).backward()
+        gradients.append({name: parameter.grad for name, parameter in built.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope", "nope"])
+def test_a_document_in_a_pack_has_the_logits_of_the_document_alone(encoding):
+    eod = 7
+    tokens = random_tokens(batch=1, vocabulary=60)
+    tokens[tokens == eod] = 8
+    tokens[0, 4] = tokens[0, 10] = eod
+    documents = documents_from_tokens(tokens, eod)
+    assert documents.tolist() == [[0] * 5 + [1] * 6 + [2] * 5]
+    built, _ = build(small_model(position_encoding=encoding))
+    packed = built(tokens, documents=documents)
+    for start, stop in ((0, 5), (5, 11), (11, 16)):
+        alone = built(tokens[:, start:stop])
+        torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-5, rtol=1e-4)
+    assert (packed[:, 5:11] - built(tokens)[:, 5:11]).abs().max() > 1e-3
+
+
+def test_parameter_count_is_the_configurations():
+    for changes in VARIANTS.values():
+        model = small_model(**changes)
+        built, _ = build(model)
+        assert sum(p.numel() for p in built.parameters()) == model.parameter_count()
+
+
+def test_position_norms_start_at_rope_and_count_the_update():
+    built, _ = build(small_model(), randomize=False)
+    built.record_position_norms(True)
+    built(random_tokens())
+    norms = [update.norms for update in built.position_updates()]
+    assert len(norms) == 2
+    for state, change, count in norms:
+        assert state / count == pytest.approx(1.0, abs=1e-5) and change == 0
+    built, _ = build(small_model())
+    built.record_position_norms(True)
+    built(random_tokens())
+    assert all(update.norms[1] > 0 for update in built.position_updates())

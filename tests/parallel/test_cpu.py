@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from megatron_tape.parallel import cpu
+
+
+def test_it_is_inert_where_cuda_exists(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER)
+    assert cpu.enable_megatron_on_cpu() is False
+    cpu.keep_deepspeed_from_compiling()
+    assert (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER) == before
+
+
+def test_random_streams_go_on_where_they_were_and_leave_the_outside_alone():
+    tracker = cpu._CpuRngTracker()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    torch.manual_seed(0)
+    expected_outside = torch.rand(2)
+    torch.manual_seed(0)
+    with tracker.fork("a"):
+        first = torch.rand(3)
+    with tracker.fork("b"):
+        other = torch.rand(3)
+    with tracker.fork("a"):
+        second = torch.rand(3)
+    assert torch.equal(torch.rand(2), expected_outside)
+    assert torch.equal(torch.cat([first, second]), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+    assert not torch.equal(first, other)
+    with pytest.raises(KeyError, match="'c'"), tracker.fork("c"):
+        pass

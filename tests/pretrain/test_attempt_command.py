@@ -1,0 +1,124 @@
+"""`python -m pretrain.attempt`: what a batch script is told; tests/slurm runs whole jobs."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+from datasets_for_tests import write_all
+from test_attempts import save
+from training_cases import RECIPE
+
+from megatron_tape.run.attempts import Attempt, read_attempts
+from pretrain import attempt
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    source = tmp_path / "source"
+    (source / "pretrain").mkdir(parents=True)
+    (source / "pretrain" / "train.py").write_text("first version")
+
+    def begin(*overrides, job="7", requeued=False, module="pretrain.train", recipe=str(RECIPE)):
+        options = ["--module", module, "--job", job, "--source", str(source), "--job-link", f"links/{job}"]
+        options += ["--nodes", "a,b", "--processes", "2", *(["--requeued"] if requeued else [])]
+        chosen = [recipe, "--data.prefix=a", "--logging.directory=run", *overrides]
+        status = attempt.main(["begin", *options, "--", *chosen])
+        told = capfd.readouterr()
+        variables = dict(shlex.split(line)[0].split("=", 1) for line in told.out.splitlines())
+        return status, variables, told.err
+
+    begin.folder = tmp_path
+    begin.source = source
+    return begin
+
+
+def test_a_job_is_told_where_everything_is_and_goes_on_with_its_copy(job):
+    status, variables, _ = job("--train.steps=20")
+    assert status == 0
+    assert variables["ATTEMPT"] == "1" and variables["RUN_DIRECTORY"] == "run" and variables["RESUME"] == "auto"
+    assert {"PREFLIGHT_PORT", "TRAINING_PORT", "CHECKPOINT_DIRECTORY", "ATTEMPT_DIRECTORY"} <= set(variables)
+    (job.source / "pretrain" / "train.py").write_text("second version")
+    status, again, told = job("--train.steps=30", requeued=True)
+    assert status == 0 and again["ATTEMPT"] == "2" and "attempt 1 was killed" in told
+    assert again["CONFIG"] == variables["CONFIG"] and "steps: 20" in open(again["CONFIG"]).read()
+    assert open(f"{again['ROOT']}/pretrain/train.py").read() == "first version"
+    assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == ["a", "b"]
+
+
+def test_a_requeued_job_continues_its_own_checkpoints_whatever_it_was_told_to_start_from(job):
+    status, variables, _ = job("--checkpoint.resume=none")
+    assert status == 0 and variables["RESUME"] == "none"
+    _, variables, _ = job(requeued=True)
+    assert variables["RESUME"] == "none"
+    save(Attempt.open("run", "run/checkpoints", 2), 5)
+    _, variables, _ = job(requeued=True)
+    assert variables["RESUME"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["--model.num_attention_heads=5"], "model.num_attention_heads 5"),
+        (["--data.prefix=nowhere"], "nowhere.idx"),
+        (["--train.global_batch_size=3"], "train.global_batch_size 3"),
+    ],
+)
+def test_mistakes_end_with_one_sentence_and_leave_nothing(job, overrides, told):
+    status, variables, err = job(*overrides)
+    assert status == 2 and variables == {}
+    assert err.count("\n") == 1 and err.startswith("error: ") and told in err
+    assert not (job.folder / "run").exists()
+
+
+def test_a_recipe_that_is_not_there_and_a_program_that_comes_later_are_named(job):
+    assert "recipe nowhere.yaml does not exist" in job(recipe="nowhere.yaml")[2]
+    status, _, err = job(module="pretrain.extend_context")
+    assert status == 2 and "context extension is not part of this version" in err
+
+
+def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeypatch):
+    job(job="7")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "RUNNING\n", ""))
+    status, _, err = job(job="8")
+    assert status == 2 and "belongs to job 7, which is running" in err
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "Invalid job id"))
+    assert job(job="8")[0] == 0
+
+
+def test_programs_that_are_absent_do_not_matter(job, monkeypatch):
+    job()
+
+    def absent(*_, **__):
+        raise FileNotFoundError(2, "No such file or directory", "git")
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert job(job="8")[0] == 0
+
+
+def test_a_crash_loop_is_found_when_the_batch_script_did_not_live_to_judge(job):
+    job()
+    for _ in range(2):
+        assert job(requeued=True)[0] == 0
+    status, _, err = job(requeued=True)
+    assert status == 2 and "3 attempts in a row crashed" in err
+    assert job(job="8")[0] == 0
+
+
+def test_a_file_system_that_fails_is_another_status_than_a_mistake(job, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Attempt, "claim", fails)
+    assert job()[0] == attempt.EXIT_TRY_AGAIN
+
+
+def test_a_verdict_is_printed_and_kept(job, capfd):
+    job()
+    Attempt.open("run", "run/checkpoints", 1).record_end(1, "refused", "bad\nsteps", "Traceback x")
+    assert attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]) == 0
+    told = capfd.readouterr()
+    assert told.out == "stop bad steps\n" and "Traceback x" in told.err
+    assert read_attempts("run")[0].verdict["verdict"] == "stop"

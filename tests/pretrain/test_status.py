@@ -1,0 +1,85 @@
+"""`python -m pretrain.status`: one word for every situation, and the exit status that goes with it."""
+
+import json
+import time
+
+import pytest
+
+from megatron_tape.run.attempts import Attempt, AttemptRecord, write_record
+from pretrain import status
+
+NOW = 1_800_000_000.0
+BEAT = {"time": NOW - 3, "since": NOW - 4, "stage": "training", "step": 7, "hang_timeout": 100.0}
+
+
+def record(**known):
+    return AttemptRecord(**{"number": 1, "facts": {"started": NOW - 600, "job": "5"}, **known})
+
+
+@pytest.mark.parametrize(
+    "last, queue, word, well",
+    [
+        (record(heartbeat=BEAT), "RUNNING", "running", True),
+        (record(heartbeat=BEAT), None, "running", True),
+        (record(heartbeat=BEAT | {"since": NOW - 101}), "RUNNING", "stuck", False),
+        (record(heartbeat=BEAT | {"time": NOW - 61}), "RUNNING", "stuck", False),
+        (record(heartbeat=BEAT | {"time": NOW - 61}), None, "gone", False),
+        (record(heartbeat=BEAT), "", "gone", False),
+        (record(heartbeat=BEAT), "PENDING", "waiting", True),
+        (record(facts={"started": NOW - 20, "job": "5"}), "RUNNING", "starting", True),
+        (record(), "RUNNING", "stuck", False),
+        (record(outcome="finished"), "", "finished", True),
+        (record(outcome="interrupted", message="USR1"), "PENDING", "waiting", True),
+        (record(outcome="interrupted", message="USR1"), "COMPLETING", "between attempts", True),
+        (record(outcome="interrupted", message="USR1"), "", "stopped", False),
+        (record(outcome="interrupted", message="USR1"), None, "interrupted", True),
+        (record(outcome="failed", message="x"), "", "failed", False),
+        (record(outcome="failed", message="x"), "PENDING", "waiting", True),
+        (record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}), "RUNNING", "failed", False),
+    ],
+)
+def test_every_situation_has_its_word(last, queue, word, well):
+    state = status.judge(last, queue, NOW)
+    assert (state.word, state.well) == (word, well)
+
+
+@pytest.fixture
+def run(tmp_path):
+    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None, "nodes": ["alpha"], "log": "job.out"})
+    rows = [
+        {"step": step, "time": time.time() + step, "loss": 5 - step / 10, "tokens_per_second": 1000.0}
+        for step in range(1, 11)
+    ]
+    rows[4]["validation_loss"] = 4.75
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
+    (tmp_path / "config.yaml").write_text("train: {steps: 40}\n")
+    write_record(attempt.directory / "heartbeat.json", BEAT | {"time": time.time(), "since": time.time(), "step": 12})
+    return tmp_path
+
+
+def test_the_screen_says_where_the_run_stands(run, capsys):
+    assert status.main([str(run)]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].startswith(f"{run}: running (training, for 0:00:0")
+    for expected in (
+        "step        12 of 40 (30.0%)",
+        "loss        4.0000 at step 10; validation 4.7500 at step 5",
+        "speed       1,000 tokens/s, ETA 0:00:30",
+        "checkpoint  none yet",
+        "log         job.out",
+        "attempts    1:",
+    ):
+        assert expected in told
+    assert "alpha, from step 0" in told
+
+
+def test_a_failed_run_exits_with_1_and_tells_the_last_error(run, capsys):
+    Attempt.open(run, run / "checkpoints", 1).record_end(3, "failed", "RuntimeError: boom")
+    assert status.main([str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "failed" in told.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in told
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
+    assert status.main([str(tmp_path)]) == 2
+    assert "holds no attempt" in capsys.readouterr().err

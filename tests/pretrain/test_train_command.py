@@ -1,0 +1,246 @@
+"""`python -m pretrain.train` on one process: what it refuses, writes, survives and continues."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datasets_for_tests import write_all
+from launch import environment, free_port
+from training_cases import RECIPE, option, packed
+
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.ops import parity, triton_attention
+from pretrain import train
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(data, tmp_path):
+    def start(*overrides, name="run"):
+        prefix = option("data.prefix", f"{data}/a")
+        return train.main(["--config", str(RECIPE), prefix, f"--logging.directory={tmp_path / name}", *overrides])
+
+    start.folder = tmp_path / "run"
+    return start
+
+
+def rows(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]
+
+
+def steps_saved(folder):
+    return sorted(step for step, _ in checkpoint_files.list_checkpoints(folder / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("--model.hidden_sise=32", "model.hidden_sise"),
+        ("--model.num_attention_heads=5", "model.num_attention_heads"),
+        ("--train.precision=bf16 --deepspeed.zero_stage=0", "zero_stage"),
+        ("--parallel.tensor_model_parallel_size=2", "tensor_model_parallel_size"),
+        ("--data.prefix=nowhere/x", "nowhere/x.idx"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, told):
+    program = (
+        "import sys\nfrom pretrain.train import main\n"
+        "try:\n    status = main(sys.argv[1:])\nexcept SystemExit as stop:\n    status = stop.code\n"
+        "print(status, 'torch' in sys.modules)"
+    )
+    arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), *override.split()]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and told in done.stderr
+
+
+def test_metrics_rows_count_from_one_and_carry_the_promised_keys(run):
+    assert run("--logging.interval=3") == 0
+    found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 3, 5, 6, 9, 10]
+    for row in found:
+        assert {"step", "loss", "grad_norm", "lr", "tokens_per_second"} <= set(row)
+        assert ("validation_loss" in row) == (row["step"] in (5, 10))
+    assert found[-1]["position/update_norm/layer_00"] > found[0]["position/update_norm/layer_00"] == 0
+    assert found[0]["position/state_norm/layer_01"] == pytest.approx(1, abs=1e-5)
+
+
+def test_tensorboard_shows_curves_configuration_and_sample(run, data):
+    sample = ["--logging.tensorboard=true", "--logging.sample_tokens=5", "--logging.sample_prompt=w3"]
+    assert run(*sample, *packed(data)) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    tags = events.Tags()
+    expected = {"train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss", "validation/perplexity"}
+    expected |= {"speed/tokens_per_second", "speed/tflops_per_second", "position/state_norm/layer_00"}
+    assert expected | {"position/update_norm/layer_01"} <= set(tags["scalars"])
+    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
+    assert "num_layers: 3" in texts["configuration/text_summary"]
+    assert texts["sample/text_summary"].split()[0] == "w3"
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([row["loss"] for row in rows(run.folder)], rel=1e-6)
+
+
+def test_it_stops_after_bad_steps_in_a_row_and_says_so(run, capfd):
+    assert run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3") == 1
+    assert "3 steps in a row" in capfd.readouterr().err
+    found = rows(run.folder)
+    assert len(found) < 30 and found[-1]["loss"] is None
+
+
+def test_sampling_leaves_training_as_it_is(run, data):
+    sampled = ["--logging.sample_tokens=4", *packed(data)]
+    assert run(*sampled, name="sampled") == 0
+    assert run(*packed(data)) == 0
+    assert rows(run.folder) == rows(run.folder.parent / "sampled")
+
+
+def test_it_keeps_the_newest_checkpoints(run):
+    assert run("--checkpoint.interval=2", "--checkpoint.keep=2") == 0
+    assert steps_saved(run.folder) == [8, 10]
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(run, capfd, caplog):
+    assert run("--checkpoint.interval=2", name="whole") == 0
+    assert run("--checkpoint.interval=2", "--checkpoint.keep=9") == 0
+    folder = run.folder / "checkpoints"
+    tensors = next((folder / "step-00000010").glob("tensors*"))
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    middle = next((folder / "step-00000008").glob("tensors*"))
+    content = bytearray(middle.read_bytes())
+    content[len(content) // 2] ^= 1
+    middle.write_bytes(content)
+    capfd.readouterr()
+    assert run("--checkpoint.interval=2") == 0
+    told = capfd.readouterr().err + caplog.text
+    assert "step-00000010" in told and "step-00000008" in told and "step-00000006 at step 7" in told
+    assert rows(run.folder) == rows(run.folder.parent / "whole")
+
+
+def test_it_does_not_start_afresh_when_every_checkpoint_is_broken(run, capfd):
+    assert run() == 0
+    next((run.folder / "checkpoints/step-00000010").glob("tensors*")).unlink()
+    assert run() == 1
+    assert "no checkpoint" in capfd.readouterr().err
+
+
+def test_a_finished_run_is_left_as_it_is(run):
+    assert run() == 0
+    before = rows(run.folder)
+    assert run() == 0
+    assert rows(run.folder) == before
+
+
+def test_another_models_checkpoint_is_refused_with_the_differences(run, capfd):
+    assert run() == 0
+    assert run("--model.hidden_size=64", "--model.token_mixing=full", "--train.steps=12") == 1
+    error = capfd.readouterr().err
+    assert "model.hidden_size: checkpoint 32, configuration 64" in error and "token_mixing" not in error
+
+
+def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd):
+    assert run("--checkpoint.interval=4") == 0
+    assert run("--checkpoint.resume=none") == 1
+    assert "checkpoints up to step 10" in capfd.readouterr().err
+    elsewhere = run.folder.parent / "elsewhere"
+    shutil.copytree(run.folder / "checkpoints/step-00000008", elsewhere)
+    assert run(f"--checkpoint.resume={elsewhere}", name="other") == 0
+    assert rows(run.folder.parent / "other") == rows(run.folder)[8:]
+
+
+def test_a_validation_share_too_small_is_refused(run, capfd):
+    assert run("--data.split=999,1,0") == 1
+    assert "validation share of data.split" in capfd.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(run, data, capfd):
+    assert run("--model.vocab_size=60", *packed(data)) == 2
+    assert "model.vocab_size 60" in capfd.readouterr().err
+
+
+def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
+    assert run("--train.steps=60", name="whole") == 0
+    arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), "--train.steps=60"]
+    arguments += [f"--logging.directory={run.folder}", "--checkpoint.interval=1"]
+    command = [sys.executable, "-m", "pretrain.train", *arguments]
+    metrics = run.folder / "metrics.jsonl"
+    killed = 0
+    for delay in (0.0, 0.013, 0.029, 0.05, 0.1):
+        count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        process = subprocess.Popen(command, env=environment(0, 1, free_port()), cwd=REPOSITORY)
+        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < count + 3):
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        reached = rows_written(metrics)
+        newest = checkpoint_files.newest_whole(run.folder / "checkpoints", print)
+        assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1
+    assert killed == 5
+    assert run("--train.steps=60", "--checkpoint.interval=1") == 0
+    assert rows(run.folder) == rows(run.folder.parent / "whole")
+    assert all(math.isfinite(row["loss"]) for row in rows(run.folder))
+
+
+def rows_written(metrics):
+    """Last step of a metrics.jsonl whose end a kill may have torn."""
+    return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
+
+
+def test_data_with_tokens_the_model_lacks_is_refused(run, capfd):
+    assert run("--model.vocab_size=32") == 1
+    assert "model.vocab_size is 32" in capfd.readouterr().err
+
+
+def test_damaged_data_is_refused_before_anything_starts(run, data, tmp_path, capfd):
+    for ending, keep in (("bin", 100), ("idx", 60), ("idx", 0)):
+        for name in ("bin", "idx"):
+            shutil.copy(data / f"a.{name}", tmp_path / f"damaged.{name}")
+        damaged = tmp_path / f"damaged.{ending}"
+        damaged.write_bytes(damaged.read_bytes()[:keep])
+        assert run(option("data.prefix", tmp_path / "damaged")) == 2
+        error = capfd.readouterr().err
+        assert "damaged" in error and "not whole" in error and error.count("\n") == 1
+
+
+def test_document_ends_that_the_data_lacks_are_asked_for(run, data, tmp_path, capfd):
+    tokenizer = (data / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>").replace('w5"', '<|endoftext|>"')
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    other = ["--data.reset_attention_mask=true", option("data.tokenizer", tmp_path / "tokenizer.json")]
+    assert run(*other) == 2
+    assert "--append-eod" in capfd.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written_is_refused(run, data, capfd):
+    assert run(f"--logging.directory={data}/a.bin/x") == 2
+    assert "logging.directory" in capfd.readouterr().err
+
+
+def test_the_configuration_is_left_beside_the_metrics(run):
+    assert run("--train.steps=2", "--train.eval_interval=null", "--schedule.warmup_steps=0") == 0
+    again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
+    assert again.train.steps == 2 and again.logging.directory == str(run.folder)
+
+
+def test_a_kernel_that_computes_wrong_ends_before_it_trains(run, monkeypatch, capfd):
+    attend = triton_attention.attend
+    monkeypatch.setattr(parity, "LENGTH", 16)
+    monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
+    assert run("--model.hidden_size=128", "--model.attention_backend=triton") == 1
+    told = capfd.readouterr().err
+    assert "the fused kernel of the attention does not work here" in told and "Traceback" not in told
+    assert not steps_saved(run.folder)

@@ -1,0 +1,220 @@
+"""Who owns a run, and what is decided from the records of its attempts."""
+
+import json
+import os
+
+import pytest
+
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.errors import StaleAttempt
+from megatron_tape.run.attempts import Attempt, checkpointed_step, crash_loop, decide, read_attempts
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def claim(run, job="7"):
+    return Attempt.claim(run, run / "checkpoints", {"job": job})
+
+
+def save(attempt, step):
+    staging = checkpoint_files.staging_directory(attempt.home, step)
+    (staging / "weights").write_text("w")
+    size, sha256 = checkpoint_files.digest(staging / "weights")
+    return checkpoint_files.publish(staging, attempt.home.parent, step, {"weights": {"bytes": size, "sha256": sha256}})
+
+
+def verdict(run):
+    return decide(run, run / "checkpoints", read_attempts(run)[-1].number)
+
+
+def test_attempts_count_up_and_the_newest_owns_the_run(run):
+    first = claim(run)
+    assert first.number == 1 and first.is_owner()
+    second = claim(run)
+    assert second.number == 2 and second.is_owner() and not first.is_owner()
+    with pytest.raises(StaleAttempt, match="attempt 1 ends"):
+        first.check_owner()
+
+
+def test_a_stale_attempt_cannot_stage_a_checkpoint(run):
+    first = claim(run)
+    claim(run)
+    with pytest.raises(FileNotFoundError):
+        checkpoint_files.staging_directory(first.home, 10)
+
+
+def test_a_stale_attempt_cannot_publish_what_it_staged_before_and_costs_no_checkpoint(run):
+    first = claim(run)
+    save(first, 5)
+    staging = checkpoint_files.staging_directory(first.home, 10)
+    (staging / "weights").write_text("stale")
+    claim(run)
+    entry = {"weights": {"bytes": 5, "sha256": "0" * 64}}
+    with pytest.raises(FileNotFoundError):
+        checkpoint_files.publish(staging, run / "checkpoints", 10, entry)
+    assert checkpointed_step(run / "checkpoints") == 5
+
+
+@pytest.mark.parametrize("moment", ["before the home goes", "after the home went", "before what is staged goes"])
+def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_not_there(run, monkeypatch, moment):
+    first = claim(run)
+    save(first, 5)
+    staging = checkpoint_files.staging_directory(first.home, 10)
+    (staging / "weights").write_text("w")
+    size, sha256 = checkpoint_files.digest(staging / "weights")
+    entry = {"weights": {"bytes": size, "sha256": sha256}}
+    rename, count = os.rename, [0]
+
+    def publish(path):
+        monkeypatch.setattr(os, "rename", rename)
+        try:
+            checkpoint_files.publish(path, run / "checkpoints", 10, entry)
+            checkpoint_files.prune(run / "checkpoints", 1)
+        except FileNotFoundError:
+            pass
+
+    def renamed(source, target):
+        count[0] += 1
+        if count[0] == 1 and moment == "before the home goes":
+            publish(staging)
+        rename(source, target)
+        if count[0] == 1 and moment == "after the home went":
+            publish(staging)
+        if count[0] == 1 and moment == "before what is staged goes":  # by a handle that a network file system kept
+            publish(target / staging.name)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    claim(run)
+    step = 5 if moment == "after the home went" else 10
+    assert checkpointed_step(run / "checkpoints") == step
+    assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
+    assert not list((run / "checkpoints").glob(".revoked*"))
+
+
+def test_what_an_attempt_published_before_it_was_taken_over_counts(run):
+    save(claim(run), 5)
+    assert read_attempts(run)[0].facts["checkpoint_step"] == 0
+    claim(run)
+    assert read_attempts(run)[1].facts["checkpoint_step"] == 5
+
+
+def test_two_runs_in_one_checkpoint_directory_shut_each_other_out(tmp_path):
+    first = Attempt.claim(tmp_path / "a", tmp_path / "shared", {})
+    second = Attempt.claim(tmp_path / "b", tmp_path / "shared", {})
+    assert second.number == 2 and not first.is_owner()
+
+
+def test_verdicts_follow_what_the_ranks_recorded(run):
+    for outcome, expected in (("finished", "done"), ("interrupted", "again"), ("refused", "stop"), ("failed", "again")):
+        claim(run, job=outcome).record_end(0, outcome, "why")
+        assert verdict(run)[0] == expected
+        assert "why" in verdict(run)[1]
+
+
+def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_told_to_stop_is_no_crash(run):
+    claim(run)
+    assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
+    attempt = claim(run)
+    attempt.request_stop("USR1")
+    told = "USR1 came before the first step, or left no time to save; the newest checkpoint is of step 0"
+    assert verdict(run) == ("again", told)
+
+
+def test_an_attempt_that_was_taken_over_stops(run):
+    first = claim(run)
+    claim(run)
+    assert decide(run, run / "checkpoints", first.number) == ("stop", "attempt 2 has taken over this run")
+
+
+def test_the_first_error_is_told_not_its_echo_on_other_ranks(run):
+    attempt = claim(run)
+    attempt.record_end(1, "failed", "the cause")
+    attempt.record_end(0, "failed", "connection closed by peer")
+    assert "rank 1: the cause" in verdict(run)[1]
+
+
+def test_a_rank_that_was_refused_outweighs_errors_that_follow(run):
+    attempt = claim(run)
+    attempt.record_end(1, "failed", "connection closed by peer")
+    attempt.record_end(0, "refused", "too many bad steps")
+    assert verdict(run) == ("stop", "too many bad steps")
+
+
+def crash(run, job="7", step=None):
+    attempt = claim(run, job)
+    if step is not None:
+        save(attempt, step)
+    attempt.record_end(0, "failed", f"error {attempt.number}")
+    return attempt
+
+
+def test_three_crashes_without_a_new_checkpoint_are_a_loop(run):
+    crash(run)
+    crash(run)
+    assert verdict(run)[0] == "again"
+    crash(run)
+    told = verdict(run)
+    assert told[0] == "stop" and told[1].startswith("3 attempts in a row crashed without a checkpoint beyond step 0")
+    assert told[1].endswith("the last: rank 0: error 3")
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_new_checkpoint_in_any_of_the_three_is_progress(run, when):
+    for index in range(3):
+        crash(run, step=10 if index == when else None)
+    assert verdict(run)[0] == "again"
+
+
+def test_interruptions_and_other_jobs_break_the_count(run):
+    crash(run)
+    crash(run)
+    claim(run).record_end(0, "interrupted", "USR1")
+    crash(run)
+    assert verdict(run)[0] == "again"
+    crash(run, job="8")
+    crash(run, job="8")
+    assert verdict(run)[0] == "again"
+    attempts = read_attempts(run)
+    assert crash_loop(attempts, 0, "7") is None
+
+
+def test_a_job_that_is_always_interrupted_before_its_first_step_stops_in_the_end(run):
+    for count in range(1, 11):
+        claim(run).request_stop("USR1")
+        assert verdict(run)[0] == ("again" if count < 10 else "stop")
+    assert "the last: USR1 came before the first step" in verdict(run)[1]
+
+
+def test_a_rank_that_fails_after_a_warning_is_no_crash_and_a_run_that_was_taken_from_nobody_is(run):
+    attempt = claim(run)
+    attempt.request_stop("TERM")
+    attempt.record_end(1, "failed", "connection closed by peer")
+    assert verdict(run)[0] == "again" and not read_attempts(run)[-1].crashed
+    claim(run).record_end(0, "stale", "a newer attempt has taken over this run")
+    assert verdict(run)[0] == "again" and read_attempts(run)[-1].crashed
+
+
+def test_of_many_ranks_that_fail_enough_are_noted_and_rank_0_always(run):
+    attempt = claim(run)
+    for rank in range(99, -1, -1):
+        attempt.record_end(rank, "failed", "x")
+    assert len(list(attempt.directory.glob("rank-*.json"))) == 33
+    assert (attempt.directory / "rank-00000.json").exists()
+
+
+def test_torn_records_are_as_good_as_none(run):
+    attempt = claim(run)
+    (attempt.directory / "rank-00000.json").write_text('{"outcome": "fin')
+    (attempt.directory / "heartbeat.json").write_text("")
+    (record,) = read_attempts(run)
+    assert record.outcome is None and record.heartbeat == {}
+
+
+def test_the_first_note_of_a_rank_stays(run):
+    attempt = claim(run)
+    attempt.record_end(0, "hung", "first")
+    attempt.record_end(0, "failed", "second")
+    assert json.loads((attempt.directory / "rank-00000.json").read_text())["message"] == "first"

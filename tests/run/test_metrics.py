@@ -1,0 +1,408 @@
+import errno
+import io
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_tape.run.metrics import MetricsWriter
+
+SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
+
+
+def rows(directory):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    content = (directory / "metrics.jsonl").read_text()
+    assert content == "" or content.endswith("\n")
+    found = [json.loads(line, parse_constant=refuse) for line in content.splitlines()]
+    for row in found:
+        row.pop("time")
+    return found
+
+
+def steps(directory):
+    return [row["step"] for row in rows(directory)]
+
+
+def events(directory):
+    return EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def curve(directory, tag="train/loss"):
+    return [(event.step, event.value) for event in events(directory).Scalars(tag)]
+
+
+def texts(directory, tag):
+    found = events(directory).Tensors(f"{tag}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode().strip()) for event in found]
+
+
+def event_file(directory):
+    (path,) = (directory / "tensorboard").iterdir()
+    return path
+
+
+def plain(directory, **settings):
+    return MetricsWriter(directory, 100, tensorboard=False, **settings)
+
+
+def write(directory, steps, tensorboard=False, **settings):
+    writer = MetricsWriter(directory, 100, tensorboard=tensorboard, **settings)
+    for step in steps:
+        writer.log(step, SCALARS)
+    writer.close()
+
+
+def test_a_row_holds_the_step_and_every_scalar(tmp_path):
+    write(tmp_path, [10, 20])
+    assert rows(tmp_path) == [{"step": 10, **SCALARS}, {"step": 20, **SCALARS}]
+
+
+def test_a_row_holds_the_time_of_day(tmp_path):
+    before = time.time()
+    write(tmp_path, [10])
+    assert before <= json.loads((tmp_path / "metrics.jsonl").read_text())["time"] <= time.time()
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    writer = plain(tmp_path)
+    writer.log(1, SCALARS)
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    writer.close()
+
+
+def test_the_usual_keys_are_there_even_where_nothing_was_measured(tmp_path):
+    writer = plain(tmp_path)
+    writer.log(1, {"loss": 1.0})
+    writer.close()
+    assert rows(tmp_path) == [{"step": 1, "loss": 1.0, "grad_norm": None, "lr": None, "tokens_per_second": None}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_written_as_null(tmp_path, value):
+    writer = plain(tmp_path)
+    writer.log(1, {**SCALARS, "loss": value, "validation_loss": value})
+    writer.close()
+    assert rows(tmp_path)[0]["loss"] is None and rows(tmp_path)[0]["validation_loss"] is None
+
+
+def test_validation_loss_brings_its_perplexity_even_where_that_overflows(tmp_path):
+    writer = plain(tmp_path)
+    writer.log(1, {**SCALARS, "validation_loss": 2.0})
+    writer.log(2, {**SCALARS, "validation_loss": 1e4})
+    writer.close()
+    assert rows(tmp_path)[0]["validation_perplexity"] == pytest.approx(math.exp(2.0))
+    assert rows(tmp_path)[1]["validation_perplexity"] is None
+
+
+def test_a_resumed_run_leaves_one_line_without_gaps_or_repeats(tmp_path):
+    write(tmp_path, [10, 20, 30, 40])
+    write(tmp_path, [30, 40, 50], resume_step=20)
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 30, 40, 50]
+
+
+def test_a_fresh_run_starts_an_empty_file(tmp_path):
+    write(tmp_path, [10, 20])
+    write(tmp_path, [5])
+    assert [row["step"] for row in rows(tmp_path)] == [5]
+
+
+def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)
+    write(tmp_path, [10, 20, 30])
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in range(first, len(whole)):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:length])
+        write(tmp_path, [20, 30], resume_step=10)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+
+def test_an_interrupted_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
+    write(tmp_path, [10, 20, 30])
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        plain(tmp_path, resume_step=10)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_step_cannot_be_logged_twice(tmp_path):
+    writer = plain(tmp_path, resume_step=4)
+    with pytest.raises(ValueError, match="step 4"):
+        writer.log(4, SCALARS)
+    writer.log(5, SCALARS)
+    with pytest.raises(ValueError, match="step 5"):
+        writer.log(5, SCALARS)
+    writer.close()
+
+
+def test_the_console_line_names_everything_once(tmp_path, capsys):
+    times = iter([0.0, 30.0])
+    writer = plain(tmp_path, clock=lambda: next(times))
+    writer.log(10, {**SCALARS, "validation_loss": 2.0, "position/state_norm/layer_00": 1.0})
+    writer.close()
+    assert capsys.readouterr().out == (
+        "step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
+        " | validation loss 2.0000, perplexity 7.39\n"
+    )
+
+
+def test_the_time_left_follows_the_recent_steps_and_forgets_a_slow_start(tmp_path, capsys):
+    times = iter([0.0, 1000.0, *(1000.0 + step for step in range(2, 41))])
+    writer = plain(tmp_path, clock=lambda: next(times))
+    for step in range(1, 41):
+        writer.log(step, SCALARS)
+    writer.close()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:01:00")
+
+
+def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_resume(tmp_path):
+    scalars = {**SCALARS, "validation_loss": 2.0, "position/state_norm/layer_00": 3.0, "skipped": 0.0}
+    for resume_step, steps, loss in ((0, (1, 2, 3), 9.0), (1, (2, 3, 4), 5.0)):
+        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
+        for step in steps:
+            writer.log(step, {**scalars, "loss": loss})
+        writer.text("configuration", "model:\n  num_layers: 2", resume_step)
+        writer.close()
+    assert set(events(tmp_path).Tags()["scalars"]) == {
+        "train/loss",
+        "train/gradient_norm",
+        "train/learning_rate",
+        "train/skipped",
+        "speed/tokens_per_second",
+        "speed/tflops_per_second",
+        "validation/loss",
+        "validation/perplexity",
+        "position/state_norm/layer_00",
+    }
+    assert curve(tmp_path) == [(1, 9.0), (2, 5.0), (3, 5.0), (4, 5.0)]
+    found = events(tmp_path).Tensors("configuration/text_summary")
+    assert [event.tensor_proto.string_val[0] for event in found] == [b"    model:\n      num_layers: 2"] * 2
+
+
+def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
+    stale = MetricsWriter(tmp_path, 100)
+    for step in (1, 2, 3):
+        stale.log(step, {"loss": 9.0, "stale": 1.0})
+    writer = MetricsWriter(tmp_path, 100, resume_step=2)
+    for step in (3, 4, 5):
+        stale.log(step + 1, {"loss": 9.0, "stale": 1.0})
+        stale.text("sample", "stale", step + 1)
+        writer.log(step, {"loss": 5.0})
+        writer.text("sample", "fresh", step)
+    stale.close()
+    writer.close()
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
+    assert curve(tmp_path) == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
+    assert curve(tmp_path, "train/stale") == [(1, 1), (2, 1)]
+    assert texts(tmp_path, "sample") == [(step, "fresh") for step in (3, 4, 5)]
+
+
+def test_many_attempts_leave_each_step_and_each_text_once(tmp_path):
+    for attempt, resume_step in enumerate((0, 4, 4, 2, 2, 6)):
+        writer = MetricsWriter(tmp_path, 100, resume_step=resume_step)
+        writer.text("configuration", f"attempt {attempt}", resume_step)
+        for step in range(resume_step + 1, resume_step + 6):
+            writer.log(step, {"loss": attempt})
+            writer.text("sample", f"attempt {attempt}", step)
+        writer.close()
+    attempts = [0, 0, 4, 4, 4, 4, 5, 5, 5, 5, 5]
+    expected = list(enumerate(attempts, 1))
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == expected
+    assert curve(tmp_path) == expected
+    assert texts(tmp_path, "sample") == [(step, f"attempt {attempt}") for step, attempt in expected]
+    assert texts(tmp_path, "configuration") == [(0, "attempt 0"), (2, "attempt 4"), (6, "attempt 5")]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_a_fresh_run_keeps_no_event(tmp_path, tensorboard):
+    writer = MetricsWriter(tmp_path, 100)
+    writer.text("configuration", "a: 1", 0)
+    writer.log(1, SCALARS)
+    writer.close()
+    write(tmp_path, [5], tensorboard=tensorboard)
+    if tensorboard:
+        assert curve(tmp_path) == [(5, 2.5)]
+        assert events(tmp_path).Tags()["tensors"] == []
+    else:
+        assert list((tmp_path / "tensorboard").iterdir()) == []
+
+
+def test_events_of_a_run_that_went_on_without_tensorboard_are_dropped_too(tmp_path):
+    write(tmp_path, [1, 2, 3, 4], tensorboard=True)
+    write(tmp_path, [3, 4, 5, 6], tensorboard=False, resume_step=2)
+    write(tmp_path, [6], tensorboard=True, resume_step=5)
+    assert [step for step, _ in curve(tmp_path)] == [1, 2, 6]
+
+
+def test_a_clock_that_is_behind_does_not_hide_earlier_steps(tmp_path, monkeypatch):
+    for attempt, now in enumerate((3e9, 2e9, 1e9)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        write(tmp_path, [attempt + 1], tensorboard=True, resume_step=attempt)
+    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
+
+
+def test_a_running_tensorboard_forgets_the_steps_past_a_resume(tmp_path):
+    write(tmp_path, [1, 2, 3, 4], tensorboard=True)
+    watching = events(tmp_path)
+    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    assert [event.step for event in watching.Reload().Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_an_event_file_torn_or_damaged_at_any_byte_resumes(tmp_path):
+    write(tmp_path, [1], tensorboard=True)
+    first = event_file(tmp_path).stat().st_size
+    write(tmp_path, [1, 2], tensorboard=True)
+    name, whole = event_file(tmp_path).name, event_file(tmp_path).read_bytes()
+    for length in range(first, len(whole)):
+        for tail in (b"", bytes(64)):
+            for path in (tmp_path / "tensorboard").iterdir():
+                path.unlink()
+            (tmp_path / "tensorboard" / name).write_bytes(whole[:length] + tail)
+            write(tmp_path, [3], tensorboard=True, resume_step=2)
+            assert [step for step, _ in curve(tmp_path)] == [1, 3]
+
+
+class Disk:
+    """Makes os.pwrite fail as a full disk does: what still fits is written, and only the next call raises."""
+
+    def __init__(self, monkeypatch):
+        self.room = math.inf
+        self._pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def pwrite(self, descriptor, data, offset):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self._pwrite(descriptor, data[: min(len(data), self.room)], offset)
+        self.room -= count
+        return count
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_disk_that_fills_at_any_byte_loses_and_tears_nothing(tmp_path, monkeypatch, truncates):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    disk = Disk(monkeypatch)
+    if not truncates:
+        monkeypatch.setattr(os, "ftruncate", refuse)
+    for room in range(0, 600, 7):
+        disk.room = math.inf
+        writer = MetricsWriter(tmp_path, 100)
+        writer.log(1, SCALARS)
+        disk.room = room
+        for step in (2, 3, 4):
+            writer.log(step, SCALARS)
+            writer.text("sample", "a b c", step)
+        if truncates:
+            assert steps(tmp_path) == list(range(1, len(steps(tmp_path)) + 1))
+            assert curve(tmp_path)[0] == (1, 2.5)
+        disk.room = math.inf
+        writer.log(5, SCALARS)
+        writer.close()
+        assert rows(tmp_path) == [{"step": step, **SCALARS} for step in range(1, 6)]
+        assert curve(tmp_path) == [(step, 2.5) for step in range(1, 6)]
+        assert texts(tmp_path, "sample") == [(step, "a b c") for step in (2, 3, 4)]
+
+
+def test_a_full_disk_is_told_once_per_streak_and_so_is_its_end(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    disk = Disk(monkeypatch)
+    writer = plain(tmp_path)
+    for step in range(1, 9):
+        disk.room = 0 if step in (2, 3, 4, 7) else math.inf
+        writer.log(step, SCALARS)
+    told = [record.getMessage() for record in caplog.records]
+    assert ["cannot be written" in line for line in told] == [True, False, True, False]
+    assert "No space left on device" in told[0] and "metrics.jsonl" in told[0]
+    assert "4 records" in told[1] and "2 records" in told[3]
+    writer.close()
+    assert len(caplog.records) == 4
+
+
+def test_closing_on_a_full_disk_says_what_is_lost_and_raises_nothing(tmp_path, monkeypatch, caplog):
+    disk = Disk(monkeypatch)
+    writer = MetricsWriter(tmp_path, 100)
+    writer.log(1, SCALARS)
+    disk.room = 0
+    writer.log(2, SCALARS)
+    writer.log(3, SCALARS)
+    writer.close()
+    writer.close()
+    lost = [record.getMessage() for record in caplog.records if "without its last 2 records" in record.getMessage()]
+    assert len(lost) == 2
+    assert steps(tmp_path) == [1]
+
+
+def test_a_console_on_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    write(tmp_path, [1, 2])
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypatch):
+    write(tmp_path, [1, 2, 3], tensorboard=True)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device.*metrics.jsonl"):
+        plain(tmp_path, resume_step=2)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_limit_of_the_file_system_costs_no_row_and_no_event(tmp_path):
+    program = """
+import logging, os, resource, sys
+from pathlib import Path
+from megatron_tape.run.metrics import MetricsWriter
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+directory = Path(sys.argv[1])
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+writer = MetricsWriter(directory, 100)
+for step in range(1, 11):
+    writer.log(step, {"loss": step})
+limit((directory / "metrics.jsonl").stat().st_size + 50)
+for step in range(11, 61):
+    writer.log(step, {"loss": step})
+    writer.text("sample", str(step), step)
+assert (directory / "metrics.jsonl").read_bytes().count(b"\\n") == 10
+assert (directory / "metrics.jsonl").read_bytes().endswith(b"\\n")
+limit(resource.RLIM_INFINITY)
+writer.log(61, {"loss": 61})
+writer.close()
+print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    assert done.stderr.count("File too large") == 2 and done.stderr.count("can be written again") == 2
+    assert steps(tmp_path) == list(range(1, 62))
+    assert curve(tmp_path) == [(step, step) for step in range(1, 62)]
+    assert texts(tmp_path, "sample") == [(step, str(step)) for step in range(11, 61)]

@@ -1,0 +1,108 @@
+"""What the preflight compares; tests/slurm/test_preflight.py shows it stop real jobs."""
+
+import shutil
+
+import pytest
+
+from megatron_tape.run import nodes
+
+
+def node(**versions):
+    return {
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "code": "abc"} | versions,
+        "data": {"a.bin": "10 bytes, sha256 1"},
+        "directory": {"token": "t", "error": None, "wrote": "mine"},
+    }
+
+
+def test_equal_nodes_have_no_differences():
+    assert nodes.differences({"a": node(), "b": node()}) == []
+
+
+def test_the_odd_node_is_named_with_both_versions():
+    (told,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
+    assert told.startswith("b: torch is 2.12.0, but 2.13.0 on a")
+
+
+def test_other_code_other_data_and_unreadable_data_are_named():
+    other, blind = node(code="xyz"), node()
+    other["data"] = {"a.bin": "10 bytes, sha256 2"}
+    blind["data"] = {"a.bin": "not readable (No such file or directory)"}
+    assert [told[:12] for told in nodes.differences({"a": node(), "b": other, "c": node()})] == [
+        "b: code is x",
+        "b: a.bin is ",
+    ]
+    (told,) = nodes.differences({"a": node(), "b": blind})
+    assert told == "b: a.bin is not readable (No such file or directory)"
+
+
+@pytest.fixture
+def home(tmp_path):
+    home = tmp_path / "checkpoints" / ".attempt-000001"
+    home.mkdir(parents=True)
+    (home / "mine").write_text("here")
+    return home
+
+
+def test_a_shared_directory_with_room_passes(home):
+    assert nodes.directory_problems({"a": node()}, home, "t", 1000, 2) == []
+
+
+def test_a_directory_that_is_another_one_there_or_cannot_be_written_is_named(home):
+    elsewhere, unseen, failing = node(), node(), node()
+    elsewhere["directory"]["token"] = "another"
+    unseen["directory"]["wrote"] = "not-seen-here"
+    failing["directory"] = {"token": None, "error": "Permission denied: x", "wrote": None}
+    told = nodes.directory_problems({"a": elsewhere, "b": unseen, "c": failing}, home, "t", 1000, 2)
+    assert [sentence[:3] for sentence in told] == ["a: ", "b: ", "c: "]
+    assert "shared" in told[0] and "shared" in told[1] and "Permission denied" in told[2]
+
+
+def test_two_checkpoints_must_fit_and_one_where_the_others_are_there_already(home, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
+    assert "two checkpoints need" in nodes.directory_problems({"a": node()}, home, "t", 1000, 1)[0]
+    assert nodes.directory_problems({"a": node()}, home, "t", 700, 1) == []
+    (home.parent / "step-00000010").mkdir()
+    assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1) == []
+
+
+def test_missing_and_small_gpus_are_named():
+    gib = 2**30
+    large = {"name": "H100", "free": 79 * gib, "total": 80 * gib}
+    small = {"name": "T4", "free": 14 * gib, "total": 15 * gib}
+    assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
+    told = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
+    assert told[0] == "a: torch sees 1 of the 2 GPUs that the job was given there"
+    assert told[1].startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0")
+    assert nodes.gpu_warnings({"b": [large, small]}, 20 * gib) == []
+    (told,) = nodes.gpu_warnings({"b": [large, small]}, 15 * gib)
+    assert told.startswith("b: GPU 1 has 14.0 of 15.0 GiB free")
+
+
+def test_fingerprints_differ_where_bytes_differ(tmp_path):
+    small, other = tmp_path / "small", tmp_path / "other"
+    small.write_bytes(b"x" * 1000)
+    other.write_bytes(b"x" * 999 + b"y")
+    assert nodes.fingerprint(small) != nodes.fingerprint(other)
+    large = tmp_path / "large"
+    with open(large, "wb") as file:
+        file.truncate(nodes.WHOLE_BYTES + 1)
+    before = nodes.fingerprint(large)
+    for place in (0, nodes.WHOLE_BYTES):
+        with open(large, "r+b") as file:
+            file.seek(place)
+            file.write(b"y")
+        assert nodes.fingerprint(large) != before
+        before = nodes.fingerprint(large)
+
+
+def test_the_code_digest_follows_the_code(monkeypatch, tmp_path):
+    import pretrain
+
+    copy = tmp_path / "pretrain"
+    shutil.copytree(pretrain.__path__[0], copy)
+    before = nodes.code_digest()
+    monkeypatch.setattr(pretrain, "__path__", [str(copy)])
+    assert nodes.code_digest() == before
+    (copy / "train.py").write_text("another version")
+    assert nodes.code_digest() != before

@@ -1,0 +1,302 @@
+"""The estimate against models that are built, tensors that are counted, and arithmetic by hand."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_group
+from models import build, random_tokens, small_model
+
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.costs import activations, estimate, parameters_per_rank
+from megatron_tape.model.weights import shard
+from pretrain import estimate as command
+
+RECIPES = Path(__file__).parent.parent / "pretrain" / "recipes"
+GIB = 2**30
+
+SHAPES = {
+    "tape": {},
+    "tape_multi_head": {"num_query_groups": 4},
+    "tape_one_group": {"num_query_groups": 1},
+    "tape_one_layer": {"num_layers": 1},
+    "tape_deep_gate_from_attention": {"num_layers": 6, "gate_input": "attention"},
+    "tape_per_head_tied": {"num_query_groups": 4, "token_mixing": "per_head", "tie_embeddings": True},
+    "tape_default_position_mlp": {"position_mlp_size": None},
+    "rope": {"position_encoding": "rope"},
+    "rope_multi_head": {"position_encoding": "rope", "num_query_groups": None},
+    "nope": {"position_encoding": "nope"},
+    "nope_one_group": {"position_encoding": "nope", "num_query_groups": 1},
+    "tape_biased_wide_heads": {"qkv_bias": True, "kv_channels": 12},
+    "tape_qk_norm": {"qk_norm": True},
+    "tape_qk_norm_one_group": {"qk_norm": True, "num_query_groups": 1},
+    "rope_qk_norm": {"position_encoding": "rope", "qk_norm": True},
+    "nope_qk_norm_multi_head": {"position_encoding": "nope", "qk_norm": True, "num_query_groups": 4},
+}
+MIDDLE = dict(hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6, num_query_groups=2, seq_length=256)
+
+
+def middle_model(encoding):
+    return small_model(
+        position_encoding=encoding,
+        num_layers=4,
+        vocab_size=4096,
+        position_mlp_size=24,
+        **MIDDLE,
+        attention_backend="torch",
+    )
+
+
+def counted(built, model, batch=2, packed=False):
+    """Bytes that a forward pass saves for the backward pass, weights left out, as benchmarks/train_step.py counts."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
+    documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = built(tokens[:, :-1], tokens[:, 1:], documents=documents)
+    del loss
+    return sum(kept.values())
+
+
+def on_cpu(model, *arguments, **settings):
+    return activations(model, *arguments, fused_norms=False, **settings).saved
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
+    model = small_model(**SHAPES[shape], attention_backend="torch")
+    parameters = list(build(model)[0].parameters())
+    assert parameters_per_rank(model, 1) == model.parameter_count() == sum(p.numel() for p in parameters)
+    if model.query_groups % 2 == 0:
+        assert parameters_per_rank(model, 2) == sum(shard(p, p, 0, 2).numel() for p in parameters)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_saved_activations_are_those_counted(shape, precision, recompute):
+    model = small_model(**SHAPES[shape], attention_backend="torch")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    count = counted(build(model, recompute=recompute, dtype=dtype)[0], model)
+    assert on_cpu(model, 2, precision, recompute) == pytest.approx(count, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_saved_activations_of_packed_documents_are_those_counted(shape):
+    model = small_model(**SHAPES[shape], attention_backend="torch")
+    count = counted(build(model)[0], model, packed=True)
+    assert on_cpu(model, 2, "fp32", masked=True) == pytest.approx(count, rel=0.02)
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope"])
+def test_saved_activations_of_a_larger_model_are_those_counted(encoding):
+    model = middle_model(encoding)
+    count = counted(build(model)[0], model)
+    assert on_cpu(model, 2, "fp32") == pytest.approx(count, rel=0.01)
+    # GPUs keep no normalised copy.
+    assert activations(model, 2, "fp32").saved == pytest.approx(count, rel=0.15)
+
+
+TWO = [("tape", "none", True), ("tape", "full", True), ("rope", "none", True), ("rope", "none", False)]
+
+
+def main(folder):
+    """What each of two tensor-parallel processes holds and saves."""
+    found = []
+    for encoding, recompute, sequence_parallel in TWO:
+        model = middle_model(encoding)
+        built, _ = build(model, tp=2, recompute=recompute, sequence_parallel=sequence_parallel)
+        found.append((sum(p.numel() for p in built.parameters()), counted(built, model, batch=1)))
+    return found
+
+
+def test_two_tensor_parallel_processes_hold_and_save_what_is_estimated():
+    for (parameters, count), (encoding, recompute, sequence_parallel) in zip(run_group("test_estimate", 2), TWO):
+        model = middle_model(encoding)
+        settings = dict(tensor_size=2, sequence_parallel=sequence_parallel)
+        assert parameters == parameters_per_rank(model, 2)
+        assert on_cpu(model, 1, "fp32", recompute, **settings) == pytest.approx(count, rel=0.01)
+
+
+def recipe(name="tape_1b", *overrides):
+    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+
+
+def state(stage, precision, *overrides):
+    """Bytes of weights, gradients and optimizer state per parameter: one GPU's share on 4 of them without TP."""
+    settings = [f"--deepspeed.zero_stage={stage}", f"--train.precision={precision}", *overrides]
+    found = estimate(recipe("tape_1b", "--parallel.tensor_model_parallel_size=1", *settings), 4)
+    parts = found.weights, found.gradients, found.optimizer, found.host
+    return [round(part / found.parameters, 2) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "stage, precision, expected",
+    [
+        # weights, gradients, two moments (and ZeRO's copy of the weights)
+        (0, "fp32", [4, 4, 8, 0]),
+        (1, "fp32", [4, 4, 12 / 4, 0]),
+        (2, "fp32", [4, 4 / 4, 12 / 4, 0]),
+        (3, "fp32", [4 / 4, 4 / 4, 12 / 4, 0]),
+        (1, "bf16", [2, 2, 12 / 4, 0]),
+        (2, "bf16", [2, 4 / 4, 12 / 4, 0]),
+        (3, "bf16", [2 / 4, 4 / 4, 12 / 4, 0]),
+    ],
+)
+def test_state_is_sharded_as_the_zero_stage_says(stage, precision, expected):
+    assert state(stage, precision) == expected
+
+
+@pytest.mark.parametrize("stage, expected", [(1, [2, 2, 0]), (2, [2, 0, 0]), (3, [0.5, 0, 0])])
+def test_an_offloaded_optimizer_is_on_the_host(stage, expected):
+    *on_gpu, host = state(stage, "bf16", "--deepspeed.offload_optimizer=true")
+    assert on_gpu == expected
+    assert 20 / 4 <= host < 20 / 4 + 0.15  # the largest matrix comes on top
+
+
+def test_everything_adds_up_to_the_peak():
+    found = estimate(recipe(), 8)
+    stays = found.weights + found.gradients + found.optimizer
+    assert found.peak == stays + found.layer_activations + found.logits + found.buffers + found.working
+    assert found.peak > stays + found.layer_activations + found.logits
+
+
+def test_the_step_of_adam_is_the_peak_where_activations_are_few():
+    small = ["--train.micro_batch_size=1", "--model.seq_length=64", "--deepspeed.reduce_bucket_size=1000000"]
+    found = estimate(recipe("tape_1b", "--parallel.tensor_model_parallel_size=1", *small), 1)
+    # bf16 weights, fp32 gradients, copy and moments, and the step's square roots.
+    assert found.peak == (2 + 4 + 12 + 4) * found.parameters
+
+
+def test_flops_tokens_and_disk_follow_from_the_configuration():
+    config = recipe("tape_155m")
+    found = estimate(config, 4)
+    assert found.tokens_per_step == 512 * 1024
+    assert found.tokens == 10_000 * 512 * 1024
+    assert found.flops_per_step == config.model.flops_per_token() * 512 * 1024
+    assert found.flops_per_gpu == found.flops_per_step // 4
+    assert found.checkpoint_bytes == 12 * found.parameters
+    assert found.checkpoints_bytes == 3 * found.checkpoint_bytes
+    # Tensor-parallel ranks save the norms and TAPE's matrices each.
+    assert 0 < estimate(recipe(), 8).checkpoint_bytes / (12 * estimate(recipe(), 8).parameters) - 1 < 0.01
+
+
+def test_what_is_meant_to_save_memory_does():
+    def peak(*overrides):
+        return estimate(recipe("tape_1b", *overrides), 8).peak
+
+    assert peak("--train.recompute=full") < peak()
+    assert peak("--train.micro_batch_size=2") < peak()
+    assert peak() < peak("--parallel.tensor_model_parallel_size=1")
+    assert peak("--deepspeed.offload_optimizer=true") < peak()
+    assert peak("--model.position_encoding=rope") < peak() < peak("--data.reset_attention_mask=true")
+    for precision, stages in (("fp32", (3, 2, 1, 0)), ("bf16", (3, 2, 1))):
+        fixed = f"--train.precision={precision}", "--parallel.tensor_model_parallel_size=1"
+        peaks = [peak(f"--deepspeed.zero_stage={stage}", *fixed) for stage in stages]
+        assert peaks == sorted(peaks)
+
+
+def told(capsys, *arguments, name="tape_1b"):
+    assert command.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == 0
+    output, error = capsys.readouterr()
+    return output, error
+
+
+def test_the_command_prints_the_numbers(capsys):
+    output, error = told(capsys, "--processes", "4", name="tape_155m")
+    found = estimate(recipe("tape_155m"), 4)
+    assert re.search(rf"^parameters +{found.parameters:,}$", output, re.M)
+    assert re.search(rf"^memory per GPU +{found.peak / GIB:.2f} GiB$", output, re.M)
+    assert re.search(r"^fits on GPUs of +24 GB, .*141 GB$", output, re.M)
+    assert re.search(r"^tokens per step +524,288$", output, re.M)
+    assert re.search(r"^tokens of the run +5,242,880,000 ", output, re.M)
+    assert f"{found.flops_per_step:.3e}" in output
+    assert f"{found.checkpoint_bytes / 1e9:.2f} GB" in output
+    parts = re.findall(r"^  .* ([\d.]+) GiB$", output, re.M)
+    assert sum(map(float, parts)) == pytest.approx(found.peak / GIB, abs=0.05)
+    assert error == ""
+
+
+def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_needs(capsys):
+    output, _ = told(capsys, "--train.micro_batch_size", "1", "--parallel.tensor_model_parallel_size=4")
+    assert re.search(r"^layout +4 processes: 4 tensor parallel x 1 data parallel", output, re.M)
+    assert re.search(r"^  per tensor-parallel rank", output, re.M)
+
+
+def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
+    _, error = told(capsys, "--gpu-memory", "1")
+    assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* not enough yet\n", error)
+    _, error = told(capsys, "--gpu-memory", "24", "--processes", "8")
+    assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* GiB, which fits\n", error)
+    _, error = told(capsys, "--gpu-memory", "80", "--processes", "8")
+    assert error == ""
+
+
+@pytest.mark.parametrize(
+    "gib, micro_batch_size, change",
+    [
+        (48, 4, "lower train.micro_batch_size to 2"),
+        (36, 1, "raise deepspeed.zero_stage to 3"),
+        (30, 1, "raise parallel.tensor_model_parallel_size to 4"),
+    ],
+)
+def test_the_change_named_is_the_first_that_is_enough(capsys, gib, micro_batch_size, change):
+    wide = ["--model.hidden_size=8192", "--model.ffn_hidden_size=16384", "--model.seq_length=16384"]
+    fixed = ["--train.recompute=full", f"--train.micro_batch_size={micro_batch_size}"]
+    _, error = told(capsys, "--processes=8", f"--gpu-memory={gib}", *wide, *fixed)
+    assert f"first {change}: " in error and "which fits" in error
+
+
+def test_a_model_that_fits_no_gpu_is_a_warning(capsys):
+    output, error = told(capsys, "--model.seq_length=131072", "--train.micro_batch_size=8")
+    assert re.search(r"^fits on GPUs of +none of 24 GB", output, re.M)
+    assert error.startswith("warning: ")
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--processes", "3"], "the number of processes, 3"),
+        (["--processes", "many"], "--processes"),
+        (["--gpu-memory", "-1"], "--gpu-memory"),
+        (["--train.stepps", "3"], "train.stepps"),
+        (["--model.num_attention_heads", "7"], "model.num_attention_heads 7"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(capsys, arguments, named):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--config", str(RECIPES / "tape_1b.yaml"), *arguments])
+    output, error = capsys.readouterr()
+    assert stop.value.code == 2 and output == ""
+    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+
+
+def test_help_shows_both_options_and_where_the_settings_are_explained(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "--processes" in output and "--gpu-memory" in output and "python -m pretrain.train --help" in output
+
+
+def test_an_estimate_needs_no_torch_and_no_patience():
+    program = (
+        "import sys\nfrom pretrain.estimate import main\n"
+        "main(sys.argv[1:])\nassert not {'torch', 'megatron', 'deepspeed'} & set(sys.modules)"
+    )
+    command_line = [sys.executable, "-c", program, "--config", str(RECIPES / "tape_1b.yaml")]
+    started = time.monotonic()
+    subprocess.run(command_line, check=True, capture_output=True, cwd=RECIPES.parents[1])
+    assert time.monotonic() - started < 10  # a third of a second on an idle machine

@@ -1,0 +1,66 @@
+import math
+
+import pytest
+
+from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
+from megatron_tape.training.schedule import learning_rate
+
+OPTIMIZER = OptimizerConfig(lr=1.0, min_lr=0.1)
+KINDS = ["cosine", "polynomial", "constant", "wsd"]
+
+
+def rates(total, **settings):
+    schedule = ScheduleConfig(**settings)
+    return [learning_rate(step, OPTIMIZER, schedule, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_is_linear_and_reaches_the_peak_at_its_last_step(kind):
+    assert rates(100, kind=kind, warmup_steps=4)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("warmup", [0, 1, 7, 50])
+def test_the_rate_never_rises_after_warm_up_and_stays_between_its_bounds(kind, warmup):
+    after = rates(50, kind=kind, warmup_steps=warmup)[warmup:]
+    assert all(earlier >= later for earlier, later in zip(after, after[1:]))
+    assert all(0.1 <= rate <= 1.0 for rate in after)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial", "wsd"])
+def test_a_decay_ends_at_min_lr_on_the_last_step_and_stays_there(kind):
+    schedule = ScheduleConfig(kind=kind, warmup_steps=5)
+    assert learning_rate(50, OPTIMIZER, schedule, 50) == pytest.approx(0.1)
+    assert learning_rate(99, OPTIMIZER, schedule, 50) == pytest.approx(0.1)
+
+
+def test_constant_holds_the_peak_to_the_end():
+    assert rates(20, kind="constant", warmup_steps=2)[1:] == [1.0] * 19
+
+
+def test_cosine_is_half_way_down_in_the_middle_and_a_quarter_period_is_a_known_value():
+    rate = rates(110, kind="cosine", warmup_steps=10)
+    assert rate[59] == pytest.approx(0.55)
+    assert rate[34] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+
+
+@pytest.mark.parametrize("power, middle", [(1.0, 0.55), (2.0, 0.1 + 0.9 * 0.25)])
+def test_polynomial_follows_its_power(power, middle):
+    assert rates(110, kind="polynomial", warmup_steps=10, power=power)[59] == pytest.approx(middle)
+
+
+def test_wsd_holds_the_peak_until_its_decay_and_falls_linearly():
+    rate = rates(100, kind="wsd", warmup_steps=10, decay_steps=20)
+    assert rate[9:80] == [1.0] * 71
+    assert rate[89] == pytest.approx(0.55)
+    assert rate[99] == pytest.approx(0.1)
+
+
+def test_wsd_decays_over_a_tenth_of_the_steps_unless_told():
+    rate = rates(100, kind="wsd")
+    assert rate[89] == 1.0 and rate[90] == pytest.approx(0.91)
+
+
+def test_a_step_below_one_is_refused():
+    with pytest.raises(ValueError, match="step is 0"):
+        learning_rate(0, OPTIMIZER, ScheduleConfig(), 10)

@@ -1,0 +1,208 @@
+"""Signals, hangs and failing disks in one training process; tests/slurm shows them on a cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from datasets_for_tests import write_all
+from launch import environment
+from training_cases import RECIPE, option
+
+from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checkpoint import state as checkpoint
+from megatron_tape.run import watch
+from megatron_tape.run.attempts import Attempt, read_attempts
+from megatron_tape.run.watch import EXIT_INTERRUPTED
+from megatron_tape.training.engine import Engine
+from pretrain import train
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(data, tmp_path):
+    def start(*overrides, name="run"):
+        return train.main(arguments(data, tmp_path / name, *overrides))
+
+    start.folder = tmp_path / "run"
+    return start
+
+
+def arguments(data, folder, *overrides):
+    prefix = option("data.prefix", f"{data}/a")
+    return ["--config", str(RECIPE), prefix, f"--logging.directory={folder}", *overrides]
+
+
+def rows(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "per_second" not in k and k != "time"} for row in found]
+
+
+def steps_saved(folder):
+    return sorted(step for step, _ in checkpoint_files.list_checkpoints(folder / "checkpoints"))
+
+
+def interrupt_at(monkeypatch, place, name, count, number):
+    """Send this process a signal inside the `count`-th call of `place.name`."""
+    original, calls = getattr(place, name), [0]
+
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, wrapped)
+
+
+MOMENTS = {
+    "in a step": (Engine, "train_step", 3, [3]),
+    "in an evaluation": (Engine, "evaluate", 1, [5]),
+    "in a save": (checkpoint_files, "publish", 1, [4]),
+    "before the first step": (Engine, "__init__", 1, []),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, monkeypatch, tmp_path, moment, number):
+    place, name, count, saved = MOMENTS[moment]
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, place, name, count, number)
+        assert run("--checkpoint.interval=4") == EXIT_INTERRUPTED
+    assert steps_saved(run.folder)[-1:] == saved
+    (attempt,) = read_attempts(run.folder)
+    assert attempt.outcome == "interrupted" and number.name in attempt.message
+    assert run("--checkpoint.interval=4") == 0
+    assert run(name="whole") == 0
+    assert rows(run.folder) == rows(tmp_path / "whole")
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    attempt = Attempt.claim(folder, folder / "checkpoints", {"job": "7"})
+    monkeypatch.setenv("TAPE_ATTEMPT", "1")
+    original, calls = Engine.train_step, []
+
+    def step(self, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            attempt.request_stop("USR1")
+        if len(calls) > 2:
+            import time
+
+            time.sleep(0.5)
+        return original(self, *args)
+
+    monkeypatch.setattr(Engine, "train_step", step)
+    assert train.main(arguments(data, folder)) == EXIT_INTERRUPTED
+    assert 2 <= steps_saved(folder)[-1] < 8
+    assert read_attempts(folder)[0].message.startswith("USR1 stopped the run after step")
+
+
+def test_a_save_that_fails_is_told_and_the_next_interval_saves(run, monkeypatch, capfd):
+    original, calls = checkpoint_files.write_json, []
+
+    def write_json(path, value):
+        if path.name == "state.json":
+            calls.append(value["step"])
+            if value["step"] in (2, 4):
+                raise OSError(28, "No space left on device")
+        return original(path, value)
+
+    monkeypatch.setattr(checkpoint_files, "write_json", write_json)
+    assert run("--checkpoint.interval=2") == 0
+    assert calls == [2, 4, 6, 8, 10]
+    assert steps_saved(run.folder) == [6, 8, 10]
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(told) == 2 and "No space left on device" in told[0] and "the next try is at the next interval" in told[0]
+    assert not list((run.folder / "checkpoints" / ".attempt-000001").iterdir())
+
+
+def test_the_last_step_waits_for_the_disk(run, monkeypatch):
+    original, failures = checkpoint.save_checkpoint, []
+
+    def save(*args):
+        if len(failures) < 2:
+            failures.append(1)
+            raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+        return original(*args)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    monkeypatch.setattr(train, "LAST_SAVE_WAIT", 0.01)
+    assert run() == 0
+    assert steps_saved(run.folder) == [10]
+
+
+def test_a_last_step_that_cannot_be_saved_is_no_finished_run(run, monkeypatch):
+    def save(*args):
+        raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    monkeypatch.setattr(train, "LAST_SAVE_WAIT", 0.01)
+    assert run() == 1
+    assert read_attempts(run.folder)[0].outcome == "failed"
+
+
+def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch):
+    monkeypatch.setattr(watch, "POLL_SECONDS", 1000)  # its thread would end this process
+    original = Engine.train_step
+
+    def step(self, *args):
+        result = original(self, *args)
+        if not (run.folder / "attempts" / "000002").exists():
+            newer = Attempt.claim(run.folder, run.folder / "checkpoints", {"job": None})
+            newer.record_end(0, "failed", "only in this test")
+        return result
+
+    monkeypatch.setattr(Engine, "train_step", step)
+    assert run("--checkpoint.interval=2") == 76
+    assert steps_saved(run.folder) == []
+    assert read_attempts(run.folder)[0].outcome == "stale"
+
+
+PROGRAM = """
+import sys, time
+from megatron_tape.training.engine import Engine
+from pretrain import train
+original = Engine.train_step
+def step(self, *args):
+    if "{what}" == "hang":
+        time.sleep(600)
+    raise RuntimeError("made to fail")
+Engine.train_step = step
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", PROGRAM.format(what="hang"), *arguments(data, folder, "--train.hang_timeout=4")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone())
+    assert done.returncode == 77 and "train.hang_timeout" in done.stderr
+    assert "in step" in (folder / "attempts" / "000001" / "stacks-00000.txt").read_text()
+    (attempt,) = read_attempts(folder)
+    assert attempt.outcome == "hung" and "while training" in attempt.message
+
+
+def test_an_unforeseen_error_is_recorded_with_its_traceback(data, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", PROGRAM.format(what="crash"), *arguments(data, folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone())
+    assert done.returncode == 1 and "RuntimeError: made to fail" in done.stderr
+    (attempt,) = read_attempts(folder)
+    assert attempt.outcome == "failed" and attempt.message == "RuntimeError: made to fail"
+    assert "in step" in attempt.detail
+
+
+def alone():
+    return {
+        key: value for key, value in environment(0, 1, 0).items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
