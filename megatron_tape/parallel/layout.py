@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling
+from megatron_tape.parallel.tokens import TokenLayout
 
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for rank 0 to index a dataset or read a checkpoint through."""
@@ -34,6 +35,7 @@ class ParallelLayout:
     data_parallel_rank: int
     data_parallel_size: int
     mpu: SimpleNamespace
+    tokens: TokenLayout
 
     def any_rank(self, flag: bool) -> bool:
         """Tell every rank whether `flag` is set on any; all call it together."""
@@ -63,11 +65,14 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayout:
+def initialize_distributed(
+    tensor_model_parallel_size: int = 1, sequence_parallel: bool | None = None
+) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
     nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
-    tensor-parallel size is another, which makes layouts given before useless. Raises ValueError when the number of
+    tensor-parallel size is another, which makes layouts given before useless. Without `sequence_parallel` tokens are
+    sharded exactly when there is tensor parallelism. Raises ValueError when the number of
     processes is no multiple of `tensor_model_parallel_size`, ConfigError when this one has no GPU to itself.
     """
     import deepspeed
@@ -115,6 +120,9 @@ def initialize_distributed(tensor_model_parallel_size: int = 1) -> ParallelLayou
         data_parallel_rank=groups.dp.rank(),
         data_parallel_size=groups.dp.size(),
         mpu=deepspeed_mpu(groups),
+        tokens=TokenLayout(
+            groups.tp, groups.dp, groups.tp.size() > 1 if sequence_parallel is None else sequence_parallel
+        ),
     )
 
 

@@ -1,0 +1,79 @@
+"""Who holds which tokens: the one object that knows how sequences and their heads lie over the processes.
+
+Data-parallel ranks hold different sequences. Under sequence parallelism each of the ranks that share a model holds,
+between matrices, a stretch of every sequence with all heads, and inside attention all tokens of some heads; an
+all-to-all leads from one to the other. Everything that depends on this asks here.
+
+Axes: S all tokens of a sequence, s those of this rank, B batch, N heads or groups, n those of this rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The place of this rank: `model_group` shares one copy of the model, `data_group` holds different sequences."""
+
+    model_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    sequence_parallel: bool
+    """Whether the model's ranks share the tokens of a sequence between matrices."""
+
+    @property
+    def sequence_shards(self) -> int:
+        """In how many stretches a sequence lies; its length has to be a multiple of that."""
+        return self.model_group.size() if self.sequence_parallel else 1
+
+    def local_tokens(self, x_SB: Tensor) -> Tensor:
+        """Return this rank's tokens (s, B, ...) of a tensor of all tokens (S, B, ...)."""
+        return x_SB.chunk(self.sequence_shards)[self.model_group.rank()] if self.sequence_shards > 1 else x_SB
+
+    def local_heads(self, x_N: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's heads of a tensor that has all heads along `dim`."""
+        return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
+
+    def to_heads(self, x_sBN: Tensor) -> Tensor:
+        """Turn (s, B, N, ...), local tokens and all heads, into (S, B, n, ...), all tokens and local heads."""
+        if self.sequence_shards == 1:
+            return x_sBN
+        by_rank = x_sBN.unflatten(2, (self.sequence_shards, -1)).movedim(2, 0)
+        return all_to_all(self.model_group, by_rank.contiguous()).flatten(0, 1)
+
+    def to_tokens(self, x_SBn: Tensor) -> Tensor:
+        """Turn (S, B, n, ...), all tokens and local heads, into (s, B, N, ...), local tokens and all heads."""
+        if self.sequence_shards == 1:
+            return x_SBn
+        by_rank = x_SBn.unflatten(0, (self.sequence_shards, -1))
+        return all_to_all(self.model_group, by_rank.contiguous()).movedim(0, 2).flatten(2, 3)
+
+    def mean_loss(self, losses_BS: Tensor, mask_BS: Tensor | None = None) -> Tensor:
+        """Return the mean of next-token losses, over `mask_BS` if given: what this rank differentiates."""
+        losses_BS = losses_BS.float()
+        if mask_BS is None:
+            return losses_BS.mean()
+        return (losses_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1)
+
+    def average(self, value: Tensor) -> Tensor:
+        """Return the mean of a detached value over the ranks that hold different sequences; all call it together."""
+        value = value.detach().clone()
+        dist.all_reduce(value, group=self.data_group)
+        return value / self.data_group.size()
+
+    def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
+        """Yield the numbers of the samples of this rank's micro-batches of `size` among samples `first` to `stop`.
+
+        Consecutive micro-batches go to consecutive data-parallel ranks; a remainder that is not enough for all is left.
+        """
+        rank, ranks = self.data_group.rank(), self.data_group.size()
+        for i in range((stop - first) // (size * ranks)):
+            start = first + (i * ranks + rank) * size
+            yield list(range(start, start + size))
+
+    def cut(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the model's forward takes on this rank of a batch of whole sequences (B, S)."""
+        return batch
