@@ -24,6 +24,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.plugins.image import metadata as images
 
 from megatron_tape.files import sync_directory
 
@@ -142,11 +143,13 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Add Markdown under `tag`."""
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        value = Summary.Value(tag=tag + TEXT_SUFFIX, metadata=metadata, tensor=tensor)
-        self._add(Event(step=step, summary=Summary(value=[value])))
+        self._add_strings(tag + TEXT_SUFFIX, [text.encode()], metadata, step)
+
+    def add_picture(self, tag: str, png: bytes, size: tuple[int, int], step: int) -> None:
+        """Add a PNG of `size` (width, height) under `tag`."""
+        width, height = (str(pixels).encode() for pixels in size)
+        self._add_strings(tag, [width, height, png], images.create_summary_metadata("", ""), step)
 
     def sync(self) -> None:
         """Bring what was written to disk."""
@@ -155,6 +158,12 @@ class EventFile:
     def close(self) -> None:
         """Close the file; see `RecordFile.close`."""
         self._file.close()
+
+    def _add_strings(self, tag: str, strings: list[bytes], metadata: SummaryMetadata, step: int) -> None:
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(strings))])
+        tensor = TensorProto(dtype="DT_STRING", string_val=strings, tensor_shape=shape)
+        value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._add(Event(step=step, summary=Summary(value=[value])))
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()

@@ -7,6 +7,7 @@ full disk does not stop training: rows wait in memory until they can be written 
 
 import json
 import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ TAGS = {
 }
 RESTATED_TEXTS = ("configuration",)  # every attempt writes it at the step it resumes from
 RECENT = 20
+_PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
+_PNG_END = b"IEND\xaeB`\x82"
 
 
 class MetricsWriter:
@@ -98,6 +101,16 @@ class MetricsWriter:
         if self._events is not None:
             self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
 
+    def picture(self, tag: str, png: bytes, step: int) -> None:
+        """Show a PNG, given as the bytes of its file, in TensorBoard under `tag`.
+
+        Raises:
+            ValueError: if `png` is not a whole PNG file.
+        """
+        size = _png_size(tag, png)
+        if self._events is not None:
+            self._events.add_picture(tag, png, size, step)
+
     def sync(self) -> None:
         """Bring what was recorded to disk: a checkpoint that follows must not be ahead of it after a power cut."""
         self._rows.sync()
@@ -148,6 +161,15 @@ def _step_of(line: bytes) -> float:
 
 def _tag(name: str) -> str:
     return TAGS.get(name, name if "/" in name else f"train/{name}")
+
+
+def _png_size(tag: str, png: bytes) -> tuple[int, int]:
+    """Return the width and height in pixels that a PNG file's first chunk gives."""
+    whole = png.startswith(_PNG_START) and png.endswith(_PNG_END)
+    width, height = struct.unpack_from(">II", png, len(_PNG_START)) if whole else (0, 0)
+    if width < 1 or height < 1:
+        raise ValueError(f"the picture {tag} is not a whole PNG file ({len(png)} bytes); give the bytes of one")
+    return width, height
 
 
 def _exp(value: float) -> float:

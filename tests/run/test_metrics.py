@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -192,6 +193,35 @@ def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_re
     assert curve(tmp_path) == [(1, 9.0), (2, 5.0), (3, 5.0), (4, 5.0)]
     found = events(tmp_path).Tensors("configuration/text_summary")
     assert [event.tensor_proto.string_val[0] for event in found] == [b"    model:\n      num_layers: 2"] * 2
+
+
+def png(width, height):
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), "red").save(file, "png")
+    return file.getvalue()
+
+
+def test_tensorboard_shows_a_picture_with_its_size_and_forgets_those_past_a_resume(tmp_path):
+    for resume_step, steps, width in ((0, (1, 2, 3), 30), (1, (2,), 20)):
+        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
+        for step in steps:
+            writer.picture("position/norms", png(width, 10), step)
+        writer.close()
+    pictures = [event.tensor_proto.string_val for event in events(tmp_path).Tensors("position/norms")]
+    assert [list(strings) for strings in pictures] == [[b"30", b"10", png(30, 10)], [b"20", b"10", png(20, 10)]]
+    assert events(tmp_path).summary_metadata["position/norms"].plugin_data.plugin_name == "images"
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_a_picture_that_is_not_a_whole_png_is_refused(tmp_path, tensorboard):
+    writer = MetricsWriter(tmp_path, 4, tensorboard=tensorboard)
+    whole = png(3, 2)
+    no_width = whole[:16] + bytes(4) + whole[20:]
+    for content in (b"", b"GIF89a", whole[:20], whole[:-1], whole + b"\n", no_width):
+        with pytest.raises(ValueError, match="the picture sample is not a whole PNG file"):
+            writer.picture("sample", content, 1)
+    writer.picture("sample", whole, 1)
+    writer.close()
 
 
 def test_an_attempt_that_is_still_alive_elsewhere_is_shut_out(tmp_path):
