@@ -3,15 +3,15 @@
 A run's files survive a full disk, because what cannot be written waits in memory, and an earlier attempt that is still
 alive elsewhere, because every file it may hold open is replaced (`rewrite`): its later records go to unlinked files.
 
-An event file is a row of TFRecords: u64 length, u32 masked CRC of the length, that many bytes (an `Event`), u32 masked
-CRC of these; all little-endian. TensorBoard reads the files of a folder in the order of their names.
+TensorBoard reads the event files of a folder in the order of their names. Its own code frames the records and reads
+them back; its `EventFileWriter` is not used, as it flushes when it likes and a full disk tears its last record.
 """
 
+import io
 import logging
 import os
 import re
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,12 +19,17 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.image import metadata as images
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_tape.files import sync_directory
 
@@ -151,6 +156,15 @@ class EventFile:
         width, height = (str(pixels).encode() for pixels in size)
         self._add_strings(tag, [width, height, png], images.create_summary_metadata("", ""), step)
 
+    def add_layout(self, layout: Layout, step: int) -> None:
+        """Lay out the page of Custom Scalars."""
+        self._add_strings(
+            custom_scalars.CONFIG_SUMMARY_TAG,
+            [layout.SerializeToString()],
+            custom_scalars.create_summary_metadata(),
+            step,
+        )
+
     def sync(self) -> None:
         """Bring what was written to disk."""
         self._file.sync()
@@ -167,9 +181,7 @@ class EventFile:
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._file.append(length + _crc(length) + data + _crc(data))
+        self._file.append(_framed(event.SerializeToString()))
 
 
 def event_files(directory: Path) -> list[Path]:
@@ -190,13 +202,13 @@ def keep_events(
     def stays(event: Event) -> bool:
         if event.HasField("file_version"):
             return True
-        # A session's start told a TensorBoard of that time what to forget; nothing is left of it.
+        # A session's start says what a TensorBoard that was running then has to forget; nothing is left of that.
         if event.step > last_step or event.HasField("session_log"):
             return False
         return event.step < last_step or tags.isdisjoint(value.tag for value in event.summary.value)
 
     for path in event_files(directory):
-        kept = (record for record, event in read_records(path) if stays(event))
+        kept = (_framed(data) for data, event in read_events(path) if stays(event))
         head = list(islice(kept, 2))
         if len(head) < 2:  # the file version alone
             path.unlink()
@@ -204,18 +216,19 @@ def keep_events(
             rewrite(path, chain(head, kept), staging)
 
 
-def read_records(path: Path) -> Iterator[tuple[bytes, Event]]:
-    """Yield the records, as they stand and decoded, up to the end or the first that is torn or damaged."""
-    with path.open("rb") as file:
-        while len(header := file.read(12)) == 12:
-            if _crc(header[:8]) != header[8:]:
-                return
-            length = struct.unpack("<Q", header[:8])[0]
-            body = file.read(length + 4)
-            if len(body) != length + 4 or _crc(body[:-4]) != body[-4:]:
-                return
-            yield header + body, Event.FromString(body[:-4])
+def read_events(path: Path) -> Iterator[tuple[bytes, Event]]:
+    """Yield the events, encoded and decoded, up to the end of the file or the first that is torn or damaged."""
+    reader = PyRecordReader_New(str(path))
+    while True:
+        try:
+            reader.GetNext()
+            event = Event.FromString(reader.record())
+        except (OutOfRangeError, DataLossError, DecodeError):
+            return
+        yield reader.record(), event
 
 
-def _crc(data: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(data))
+def _framed(data: bytes) -> bytes:
+    record = io.BytesIO()
+    RecordWriter(record).write(data)
+    return record.getvalue()

@@ -1,4 +1,4 @@
-"""What a run tells: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
+"""What a run reports: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
 
 Only one process writes. A resumed run continues its own files: what lies past the step it resumes from is dropped
 first, and an earlier attempt that is still alive elsewhere is shut out, so that they read as one uninterrupted run. A
@@ -7,12 +7,15 @@ full disk does not stop training: rows wait in memory until they can be written 
 
 import json
 import math
+import re
 import struct
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
 
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
 
@@ -26,8 +29,27 @@ TAGS = {
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",
 }
+# TensorBoard sorts groups of tags by name and opens the first two. These come first, as the names they go by otherwise
+# would hide the losses below the positions,
+LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
+# and a card for each layer comes below all others (z: the position state).
+BY_LAYER = "z_by_layer"
+CHARTS = {
+    "Training": {
+        "loss": ("train/loss", "validation/loss"),
+        "gradient norm": ("train/gradient_norm",),
+        "learning rate": ("train/learning_rate",),
+        "tokens per second": ("speed/tokens_per_second",),
+    },
+    "Positions": {
+        "norm of the position state, by layer": (f"{BY_LAYER}/state_norm/.*",),
+        "norm of the position update, by layer": (f"{BY_LAYER}/update_norm/.*",),
+    },
+}
+"""The page of Custom Scalars: regular expressions of tags by chart, and charts by category."""
 RESTATED_TEXTS = ("configuration",)  # every attempt writes it at the step it resumes from
 RECENT = 20
+_LAYER = re.compile(r"position/(\w+)/layer_(\d+)")
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
 _PNG_END = b"IEND\xaeB`\x82"
 
@@ -66,13 +88,15 @@ class MetricsWriter:
         # Also without TensorBoard: a later attempt, with it, may continue from a step past those to drop now.
         keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
+        self._has_layout = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of `step`, and the time of day; a disk that is full or fails raises nothing.
 
         The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, where evaluated,
-        `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands
-        (`position/state_norm/layer_00`). Numbers that are not finite become null in `metrics.jsonl`.
+        `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands,
+        except that of `position/NORM/layer_NN` TensorBoard shows the root mean square over layers as `position/NORM`
+        and the layers below all else. Numbers that are not finite become null in `metrics.jsonl`.
 
         Raises:
             ValueError: if `step` does not come after the last one, which would make the file repeat itself.
@@ -92,7 +116,11 @@ class MetricsWriter:
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self._events is not None:
-            self._events.add_scalars({_tag(name): value for name, value in values.items()}, step)
+            tagged = _by_tag(values)
+            if not self._has_layout:
+                self._events.add_layout(_layout(tagged), step)
+                self._has_layout = True
+            self._events.add_scalars(tagged, step)
         with suppress(OSError):  # the console may be a file on a full disk
             print(self._line(step, values), flush=True)
 
@@ -159,8 +187,33 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def _tag(name: str) -> str:
-    return TAGS.get(name, name if "/" in name else f"train/{name}")
+def _by_tag(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values by their tags in TensorBoard, with the root mean square over layers of each position norm."""
+    tagged: dict[str, float] = {}
+    layers: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in values.items():
+        if match := _LAYER.fullmatch(name):
+            tagged[f"{BY_LAYER}/{match[1]}/{match[2]}"] = value
+            layers[match[1]].append(value)
+        else:
+            tagged[TAGS.get(name, name if "/" in name else f"train/{name}")] = value
+    means = {f"position/{norm}": math.hypot(*found) / math.sqrt(len(found)) for norm, found in layers.items()}
+    losses = {LOSSES[tag]: value for tag, value in tagged.items() if tag in LOSSES}
+    return tagged | means | losses
+
+
+def _layout(tagged: Mapping[str, float]) -> Layout:
+    """Return the page of Custom Scalars, without the positions of a model that does not update them."""
+    categories = []
+    for title, charts in CHARTS.items():
+        if title == "Positions" and not any(tag.startswith(BY_LAYER) for tag in tagged):
+            continue
+        shown = [
+            Chart(title=name, multiline=MultilineChartContent(tag=[f"^{tag}$" for tag in tags]))
+            for name, tags in charts.items()
+        ]
+        categories.append(Category(title=title, chart=shown))
+    return Layout(category=categories)
 
 
 def _png_size(tag: str, png: bytes) -> tuple[int, int]:

@@ -86,11 +86,15 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()
     expected = {"train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss", "validation/perplexity"}
-    expected |= {"speed/tokens_per_second", "speed/tflops_per_second", "position/state_norm/layer_00"}
-    assert expected | {"position/update_norm/layer_01"} <= set(tags["scalars"])
-    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
-    assert "num_layers: 3" in texts["configuration/text_summary"]
-    assert texts["sample/text_summary"].split()[0] == "w3"
+    expected |= {"speed/tokens_per_second", "speed/tflops_per_second", "position/state_norm", "position/update_norm"}
+    assert expected | {"z_by_layer/state_norm/00", "z_by_layer/update_norm/01"} <= set(tags["scalars"])
+    assert not {"position/state_norm/layer_00", "position/update_norm/layer_01"} & set(tags["scalars"])
+
+    def text(tag):
+        return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+    assert "num_layers: 3" in text("configuration")
+    assert text("sample").split()[0] == "w3"
     losses = [event.value for event in events.Scalars("train/loss")]
     assert losses == pytest.approx([row["loss"] for row in rows(run.folder)], rel=1e-6)
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_tape.run.metrics import MetricsWriter
 
@@ -188,11 +191,75 @@ def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_re
         "speed/tflops_per_second",
         "validation/loss",
         "validation/perplexity",
-        "position/state_norm/layer_00",
+        "loss/train",
+        "loss/validation",
+        "position/state_norm",
+        "z_by_layer/state_norm/00",
     }
     assert curve(tmp_path) == [(1, 9.0), (2, 5.0), (3, 5.0), (4, 5.0)]
     found = events(tmp_path).Tensors("configuration/text_summary")
     assert [event.tensor_proto.string_val[0] for event in found] == [b"    model:\n      num_layers: 2"] * 2
+
+
+def layout(directory):
+    """The newest layout of the page of Custom Scalars: by category and chart, the tags that are shown."""
+    (event, *_) = events(directory).Tensors("custom_scalars__config__")[::-1]
+    tags = events(directory).Tags()["scalars"]
+    return {
+        category.title: {
+            chart.title: [tag for tag in tags if any(re.match(regex, tag) for regex in chart.multiline.tag)]
+            for chart in category.chart
+        }
+        for category in Layout.FromString(event.tensor_proto.string_val[0]).category
+    }
+
+
+def test_tensorboard_opens_on_the_losses_and_the_mean_over_layers_of_each_norm(tmp_path):
+    writer = MetricsWriter(tmp_path, 4)
+    names = [f"position/{norm}/layer_{layer:02d}" for norm in ("state_norm", "update_norm") for layer in range(12)]
+    norms = dict(zip(names, [*[1.0] * 11, 7.0, *[0.0] * 12]))
+    writer.log(1, {**SCALARS, **norms, "validation_loss": 2.0})
+    writer.close()
+    tags = sorted(events(tmp_path).Tags()["scalars"])
+    groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
+    assert groups == ["loss", "position", "speed", "train", "validation", "z_by_layer"]  # the first two are opened
+    assert [tag for tag in tags if tag.startswith(("loss", "position"))] == [
+        "loss/train",
+        "loss/validation",
+        "position/state_norm",
+        "position/update_norm",
+    ]
+    assert curve(tmp_path, "loss/train") == [(1, 2.5)] and curve(tmp_path, "loss/validation") == [(1, 2.0)]
+    assert curve(tmp_path, "position/state_norm") == [(1, pytest.approx(60**0.5 / 12**0.5))]
+    assert curve(tmp_path, "position/update_norm") == [(1, 0.0)]
+    assert curve(tmp_path, "z_by_layer/state_norm/11") == [(1, 7.0)]
+    assert {name: rows(tmp_path)[0][name] for name in names} == norms
+
+
+def test_custom_scalars_show_losses_in_one_chart_and_the_norms_of_all_layers(tmp_path):
+    scalars = {**SCALARS, "validation_loss": 2.0}
+    norms = {f"position/{norm}/layer_{layer:02d}": 1.0 for norm in ("state_norm", "update_norm") for layer in (0, 1)}
+    for resume_step in (0, 2, 1):
+        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
+        for step in range(resume_step + 1, resume_step + 3):
+            writer.log(step, scalars | norms)
+        writer.close()
+    training = {
+        "loss": ["train/loss", "validation/loss"],
+        "gradient norm": ["train/gradient_norm"],
+        "learning rate": ["train/learning_rate"],
+        "tokens per second": ["speed/tokens_per_second"],
+    }
+    assert layout(tmp_path) == {
+        "Training": training,
+        "Positions": {
+            "norm of the position state, by layer": ["z_by_layer/state_norm/00", "z_by_layer/state_norm/01"],
+            "norm of the position update, by layer": ["z_by_layer/update_norm/00", "z_by_layer/update_norm/01"],
+        },
+    }
+    assert [event.step for event in events(tmp_path).Tensors("custom_scalars__config__")] == [1, 2]
+    write(tmp_path, [1], tensorboard=True)
+    assert [category for category in layout(tmp_path)] == ["Training"]
 
 
 def png(width, height):
@@ -268,7 +335,7 @@ def test_a_fresh_run_keeps_no_event(tmp_path, tensorboard):
     write(tmp_path, [5], tensorboard=tensorboard)
     if tensorboard:
         assert curve(tmp_path) == [(5, 2.5)]
-        assert events(tmp_path).Tags()["tensors"] == []
+        assert "configuration/text_summary" not in events(tmp_path).Tags()["tensors"]
     else:
         assert list((tmp_path / "tensorboard").iterdir()) == []
 
@@ -306,6 +373,15 @@ def test_an_event_file_torn_or_damaged_at_any_byte_resumes(tmp_path):
             (tmp_path / "tensorboard" / name).write_bytes(whole[:length] + tail)
             write(tmp_path, [3], tensorboard=True, resume_step=2)
             assert [step for step, _ in curve(tmp_path)] == [1, 3]
+
+
+def test_a_record_that_is_not_an_event_ends_the_file_as_damage_does(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    path = event_file(tmp_path)
+    with path.open("ab") as file:
+        RecordWriter(file).write(b"\xff")
+    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    assert [step for step, _ in curve(tmp_path)] == [1, 2, 3]
 
 
 class Disk:
@@ -351,17 +427,17 @@ def test_a_disk_that_fills_at_any_byte_loses_and_tears_nothing(tmp_path, monkeyp
         assert texts(tmp_path, "sample") == [(step, "a b c") for step in (2, 3, 4)]
 
 
-def test_a_full_disk_is_told_once_per_streak_and_so_is_its_end(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_reported_once_until_it_ends_and_so_is_the_end(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     disk = Disk(monkeypatch)
     writer = plain(tmp_path)
     for step in range(1, 9):
         disk.room = 0 if step in (2, 3, 4, 7) else math.inf
         writer.log(step, SCALARS)
-    told = [record.getMessage() for record in caplog.records]
-    assert ["cannot be written" in line for line in told] == [True, False, True, False]
-    assert "No space left on device" in told[0] and "metrics.jsonl" in told[0]
-    assert "4 records" in told[1] and "2 records" in told[3]
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["cannot be written" in message for message in messages] == [True, False, True, False]
+    assert "No space left on device" in messages[0] and "metrics.jsonl" in messages[0]
+    assert "4 records" in messages[1] and "2 records" in messages[3]
     writer.close()
     assert len(caplog.records) == 4
 
