@@ -5,6 +5,8 @@ name, whole over the data-parallel ranks, cut over the tensor-parallel ones as `
 states. It knows no ZeRO stage: a run may continue under another layout. `checkpoint_files` makes it whole or invisible.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import random
@@ -12,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.torch  # noqa: F401  (checkpoint_files imports it at the first save, when it may be gone)
@@ -27,8 +30,10 @@ from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.run.attempts import Attempt
-from megatron_tape.training.engine import Engine
+
+if TYPE_CHECKING:
+    from megatron_tape.run.attempts import Attempt
+    from megatron_tape.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 

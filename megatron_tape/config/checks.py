@@ -6,6 +6,7 @@ Each refusal is one sentence that names the key, its value and the fix. Nothing 
 import dataclasses
 from typing import Any, Literal, get_args
 
+from megatron_tape.config.evaluations import EVALUATIONS
 from megatron_tape.config.schema import ModelConfig, RunConfig, blend, is_positive, split_shares
 from megatron_tape.errors import ConfigError, refuse
 
@@ -89,6 +90,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_parallel(config, world_size)
     _validate_optimizer(config)
     _validate_data(config)
+    _validate_evaluations(config)
 
 
 def _validate_parallel(config: RunConfig, world_size: int) -> None:
@@ -175,17 +177,28 @@ def _validate_data(config: RunConfig) -> None:
     blend(data.prefix)
     validation_share = split_shares(data.split)[1]
     refuse(
-        interval is not None and validation_share == 0,
+        interval is not None and "validation_loss" in config.train.evaluations and validation_share == 0,
         f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
-        "second share or set eval_interval to null",
+        "second share, or set eval_interval to null",
     )
     refuse(
         data.reset_attention_mask and data.tokenizer is None,
         "data.reset_attention_mask is true, but data.tokenizer, which knows the end-of-document id, is null; set it",
     )
+    samples = "sample" in config.train.evaluations and config.logging.sample_tokens > 0
     refuse(
-        interval is not None and config.logging.sample_tokens > 0 and data.tokenizer is None,
+        interval is not None and samples and data.tokenizer is None,
         f"logging.sample_tokens is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, "
         "is null; set it or set sample_tokens to 0",
     )
     refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
+
+
+def _validate_evaluations(config: RunConfig) -> None:
+    names = config.train.evaluations
+    for name in names:
+        refuse(
+            name not in EVALUATIONS,
+            f"train.evaluations names {name}, which is not an evaluation; choose from {', '.join(EVALUATIONS)}",
+        )
+        refuse(names.count(name) > 1, f"train.evaluations names {name} twice; remove one")

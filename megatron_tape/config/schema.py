@@ -223,7 +223,10 @@ class TrainConfig:
     recompute: Literal["none", "full"] = "none"
     """Recompute every layer in the backward pass: a third more work for far fewer activations."""
     eval_interval: int | None = None
-    """Steps between evaluations on the validation split; null means never."""
+    """Steps between evaluations; null means never."""
+    evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])
+    """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
+    position_norms, TAPE's distance from RoPE by layer, which every logged step shows, too."""
     eval_steps: int = 10
     """Global batches per evaluation."""
     max_bad_steps: int = 5

@@ -1,5 +1,6 @@
 """Whether the files that a run reads are there, whole and fit for it. Imports no torch."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
+
+logger = logging.getLogger(__name__)
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -26,6 +29,17 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         + ("raise it to at least that" if key == "vocab_size" else "give the tokenizer that the model came with"),
     )
     return tokenizer
+
+
+def warn_of_other_tokenizer(checkpoint: Path, path: str) -> None:
+    """Warn where an import brought a tokenizer, and the run's gives other ids."""
+    text = "def f(x):\n    return 2 * x  # Grüße, 你好 1234"
+    if (checkpoint / "tokenizer").is_dir():
+        brought, used = (load_tokenizer(source).encode(text) for source in (checkpoint / "tokenizer", path))
+        if brought != used:
+            logger.warning(
+                "data.tokenizer %s gives other ids than %s, which the model came with", path, checkpoint / "tokenizer"
+            )
 
 
 def check_datasets(config: RunConfig) -> None:

@@ -80,6 +80,8 @@ class TapeUpdate(torch.nn.Module):
         self.record_norms = False
         self.norms: Tensor | None = None
         """When `record_norms` is set: [sum |z''|^2, sum |z'' - z|^2, complex numbers] of the local tokens."""
+        self.group_norms: Tensor | None = None
+        """The same by group (3, G)."""
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
         """Return the next layer's state, of `gate_input`'s tokens."""
@@ -93,5 +95,8 @@ class TapeUpdate(torch.nn.Module):
             with torch.no_grad():
                 new, old = updated.float(), z.float()
                 count = new.new_tensor(new.numel() / 2)
-                self.norms = torch.stack([new.square().sum(), (new - old).square().sum(), count])
+                squares, changes = new.square(), (new - old).square()
+                self.norms = torch.stack([squares.sum(), changes.sum(), count])
+                by_group = [squares.sum((0, 2)), changes.sum((0, 2)), (count / new.shape[1]).expand(new.shape[1])]
+                self.group_norms = torch.stack(by_group)
         return updated.view(S, B, -1, D)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from datasets_for_tests import write_all
@@ -16,6 +17,7 @@ from megatron_tape.checkpoint import state as checkpoint
 from megatron_tape.run import watch
 from megatron_tape.run.attempts import Attempt, read_attempts
 from megatron_tape.run.watch import EXIT_INTERRUPTED
+from megatron_tape.training import saving
 from megatron_tape.training.engine import Engine
 from pretrain import train
 
@@ -96,8 +98,6 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
         if len(calls) == 2:
             attempt.request_stop("USR1")
         if len(calls) > 2:
-            import time
-
             time.sleep(0.5)
         return original(self, *args)
 
@@ -136,7 +136,25 @@ def test_the_last_step_waits_for_the_disk(run, monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", save)
-    monkeypatch.setattr(train, "LAST_SAVE_WAIT", 0.01)
+    monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
+    assert run() == 0
+    assert steps_saved(run.folder) == [10]
+
+
+def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
+    def save(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_checkpoint", save)
+        started = time.monotonic()
+        assert run() == EXIT_INTERRUPTED
+    assert time.monotonic() - started < saving.LAST_SAVE_WAIT
+    assert steps_saved(run.folder) == []
+    (attempt,) = read_attempts(run.folder)
+    assert attempt.outcome == "interrupted"
+    assert attempt.message == "SIGTERM stopped the run after step 10, which is not saved"
     assert run() == 0
     assert steps_saved(run.folder) == [10]
 
@@ -146,7 +164,7 @@ def test_a_last_step_that_cannot_be_saved_is_no_finished_run(run, monkeypatch):
         raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", save)
-    monkeypatch.setattr(train, "LAST_SAVE_WAIT", 0.01)
+    monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
     assert run() == 1
     assert read_attempts(run.folder)[0].outcome == "failed"
 
@@ -171,6 +189,7 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch)
 PROGRAM = """
 import sys, time
 from megatron_tape.training.engine import Engine
+from megatron_tape.training import saving
 from pretrain import train
 original = Engine.train_step
 def step(self, *args):

@@ -1,0 +1,89 @@
+"""What runs beside the training steps: evaluations, and figures of every logged step.
+
+A new one is a subclass of `Hook` in a file of its own, entered by name in `config.evaluations.EVALUATIONS` and switched
+on by `train.evaluations`. All ranks call a hook together, so it may communicate; rank 0's findings are written.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_tape.config.evaluations import EVALUATIONS
+from megatron_tape.training.sampling import sample_text
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import StepResult
+    from megatron_tape.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a hook found, by name; names with a slash are TensorBoard tags as they stand."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Figures for TensorBoard and `metrics.jsonl`."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Texts for TensorBoard."""
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    """Pictures for TensorBoard, as PNG."""
+
+
+class Hook:
+    """Does nothing. A hook may keep state between the calls, but none that a resumed run would miss."""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` tell what follows it."""
+
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> Findings:
+        """Look at what the step did; the findings are written where the step is logged."""
+        return Findings()
+
+    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+        """Evaluate the model after `step`, every `train.eval_interval` steps and after the last."""
+        return Findings()
+
+
+class ValidationLoss(Hook):
+    """The mean loss of `train.eval_steps` global batches of the validation split."""
+
+    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+        """Return `validation_loss`."""
+        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
+        return Findings(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+
+
+class Sample(Hook):
+    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or where `sample_tokens` is 0."""
+
+    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+        """Return the text `sample`."""
+        settings = trainer.config.logging
+        if trainer.tokenizer is None or settings.sample_tokens == 0:
+            return Findings()
+        trainer.watch.progress("sampling text")
+        prompt, length, context = settings.sample_prompt, settings.sample_tokens, trainer.config.model.seq_length
+        return Findings(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
+
+
+def build_hooks(names: Iterable[str]) -> dict[str, Hook]:
+    """Return the hooks of these names, in their order."""
+    hooks = {}
+    for name in names:
+        module, _, kind = EVALUATIONS[name].partition(":")
+        hooks[name] = getattr(importlib.import_module(module), kind)()
+    return hooks
+
+
+def joined(findings: Iterable[tuple[str, Findings]]) -> Findings:
+    """Return the findings of several hooks, each with the hook's name, as one; ValueError where two share a name."""
+    whole = Findings()
+    for hook, found in findings:
+        for kind in ("scalars", "texts", "pictures"):
+            held, new = getattr(whole, kind), getattr(found, kind)
+            if twice := held.keys() & new.keys():
+                raise ValueError(f"the evaluation {hook} returns {sorted(twice)[0]}, which another one returned before")
+            held.update(new)
+    return whole

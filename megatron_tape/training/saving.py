@@ -1,0 +1,54 @@
+"""When a checkpoint is tried again: a disk that fails costs the run one checkpoint, but not the last one."""
+
+import logging
+import math
+import time
+
+from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import CheckpointError
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+LAST_SAVE_TRIES = 20
+LAST_SAVE_WAIT = 30.0
+"""Seconds between two tries."""
+POLL_SECONDS = 1.0
+
+
+def save(engine: Engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> bool:
+    """Save a checkpoint after `step` steps; return whether that succeeded. All ranks call it together.
+
+    Where a disk fails, the next checkpoint is due as usual; at the last step it is waited for, until `watch` is asked
+    to stop.
+
+    Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
+    """
+    last = step == config.train.steps
+    for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):
+        watch.progress("saving")
+        try:
+            path = checkpoints.save_checkpoint(engine, config, step, progress, watch.attempt)
+        except CheckpointError as error:
+            if last and tries_left == 0:
+                raise
+            when = f"in {LAST_SAVE_WAIT:g} s, {tries_left} times more" if last else "at the next interval"
+            logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, when)
+            if last and _asked_to_stop(engine, watch, LAST_SAVE_WAIT):
+                return False
+        else:
+            logger.info("saved %s", path)
+            return True
+    return False
+
+
+def _asked_to_stop(engine: Engine, watch: Watch, seconds: float) -> bool:
+    """Wait; return at once, on every rank alike, when any is asked to stop."""
+    for _ in range(math.ceil(seconds / POLL_SECONDS)):
+        if engine.layout.any_rank(watch.stop is not None):
+            return True
+        watch.progress("waiting to save")
+        time.sleep(min(seconds, POLL_SECONDS))
+    return engine.layout.any_rank(watch.stop is not None)

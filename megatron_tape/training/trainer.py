@@ -1,0 +1,248 @@
+"""Training, from the newest checkpoint or the start to the last step, whatever is trained."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.data.batches import build_batches
+from megatron_tape.data.inputs import load_run_tokenizer, warn_of_other_tokenizer
+from megatron_tape.errors import ConfigError, TrainingStopped
+from megatron_tape.files import atomic_output
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.ops.parity import check_fused_kernels
+from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.run.attempts import INTERRUPTED, Attempt
+from megatron_tape.run.metrics import MetricsWriter
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.engine import Engine, StepResult
+from megatron_tape.training.hooks import Findings, build_hooks, joined
+from megatron_tape.training.saving import save
+from megatron_tape.training.schedule import learning_rate
+
+logger = logging.getLogger(__name__)
+
+Trains = Callable[[str, torch.nn.Parameter], bool]
+"""Whether the parameter of this name is trained."""
+
+
+def everything(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Train every parameter."""
+    return True
+
+
+class Trainer:
+    """A run on this rank; every rank makes one, and calls its methods together with the others.
+
+    Hooks may read `config`, `watch`, `layout`, `tokenizer`, `batches`, `model`, `engine`, `writer` (None but on rank 0)
+    and `step`, the last step that was taken.
+    """
+
+    def __init__(self, config: RunConfig, watch: Watch, trains: Trains = everything):
+        """Join the other ranks, claim the run and find its checkpoint.
+
+        Raises ConfigError where a setting does not fit what is found, CheckpointError where a checkpoint cannot be
+        used.
+        """
+        self.config, self.watch, self.trains = config, watch, trains
+        watch.progress("joining the other ranks")
+        parallel = config.parallel
+        self.layout = initialize_distributed(parallel.tensor_model_parallel_size, parallel.uses_sequence_parallel)
+        if watch.attempt is None:
+            watch.attach(claim_attempt(config, self.layout), self.layout.rank)
+        watch.progress("reading the checkpoint")
+        self.tokenizer = load_run_tokenizer(config)
+        self.checkpoint = checkpoints.find_checkpoint(config, self.layout)
+        if self.checkpoint is not None and self.tokenizer is not None and self.layout.rank == 0:
+            warn_of_other_tokenizer(self.checkpoint.path, config.data.tokenizer)
+        self.step = 0 if self.checkpoint is None else self.checkpoint.step
+
+    def run(self) -> str | None:
+        """Train to the last step.
+
+        Returns None, or, when the watch was asked to stop, the reason: the state was then saved after the step it
+        reached, if that was possible. Raises TrainingStopped when the loss or gradient stays infinite or NaN.
+        """
+        if self.step >= self.config.train.steps:
+            logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
+            return None
+        self._build()
+        try:
+            stopped = self._train()
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+        return None if stopped is None else self._record_stop(stopped)
+
+    def logs(self, step: int) -> bool:
+        """Whether the figures of `step` are written."""
+        first_or_last = step in (1, self.config.train.steps)
+        return step % self.config.logging.interval == 0 or first_or_last or self.evaluates(step)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the model is evaluated after `step`."""
+        interval, last = self.config.train.eval_interval, step == self.config.train.steps
+        return bool(self.hooks) and interval is not None and (step % interval == 0 or last)
+
+    def _build(self) -> None:
+        config, layout = self.config, self.layout
+        self.watch.progress("indexing the data", self.step)
+        self.batches = build_batches(config, layout, None if self.tokenizer is None else self.tokenizer.eod)
+        self.watch.progress("building the model")
+        seed_everything(config.train.seed, layout)
+        self.model = build_model(config, layout, self.watch)
+        select_trained(self.model, self.trains, config.train.recompute != "none")
+        if self.checkpoint is not None:
+            checkpoints.load_weights(self.checkpoint, self.model, layout)
+        self.engine = Engine(self.model, config, layout)
+        self.progress = {"bad_steps": 0}
+        if self.checkpoint is not None:
+            self.watch.progress("loading the training state")
+            checkpoints.load_training_state(self.checkpoint, self.engine)
+            self.progress = self.checkpoint.state["progress"]
+            where = (self.checkpoint.path, self.step + 1, config.train.steps)
+            logger.info("continuing from %s at step %d of %d", *where)
+        self.hooks = build_hooks(config.train.evaluations)
+        self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _open_writer(self) -> MetricsWriter:
+        config, attempt = self.config, self.watch.attempt
+        attempt.check_owner()
+        directory, tensorboard = config.logging.directory, config.logging.tensorboard
+        writer = MetricsWriter(directory, config.train.steps, self.step, tensorboard, staging=attempt.home)
+        writer.text("configuration", to_yaml(config), self.step)
+        with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
+            file.write(to_yaml(config))
+        return writer
+
+    def _train(self) -> str | None:
+        """Take the steps; return None, or where the run was stopped."""
+        config, layout, watch = self.config, self.layout, self.watch
+        if layout.any_rank(watch.stop is not None):
+            return f"came before step {self.step + 1}"
+        watch.begin_training()
+        micro_batches = self.batches.training(self.step + 1)
+        seconds, timed_steps = 0.0, 0
+        for step in range(self.step + 1, config.train.steps + 1):
+            for hook in self.hooks.values():
+                hook.before_step(self, step)
+            rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
+            started = time.perf_counter()
+            result = self.engine.train_step(micro_batches, rate)
+            seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
+            self.step = step
+            watch.progress("training", step)
+            self._count_bad_steps(result)
+            found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
+            if self.logs(step):
+                speed = timed_steps * config.train.global_batch_size * config.model.seq_length / seconds
+                self._log(result, rate, speed, found)
+                seconds, timed_steps = 0.0, 0
+            stopping = layout.any_rank(watch.stop is not None)
+            last, saved = step == config.train.steps, False
+            if step % config.checkpoint.interval == 0 or last or stopping:
+                if self.writer is not None:
+                    self.writer.sync()
+                saved = save(self.engine, config, step, self.progress, watch)
+                stopping = layout.any_rank(watch.stop is not None)
+            if stopping and not (last and saved):
+                return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"
+            watch.progress("training")
+        return None
+
+    def _count_bad_steps(self, result: StepResult) -> None:
+        bad_steps = self.progress["bad_steps"] + 1 if result.skipped else 0
+        self.progress = {**self.progress, "bad_steps": bad_steps}
+        if not result.skipped:
+            return
+        figures = (self.step, result.loss, result.grad_norm, bad_steps)
+        logger.warning("step %d skipped: loss %s, gradient norm %s (%d in a row)", *figures)
+        if bad_steps >= self.config.train.max_bad_steps:
+            raise TrainingStopped(
+                f"{bad_steps} steps in a row, up to step {self.step}, had a loss or gradient that is not finite; lower "
+                "optimizer.lr, lengthen schedule.warmup_steps, or look at the data (train.max_bad_steps sets this "
+                "limit)"
+            )
+
+    def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, Findings]]) -> None:
+        """Evaluate, if this step is one for it, and write its figures, texts and pictures."""
+        own = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": rate,
+            "tokens_per_second": speed,
+            "tflops_per_second": speed * self.config.model.flops_per_token() / 1e12,
+        }
+        found = [("training", Findings(scalars=own)), *found]
+        if self.evaluates(self.step):
+            found += [(name, hook.evaluate(self, self.step)) for name, hook in self.hooks.items()]
+        whole = joined(found)
+        if self.writer is None:
+            return
+        self.writer.log(self.step, whole.scalars)
+        for tag, text in whole.texts.items():
+            self.writer.text(tag, text, self.step)
+        for tag, png in whole.pictures.items():
+            self.writer.picture(tag, png, self.step)
+
+    def _record_stop(self, where: str) -> str:
+        """Record on rank 0 why the run stops, before any rank ends and its launcher ends the others."""
+        reason = f"{self.watch.stop or 'a signal to another rank'} {where}"
+        if self.layout.rank == 0:
+            self.watch.record_end(INTERRUPTED, reason)
+        self.layout.any_rank(False)
+        return reason
+
+
+def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
+    """Return the run's model as drawn from the current seed, with its kernels checked; the weights are on the CPU."""
+    ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
+    parameters = f"{config.model.parameter_count():,}"
+    encoding = config.model.position_encoding
+    logger.info("building a %s model of %s parameters on %s", encoding, parameters, ranks)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
+    translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
+    model = LanguageModel(config.model, translated, layout.groups, layout.device)
+    logger.info("attention runs as %s", model.attention_backend)
+    if model.attention_backend == "triton":
+        watch.progress("compiling and checking the fused kernels")
+        check_fused_kernels(config.model, layout.tensor_parallel_size, model.dtype, torch.device(layout.device))
+        logger.info("the fused kernels equal plain torch here")
+    return model
+
+
+def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:
+    """Freeze what `trains` does not name; ValueError when nothing is left.
+
+    Where layers are recomputed, gradients flow only if a layer's input asks for them, so a frozen embedding's output
+    is made to.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name, parameter))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model is trained")
+    if recomputes and not any(parameter.requires_grad for parameter in model.gpt.embedding.parameters()):
+        model.gpt.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
+
+
+def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
+    """Begin an attempt that no launcher has begun; all ranks call it together."""
+    outcome: list = [None, None]
+    if layout.rank == 0:
+        facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
+        try:
+            outcome[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
+        except OSError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    number, problem = outcome
+    if problem is not None:
+        raise ConfigError(f"the run cannot begin in {config.logging.directory}: {problem}")
+    return Attempt.open(config.logging.directory, config.checkpoint.directory, number)

@@ -1,0 +1,85 @@
+"""Evaluations as hooks: one that a test registers, and those that every run has."""
+
+import json
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_cases import RECIPE, option
+
+from megatron_tape.config.evaluations import EVALUATIONS
+from megatron_tape.training.hooks import Findings, Hook, joined
+from megatron_tape.training.position_norms import picture
+from pretrain import train
+
+PNG = picture(torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)))
+
+
+class Toy(Hook):
+    """Counts the steps it saw, and evaluates to one finding of each kind."""
+
+    seen = 0
+
+    def after_step(self, trainer, step, result):
+        assert trainer.step == step and not result.skipped
+        self.seen += 1
+        return Findings(scalars={"toy/seen": self.seen})
+
+    def evaluate(self, trainer, step):
+        return Findings(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, pictures={"toy/picture": PNG})
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setitem(EVALUATIONS, "toy", f"{__name__}:Toy")
+    data = write_all(tmp_path)
+
+    def start(*overrides):
+        prefix = option("data.prefix", f"{data}/a")
+        folder = f"--logging.directory={tmp_path / 'run'}"
+        return train.main(["--config", str(RECIPE), prefix, folder, "--train.steps=5", *overrides])
+
+    start.folder = tmp_path / "run"
+    return start
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
+    chosen = ["--train.evaluations=[position_norms,toy]", "--logging.tensorboard=true", "--logging.interval=2"]
+    assert run(*chosen, "--train.eval_interval=3") == 0
+    found = rows(run.folder)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
+    assert [row["toy/seen"] for row in found] == [1, 2, 3, 4, 5]
+    assert [row.get("toy/step") for row in found] == [None, None, 3, None, 5]
+    assert not any("validation_loss" in row for row in found)
+    assert all("position/state_norm/layer_01" in row for row in found)
+
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
+    texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("toy/text_summary")]
+    assert [(step, text.decode().strip()) for step, text in texts] == [(3, "text of 3"), (5, "text of 5")]
+    pictures = [(event.step, event.tensor_proto.string_val[2]) for event in events.Tensors("toy/picture")]
+    assert pictures == [(3, PNG), (5, PNG)]
+    assert [event.step for event in events.Tensors("position/norms")] == [3, 5]
+
+
+def test_evaluations_that_are_not_named_do_not_run(run):
+    assert run("--train.evaluations=[]", "--train.eval_interval=3", "--logging.interval=2") == 0
+    assert [row["step"] for row in rows(run.folder)] == [1, 2, 4, 5]
+    assert not any("validation_loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
+
+
+def test_two_evaluations_cannot_return_the_same_name():
+    found = Findings(scalars={"loss": 1.0})
+    with pytest.raises(ValueError, match="the evaluation toy returns loss"):
+        joined([("training", found), ("toy", found)])
+
+
+def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):
+    assert run("--train.evaluations=[validation_loss,perplexity]") == 2
+    error = capfd.readouterr().err
+    assert "perplexity" in error and "validation_loss, sample, position_norms, toy" in error and error.count("\n") == 1
