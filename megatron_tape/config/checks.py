@@ -3,30 +3,26 @@
 Each refusal is one sentence that names the key, its value and the fix. Nothing here imports torch.
 """
 
-import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS
 from megatron_tape.config.schema import ModelConfig, RunConfig, blend, is_positive, split_shares
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.config.values import accept, shown
+from megatron_tape.errors import refuse
 
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
     """Check types, choices and signs of one section; None passes where it stands for a derived value."""
-    for item in dataclasses.fields(section):
-        value, choices = getattr(section, item.name), get_args(item.type)
-        for kind, told in ((int, "a whole number"), (float, "a number"), (bool, "true or false")):
-            fine = (int, float) if kind is float else kind
-            # true is a whole number to Python.
-            if item.type is kind or (item.type == kind | None and value is not None):
-                wrong = not isinstance(value, fine) or (kind is not bool and isinstance(value, bool))
-                refuse(wrong, f"{name}.{item.name} is {value!r}; set it to {told}")
-        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
-            raise ConfigError(f"{name}.{item.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
-        if item.name in positive and value is not None and not is_positive(value):
-            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to a number above 0")
-        if item.name in not_negative and value is not None and not (value == 0 or is_positive(value)):
-            raise ConfigError(f"{name}.{item.name} is {value!r}; set it to 0 or a number above")
+    for key, kind in get_type_hints(type(section)).items():
+        value = getattr(section, key)
+        accept(f"{name}.{key}", value, kind)
+        if value is None:
+            continue
+        if key in positive:
+            refuse(not is_positive(value), f"{name}.{key} is {shown(value)}; set it to a number above 0")
+        if key in not_negative:
+            wrong = value != 0 and not is_positive(value)
+            refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a number above")
 
 
 def validate_model(model: ModelConfig) -> None:

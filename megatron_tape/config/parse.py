@@ -1,52 +1,32 @@
 """Reads settings from `--config` files and `--section.key value`, and says in one line what is wrong with them."""
 
+import argparse
+import ast
 import dataclasses
 import difflib
-import re
+import inspect
 import sys
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_type_hints
 
+from megatron_tape.config.checks import validate
+from megatron_tape.config.recipes import Given, parse_value, read_recipe
 from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.values import accept, describe, shown
 from megatron_tape.errors import ConfigError, refuse
 
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
-    """Read `--config` files and overrides from `argv` (`sys.argv` if None).
+    """Read `--config` files and overrides from `argv` (`sys.argv` if None); what comes later wins.
 
     Ends the process with one line `error: ...` and status 2 where a key is unknown, missing or of the wrong type,
     and with status 0 after `--help` or `--print_config`. Directories left open are filled from the recipe's name.
     """
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(
-        description="Train one model. Settings come from --config and then from --section.key overrides.",
-        exit_on_error=False,
-        allow_abbrev=False,
-        print_config=None,
-    )
-    parser.add_argument("--config", action="config", help="YAML file; may be given more than once, later files win.")
-    parser.add_argument("--print_config", action="store_true", help="Print the configuration that would run, and exit.")
-    parser.add_class_arguments(RunConfig)
     try:
-        parsed = parser.parse_args(argv)
-        print_only, files = parsed.pop("print_config"), parsed.pop("config")
-        files = files or []
-        refuse(None in files, "--config takes the path of a YAML file; give settings as --section.key value")
-        for file in files:
-            _check_sections(str(file))
-        config = RunConfig(**vars(parser.instantiate(parsed)))
-        fill_directories(config, Path(str(files[-1])).stem if files else "unnamed")
-        if print_only:
-            from megatron_tape.config.checks import validate
-
-            validate(config, world_size=config.parallel.tensor_model_parallel_size)
-    except (jsonargparse.ArgumentError, ConfigError, UnicodeDecodeError) as error:
-        words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
-        message = _one_sentence(str(error))
-        file = _file_of(message, parser, words)
-        print(f"error: {f'{file}: ' if file else ''}{_advised(message, words)}", file=sys.stderr)
+        config, print_only = _read(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
         print(f"# {config.model.parameter_count():,} parameters, {config.model.flops_per_token():,} FLOPs per token")
@@ -62,65 +42,147 @@ def fill_directories(config: RunConfig, name: str) -> None:
     config.data.cache_directory = config.data.resolved_cache_directory
 
 
-def _check_sections(path: str) -> None:
-    """Refuse sections and keys that the parser lets pass because they hold nothing."""
-    import yaml
-
-    sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
-    # Only names matter here, so nothing is read as a number or a date.
-    for name, keys in yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader).items():
-        refuse(name not in sections, f"unknown key {name} in {path}; remove it")
-        refuse(not isinstance(keys, dict), f"{name} is {keys!r} in {path}; give it keys, or remove it for its defaults")
-        for key in keys:
-            known = key in {item.name for item in dataclasses.fields(sections[name])}
-            refuse(not known, f"unknown key {name}.{key} in {path}; remove it")
-
-
-def _one_sentence(message: str) -> str:
-    """Turn the parser's messages, which span lines and name Python types, into one line that starts with the key."""
-    message = " ".join(message.split())
-    for pattern, replacement in (
-        (r"^Group '([^']*)' does not accept option '([^']*)'$", r"unknown key \1.\2"),
-        (r"^Option '([^']*)' is not accepted$", r"unknown key \1"),
-        (r"^unrecognized arguments:", "unknown key or argument"),
-        (r"^Unexpected config:.*", "expected sections such as model: and data:, each with keys"),
-        (r"^Parser key \"([^\"]*)\":", r"\1:"),
-        (r"Does not validate against any .*?Subtypes: \[(.*?)\] Errors: .* Given value: ", r"Expected \1. Got value: "),
-        (r"(?:typing\.)?Literal\[([^\]]*)\]", r"one of \1"),
-        (r"<class '(\w+)'>", r"\1"),
-        ("NoneType", "null"),
-        (r"Expected (?:a )?", "expected "),
-        (r"\. Got value: ", ", not "),
-    ):
-        message = re.sub(pattern, replacement, message)
-    return message
+def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
+    """Return the configuration, and whether it is only to be printed."""
+    kinds = _kinds()
+    arguments, unknown = _parser(kinds).parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        refuse(not name.startswith("--"), f"unexpected argument {name!r}; give settings as --section.key value")
+        raise _unknown_key(name.removeprefix("--"), kinds)
+    values, places, files = {}, {}, []
+    for key, text in arguments.given:
+        if key != "config":
+            values[key], places[key] = _first_accepted(key, [*_as_yaml(text), text], kinds[key]), ""
+            continue
+        files.append(text)
+        for given in read_recipe(text):
+            values[given.key], places[given.key] = _from_recipe(given, kinds), f"{given.place}: "
+    config = _build(values, kinds, files)
+    try:
+        fill_directories(config, Path(files[-1]).stem if files else "unnamed")
+        if arguments.print_config:
+            validate(config, world_size=config.parallel.tensor_model_parallel_size)
+    except ConfigError as error:
+        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+    return config, arguments.print_config
 
 
-def _file_of(message: str, parser: Any, argv: list[str]) -> str | None:
-    """Return the `--config` file of which alone the parser says `message`, if there is one."""
-    import jsonargparse
+def _kinds() -> dict[str, Any]:
+    """Return the type of every `section.key`."""
+    return {
+        f"{section.name}.{item.name}": get_type_hints(section.type)[item.name]
+        for section in dataclasses.fields(RunConfig)
+        for item in dataclasses.fields(section.type)
+    }
 
-    files = [following for word, following in zip(argv, [*argv[1:], ""]) if word == "--config"]
-    files += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    for file in files:
+
+def _from_recipe(given: Given, kinds: dict[str, Any]) -> Any:
+    """Return the value of a recipe's key; None for a section without keys."""
+    try:
+        if given.key in kinds:
+            return _first_accepted(given.key, [given.value, *_as_yaml(given.value)], kinds[given.key])
+        if given.key not in {section.name for section in dataclasses.fields(RunConfig)}:
+            raise _unknown_key(given.key, kinds)
+        wrong = given.value != {}
+        refuse(wrong, f"{given.key} is {shown(given.value)}; give it keys, or remove it for its defaults")
+    except ConfigError as error:
+        raise ConfigError(f"{given.place}: {error}") from None
+
+
+def _as_yaml(text: Any) -> list[Any]:
+    """Return what text, such as a number in quotes, is as YAML; nothing for what is not text or not YAML."""
+    try:
+        return [parse_value(text)] if isinstance(text, str) else []
+    except ValueError:
+        return []
+
+
+def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
+    """Return the first of several readings of a setting that has the right type; the error shows the first."""
+    for value in readings:
         try:
-            parser.parse_args([f"--config={file}"])
-        except (jsonargparse.ArgumentError, UnicodeDecodeError) as error:
-            if _one_sentence(str(error)) == message and "required" not in message and file not in message:
-                return file
-    return None
+            return accept(key, value, kind)
+        except ConfigError:
+            continue
+    return accept(key, readings[0], kind)
 
 
-def _advised(message: str, argv: list[str]) -> str:
-    """Add what helps with the two most usual mistakes: a misspelt key, and no recipe."""
-    if "arguments are required" in message and not any(word.startswith("--config") for word in argv):
-        return (
-            "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
+def _build(values: dict[str, Any], kinds: dict[str, Any], files: list[str]) -> RunConfig:
+    """Return the configuration; raises `ConfigError` naming the settings that are missing."""
+    sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
+    missing = [
+        f"{name}.{item.name}"
+        for name, section in sections.items()
+        for item in dataclasses.fields(section)
+        if _has_no_default(item) and f"{name}.{item.name}" not in values
+    ]
+    refuse(
+        bool(missing) and not files,
+        "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml",
+    )
+    refuse(bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value")
+    return RunConfig(
+        **{
+            name: section(**{key.split(".")[1]: value for key, value in values.items() if key.startswith(f"{name}.")})
+            for name, section in sections.items()
+        }
+    )
+
+
+def _has_no_default(item: dataclasses.Field) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
+    """Return the error for a key that does not exist, with the existing one that is spelt most like it."""
+    close = difflib.get_close_matches(key, kinds, n=1)
+    return ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "correct or remove it"))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser(kinds: dict[str, Any]) -> _Parser:
+    """Return the command line: settings and recipes are gathered in `given`, in their order."""
+    parser = _Parser(
+        usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
+        description="Train one model. Settings come from --config and from --section.key; what comes later wins.",
+        allow_abbrev=False,
+    )
+
+    def add(group: Any, key: str, metavar: str, explanation: str) -> None:
+        group.add_argument(
+            f"--{key}",
+            dest="given",
+            action="append",
+            default=[],
+            type=lambda text: (key, text),
+            metavar=metavar,
+            help=explanation.replace("%", "%%"),
         )
-    found = re.search(r"unknown key (?:or argument )?(?:--)?([\w.]+)", message)
-    if found is None:
-        return message
-    sections = {item.name: item.type for item in dataclasses.fields(RunConfig)}
-    keys = [f"{section}.{item.name}" for section, kind in sections.items() for item in dataclasses.fields(kind)]
-    close = difflib.get_close_matches(found[1], keys, n=1)
-    return f"{message}; did you mean {close[0]}?" if close else message
+
+    add(parser, "config", "RECIPE.yaml", "YAML file; may be given more than once.")
+    parser.add_argument("--print_config", action="store_true", help="Print the configuration that would run, and exit.")
+    for section in dataclasses.fields(RunConfig):
+        explanations = _explanations(section.type)
+        group = parser.add_argument_group(section.name, inspect.getdoc(section.type))
+        for item in dataclasses.fields(section.type):
+            key = f"{section.name}.{item.name}"
+            default = "required" if _has_no_default(item) else f"default: {shown(item.default)}"
+            add(group, key, item.name.upper(), f"{explanations[item.name]} ({describe(kinds[key])}; {default})")
+    return parser
+
+
+def _explanations(section: type) -> dict[str, str]:
+    """Return the text that follows every field of a dataclass."""
+    found = {}
+    for kind in reversed(section.__mro__):
+        if dataclasses.is_dataclass(kind):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+            for field, text in zip(definition.body, definition.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[field.target.id] = inspect.cleandoc(text.value.value)
+    return found

@@ -1,0 +1,133 @@
+"""Strict YAML: what a recipe sets, each with its line; whatever could be read in two ways is refused.
+
+Refused are keys given twice, anchors and aliases (nested, they stand for gigabytes), and files too large for a recipe.
+Numbers are decimal, 1e-3 is one, and dates are text.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megatron_tape.errors import ConfigError
+
+MAX_BYTES = 1_000_000
+_NUMBERS = {
+    "int": (re.compile(r"[-+]?[0-9][0-9_]*$"), int),
+    "float": (
+        re.compile(
+            r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+        ),
+        lambda text: float(re.sub(r"\.(?=[iInN])", "", text)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A `section.key` of a recipe, or a section that has no keys: its value, and the place that messages name."""
+
+    key: str
+    value: Any
+    place: str
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without anchors, keys given twice, dates and numbers in other bases."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _refusal("anchors and aliases (& and *) are not supported; write the value out", event)
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal("a list or a mapping cannot be a key; correct it", key)
+            if key.value in lines:
+                raise _refusal(f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key)
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+def _refusal(sentence: str, where: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=sentence, problem_mark=where.start_mark)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, (_pattern, _number) in _NUMBERS.items():
+    _tag = f"tag:yaml.org,2002:{_name}"
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+    _Loader.add_constructor(_tag, lambda loader, node, number=_number: number(loader.construct_scalar(node)))
+
+
+def parse_value(text: str) -> Any:
+    """Return what `text` is as YAML; raises ValueError where it is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def read_recipe(path: str) -> list[Given]:
+    """Return every setting of a YAML file, in order; raises `ConfigError` naming the file and the line."""
+    loader = None
+    try:
+        loader = _Loader(_text(path))
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: a recipe holds sections such as model: and data:, each with keys; add them")
+        return list(_settings(loader, root, path))
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: cannot be read: {' '.join(str(error.problem).split())}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply for a recipe; correct it") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES:,} bytes, so it is not a recipe; correct --config")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the recipe as UTF-8") from None
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"--config {path} {reason}; give the path of a YAML file") from None
+
+
+def _settings(loader: _Loader, root: yaml.MappingNode, path: str) -> Iterator[Given]:
+    for section, keys in root.value:
+        place = f"{path}:{section.start_mark.line + 1}"
+        if "." in section.value:
+            raise ConfigError(f"{place}: {section.value} is not a section; write a recipe's keys below their section")
+        if not isinstance(keys, yaml.MappingNode) or not keys.value:
+            yield Given(section.value, _constructed(loader, keys, place), place)
+            continue
+        for key, value in keys.value:
+            place = f"{path}:{key.start_mark.line + 1}"
+            yield Given(f"{section.value}.{key.value}", _constructed(loader, value, place), place)
+
+
+def _constructed(loader: _Loader, node: yaml.Node, place: str) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{place}: {error}") from None

@@ -1,0 +1,158 @@
+import pytest
+from configurations import MODEL, make
+
+from megatron_tape.config.checks import validate, validate_model
+from megatron_tape.config.schema import ModelConfig, blend, split_shares
+from megatron_tape.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", [], {}, ["a", 0.3], [0.3], [0.3, "a", 0.7], [0.3, "a", "b"], ["a", "b", 0.5], [0.0, "a"], [-1.0, "a"],
+     {"a": float("nan")}, {"a": 0}, [""], [0.1, 0.2]],
+)  # fmt: skip
+def test_a_malformed_blend_is_refused(prefix):
+    with pytest.raises(ConfigError, match="^data.prefix is "):
+        blend(prefix)
+
+
+def test_split_shares_sum_to_one():
+    assert split_shares("969,30,1") == pytest.approx((0.969, 0.03, 0.001))
+    assert split_shares("1, 0, 0") == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "split", ["", "1", "969,30", "1,2,3,4", "a,b,c", "1,-1,0", "0,1,1", "0,0,0", "inf,1,1", "nan,1,1"]
+)
+def test_a_malformed_split_is_refused(split):
+    with pytest.raises(ConfigError, match="^data.split is "):
+        split_shares(split)
+    with pytest.raises(ConfigError, match="^data.split is "):
+        validate(make(data__split=split), 1)
+
+
+@pytest.mark.parametrize(
+    "world_size, changes",
+    [
+        (1, {}),
+        (8, {}),
+        (2, {"parallel__tensor_model_parallel_size": 2}),
+        (8, {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}),
+        (2, {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False,
+             "model__position_encoding": "rope", "model__seq_length": 31}),
+        (1, {"train__precision": "fp32", "deepspeed__zero_stage": 0}),
+        (1, {"schedule__kind": "wsd", "schedule__warmup_steps": 50, "schedule__decay_steps": 50}),
+        (1, {"schedule__warmup_steps": 100}),
+        (1, {"model__token_mixing": "per_head"}),
+        (1, {"model__num_query_groups": 2, "model__gate_input": "attention", "model__tie_embeddings": True}),
+        (1, {"data__split": "1,0,0", "train__eval_interval": None}),
+        (1, {"data__tokenizer": None, "train__eval_interval": None}),
+        (1, {"data__tokenizer": None, "logging__sample_tokens": 0}),
+        (1, {"data__reset_attention_mask": True, "deepspeed__offload_optimizer": True}),
+        (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
+    ],
+)  # fmt: skip
+def test_what_can_run_is_accepted(world_size, changes):
+    validate(make(**changes), world_size)
+
+
+@pytest.mark.parametrize(
+    "message, world_size, changes",
+    [
+        ("model.hidden_size 60 is not divisible by model.num_attention_heads 8", 1, {"model__hidden_size": 60}),
+        ("heads of odd width 9", 1, {"model__hidden_size": 72}),
+        ("model.num_attention_heads 8 is not divisible by model.num_query_groups 3", 1, {"model__num_query_groups": 3}),
+        ("model.token_mixing per_head", 1, {"model__token_mixing": "per_head", "model__num_query_groups": 2}),
+        ("model.position_encoding is 'sine'; choose one of tape, rope, nope", 1, {"model__position_encoding": "sine"}),
+        ("model.gate_input is 'both'", 1, {"model__gate_input": "both"}),
+        ("train.precision is 'fp16'", 1, {"train__precision": "fp16"}),
+        ("deepspeed.zero_stage is 4", 1, {"deepspeed__zero_stage": 4}),
+        ("schedule.kind is 'step'", 1, {"schedule__kind": "step"}),
+        ("number of processes, 3, is not divisible by parallel.tensor_model_parallel_size 2", 3,
+         {"parallel__tensor_model_parallel_size": 2}),
+        ("number of processes, 0,", 0, {}),
+        ("model.num_attention_heads 8 is not divisible by parallel.tensor_model_parallel_size 3", 3,
+         {"parallel__tensor_model_parallel_size": 3}),
+        ("model.num_query_groups 2 is not divisible by parallel.tensor_model_parallel_size 4", 4,
+         {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 2}),
+        ("model.ffn_hidden_size 97", 2, {"parallel__tensor_model_parallel_size": 2, "model__ffn_hidden_size": 97}),
+        ("model.vocab_size 129", 2, {"parallel__tensor_model_parallel_size": 2, "model__vocab_size": 129}),
+        ("model.seq_length 31", 2, {"parallel__tensor_model_parallel_size": 2, "model__seq_length": 31}),
+        ("parallel.sequence_parallel is true", 1, {"parallel__sequence_parallel": True}),
+        ("tape with parallel.tensor_model_parallel_size 2 needs parallel.sequence_parallel", 2,
+         {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False}),
+        ("model.qk_norm with parallel.tensor_model_parallel_size 2 needs parallel.sequence_parallel", 2,
+         {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False, "model__qk_norm": True,
+          "model__position_encoding": "rope"}),
+        ("train.global_batch_size 16 is not divisible by train.micro_batch_size 2 times 3 data-parallel", 3, {}),
+        ("train.precision bf16 with deepspeed.zero_stage 0", 1, {"deepspeed__zero_stage": 0}),
+        ("attention_backend is flash_attn, which computes in bf16, and train.precision is fp32", 1,
+         {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
+        ("deepspeed.offload_optimizer is true with deepspeed.zero_stage 0", 1,
+         {"deepspeed__zero_stage": 0, "train__precision": "fp32", "deepspeed__offload_optimizer": True}),
+        ("schedule.warmup_steps 101 exceeds train.steps 100", 1, {"schedule__warmup_steps": 101}),
+        ("schedule.warmup_steps 60 and schedule.decay_steps 50 together", 1,
+         {"schedule__kind": "wsd", "schedule__warmup_steps": 60, "schedule__decay_steps": 50}),
+        ("schedule.decay_steps 50 has no meaning for schedule.kind cosine", 1, {"schedule__decay_steps": 50}),
+        ("optimizer.min_lr 0.1 exceeds optimizer.lr 0.0001", 1, {"optimizer__min_lr": 0.1}),
+        ("optimizer.lr is nan", 1, {"optimizer__lr": float("nan")}),
+        ("optimizer.beta2 is 1.0", 1, {"optimizer__beta2": 1.0}),
+        ("train.eval_interval is 50, but data.split 1,0,0", 1, {"data__split": "1,0,0"}),
+        ("data.reset_attention_mask is true", 1,
+         {"data__reset_attention_mask": True, "data__tokenizer": None, "train__eval_interval": None}),
+        ("logging.sample_tokens is 64", 1, {"data__tokenizer": None}),
+        ("checkpoint.keep is 0", 1, {"checkpoint__keep": 0}),
+        ("checkpoint.resume is empty", 1, {"checkpoint__resume": ""}),
+        ("data.prefix is []", 1, {"data__prefix": []}),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_sentence(message, world_size, changes):
+    with pytest.raises(ConfigError) as refused:
+        validate(make(**changes), world_size)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value) and ". " not in str(refused.value)
+
+
+POSITIVE = [
+    "model num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size",
+    "model kv_channels unpadded_vocab_size position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std",
+    "model rope_low_freq_factor rope_high_freq_factor rope_original_seq_length",
+    "optimizer lr eps",
+    "schedule power",
+    "parallel tensor_model_parallel_size",
+    "deepspeed reduce_bucket_size",
+    "train steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps",
+    "checkpoint interval keep",
+    "logging interval",
+]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("key", [f"{line.split()[0]}__{key}" for line in POSITIVE for key in line.split()[1:]])
+def test_a_size_that_is_not_positive_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError, match=f"^{key.replace('__', '.')} is {value}; "):
+        validate(make(**{key: value}), 1)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer__min_lr", "optimizer__weight_decay", "optimizer__clip_grad", "schedule__warmup_steps", "train__seed",
+     "data__num_workers", "logging__sample_tokens"],
+)  # fmt: skip
+def test_a_negative_number_is_refused_by_name(key):
+    with pytest.raises(ConfigError, match=f"^{key.replace('__', '.')} is -1; "):
+        validate(make(**{key: -1}), 1)
+
+
+def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
+    validate_model(ModelConfig(**MODEL))
+    with pytest.raises(ConfigError, match="model.hidden_size 65"):
+        validate_model(ModelConfig(**MODEL | {"hidden_size": 65}))
+    validate_model(ModelConfig(**MODEL | {"hidden_size": 65, "kv_channels": 8}))
+    for changes, message in (
+        ({"kv_channels": 7}, "model.kv_channels 7 is odd"),
+        ({"unpadded_vocab_size": 1000}, "model.unpadded_vocab_size 1000 exceeds model.vocab_size"),
+        ({"rope_low_freq_factor": 4.0}, "model.rope_low_freq_factor 4.0 is not below"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate_model(ModelConfig(**MODEL | changes))

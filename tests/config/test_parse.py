@@ -1,0 +1,239 @@
+import dataclasses
+import os
+import threading
+import tokenize
+
+import pytest
+import yaml
+from configurations import MINIMAL, MODEL, make
+
+from megatron_tape.config import schema
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import fill_directories, parse_run_config
+from megatron_tape.config.schema import ModelConfig, RunConfig, TrainConfig, blend, config_dict, to_yaml
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Parse MINIMAL, some changes to it, and arguments."""
+
+    def run(*argv, **changes):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(MINIMAL | changes))
+        return parse_run_config(["--config", str(path), *argv])
+
+    return run
+
+
+def refusal(capsys, call, *args, **kwargs):
+    """The one line that parsing ends with."""
+    with pytest.raises(SystemExit) as ended:
+        call(*args, **kwargs)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1
+    return error
+
+
+def test_a_file_fills_what_it_names_and_the_rest_has_defaults(parse):
+    config = parse()
+    assert config_dict(config)["model"] == dataclasses.asdict(ModelConfig(**MODEL))
+    assert config.train == TrainConfig(steps=100, global_batch_size=8)
+    validate(config, world_size=1)
+
+
+def test_the_command_line_overrides_the_file_and_a_later_file_an_earlier_one(parse, tmp_path):
+    (tmp_path / "later.yaml").write_text("train: {steps: 7}\noptimizer: {lr: 2e-3}\n")
+    config = parse("--config", str(tmp_path / "later.yaml"), "--model.hidden_size", "128")
+    assert (config.train.steps, config.train.global_batch_size) == (7, 8)
+    assert (config.optimizer.lr, config.model.hidden_size) == (2e-3, 128)
+
+
+def test_directories_left_open_follow_the_recipes_name(parse):
+    config = parse()
+    assert (config.logging.directory, config.checkpoint.directory) == ("runs/recipe", "runs/recipe/checkpoints")
+    assert config.data.cache_directory == "somewhere/index_cache"
+    config = parse("--logging.directory", "here", "--data.cache_directory", "there")
+    assert (config.logging.directory, config.checkpoint.directory) == ("here", "here/checkpoints")
+    assert config.data.cache_directory == config.data.resolved_cache_directory == "there"
+    assert parse("--checkpoint.directory", "there").checkpoint.directory == "there"
+
+
+def test_what_print_config_shows_runs_the_same_again(parse, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--print_config", "--optimizer.lr", "3e-4")
+    assert ended.value.code == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    config = parse_run_config(["--config", str(shown)])
+    assert config == parse("--optimizer.lr", "3e-4")
+    assert config.logging.directory == "runs/recipe"
+
+
+def test_print_config_refuses_what_would_not_run(parse, capsys):
+    assert "train.steps is 0" in refusal(capsys, parse, "--print_config", "--train.steps", "0")
+
+
+def test_yaml_keeps_every_setting(tmp_path):
+    config = make(data__prefix={"a/b.c": 0.5, "d": 2.0}, logging__sample_prompt="def é:\n ", optimizer__lr=1e-5)
+    fill_directories(config, "name")
+    (tmp_path / "written.yaml").write_text(to_yaml(config))
+    assert parse_run_config(["--config", str(tmp_path / "written.yaml")]) == config
+
+
+def test_help_shows_every_key_with_its_explanation(capsys):
+    with pytest.raises(SystemExit):
+        parse_run_config(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    with open(schema.__file__, "rb") as file:
+        strings = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.STRING]
+    for section in dataclasses.fields(RunConfig):
+        for item in dataclasses.fields(section.type):
+            assert f"--{section.name}.{item.name} " in shown
+    explanation = '"""Share one matrix between the input and the output embedding."""'
+    assert explanation in strings and explanation.strip('"') in shown
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--model.hiden_size=3"], "unknown key model.hiden_size; did you mean model.hidden_size?"),
+        (["--hidden_size", "3"], "unknown key hidden_size; did you mean model.hidden_size?"),
+        (["--model.hidden", "3"], "unknown key model.hidden; did you mean model.hidden_size?"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--train.steps"], "--train.steps: expected one argument"),
+        (["--train.steps=5.0"], "train.steps is 5.0; set it to a whole number"),
+        (["--train.steps=true"], "train.steps is true; set it to a whole number"),
+        (["--optimizer.lr=1" + 400 * "0"], "0...; set it to a number"),
+        (["--model.hidden_size", "wide"], "model.hidden_size is 'wide'; set it to a whole number"),
+        (["--model.num_query_groups", "two"], "model.num_query_groups is 'two'; set it to a whole number or null"),
+        (["--model.position_encoding", "sine"], "model.position_encoding is 'sine'; choose one of tape, rope, nope"),
+        (["--deepspeed.zero_stage", "4"], "deepspeed.zero_stage is 4; choose one of 0, 1, 2, 3"),
+        (["--logging.tensorboard", "maybe"], "logging.tensorboard is 'maybe'; set it to true or false"),
+        (["--data.prefix", ""], "data.prefix is ''"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "train: {steps: 3}"], "--config train: {steps: 3} does not exist; give the path of a YAML file"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named_in_one_line(parse, capsys, argv, message):
+    assert message in refusal(capsys, parse, *argv)
+
+
+NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else 'x'}]\n" for n in range(12)).encode()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\nmodel: {num_layers: wide}", ":2: model.num_layers is 'wide'; set it to a whole number"),
+        (b"model: {num_layers: 2024-13-45}", ":1: model.num_layers is '2024-13-45'; set it to a whole number"),
+        (b"model: {num_layers: 0x10}", ":1: model.num_layers is '0x10'; set it to a whole number"),
+        (b"model:\n  heads: 3", ":2: unknown key model.heads; "),
+        (b"model: {seq_len: 3}", ":1: unknown key model.seq_len; did you mean model.seq_length?"),
+        (b"model.num_layers: 3", ":1: model.num_layers is not a section; "),
+        (b"model: {", ":1: cannot be read: expected the node content, but found '<stream end>'"),
+        (b"train: {steps: 3}\n\tx", ":2: cannot be read: found character '\\t' that cannot start any token"),
+        (b"train: {steps: !!python/object:os.system {}}", ":1: cannot be read: could not determine a constructor"),
+        (b"train: {steps: !!int x}", ":1: invalid literal for int() with base 10: 'x'"),
+        (b"train: {steps: 1" + 5000 * b"0" + b"}", ":1: Exceeds the limit (4300 digits)"),
+        (b"train: {steps: 3}\n---\ntrain: {steps: 4}", ":2: cannot be read: but found another document"),
+        (b"\nmodel: {num_layers: \xff}", ":2: not UTF-8 text"),
+        (b"model: {num_layers: \0}", ": cannot be read: unacceptable character #x0000"),
+        (b"- 3", ": a recipe holds sections such as model: and data:"),
+        (b"", ": a recipe holds sections such as model: and data:"),
+        (b"model:", ":1: model is null; give it keys"),
+        (b"model: [1, 2]", ":1: model is [1, 2]; give it keys"),
+        (b"train:\n  steps: 3\n  steps: 4", ":3: cannot be read: steps is given twice, first in line 2; remove one"),
+        (
+            b"train: {steps: 3}\ntrain: {seed: 3}",
+            ":2: cannot be read: train is given twice, first in line 1; remove one",
+        ),
+        (b"data: {prefix: {a: 1, a: 2}}", ":1: cannot be read: a is given twice, first in line 1; remove one"),
+        (b"? [a]\n: 3", ":1: cannot be read: a list or a mapping cannot be a key"),
+        (NESTED_ALIASES, ":1: cannot be read: anchors and aliases (& and *) are not supported; write the value out"),
+        (b"model:\n  - &itself [*itself]", ":2: cannot be read: anchors and aliases (& and *) are not supported"),
+        (b"model: " + 5000 * b"[", ": nested too deeply for a recipe"),
+        (b"#" * 1_000_001, " is larger than 1,000,000 bytes, so it is not a recipe"),
+        (b"data: {prefix: {a: b}}", ":1: data.prefix is {'a': 'b'}; set it to a mapping, a list or text"),
+        (b"data: {prefix: []}", ":1: data.prefix is []; give a path"),
+    ],
+)
+def test_a_mistake_in_one_of_two_files_names_file_and_line(tmp_path, capsys, content, message):
+    wrong, right = tmp_path / "wrong.yaml", tmp_path / "right.yaml"
+    wrong.write_bytes(content)
+    right.write_text(yaml.safe_dump({**MINIMAL, "logging": {"sample_prompt": "2024-13-45"}, "data": {}}))
+    for files in ([wrong, right], [right, wrong]):
+        error = refusal(
+            capsys,
+            parse_run_config,
+            [word for file in files for word in ("--config", str(file))] + ["--data.tokenizer", "x"],
+        )
+        assert error.startswith(f"error: {wrong}{message}"), error
+
+
+def test_a_mistake_on_the_command_line_is_blamed_on_no_file(parse, capsys):
+    assert refusal(capsys, parse, "--train.steps=wide").startswith("error: train.steps is 'wide'; ")
+    assert refusal(capsys, parse, "--data.prefix=[]", data={"prefix": "a"}).startswith("error: data.prefix is []; ")
+
+
+def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse):
+    config = parse("--optimizer.lr", "1e-3", "--train.seed=010", "--train.steps", "1_000", "--optimizer.eps", ".5")
+    assert (config.optimizer.lr, config.train.seed, config.train.steps, config.optimizer.eps) == (1e-3, 10, 1000, 0.5)
+    config = parse("--logging.sample_prompt", "*a: [", "--data.tokenizer", "null", "--train.hang_timeout", "null")
+    assert (config.logging.sample_prompt, config.data.tokenizer, config.train.hang_timeout) == ("*a: [", None, None)
+    for text in ("3", "null", "yes", "2024-01-01", "", "1:30"):
+        assert parse("--logging.sample_prompt", text).logging.sample_prompt == text
+    config = parse(logging={"tensorboard": "false", "interval": "5", "sample_prompt": "3"}, optimizer={"lr": 1})
+    assert (config.logging.tensorboard, config.logging.interval, config.optimizer.lr) == (False, 5, 1.0)
+    assert isinstance(config.optimizer.lr, float) and config.logging.sample_prompt == "3"
+
+
+def test_a_recipe_may_come_from_a_pipe(tmp_path):
+    pipe = tmp_path / "recipe.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(yaml.safe_dump(MINIMAL),))
+    writer.start()
+    assert parse_run_config(["--config", str(pipe)]).train.steps == 100
+    writer.join()
+
+
+def test_an_unknown_key_in_a_file_is_named(parse, capsys):
+    assert "unknown key model.heads" in refusal(capsys, parse, model=MODEL | {"heads": 3})
+    assert "unknown key modell" in refusal(capsys, parse, modell={"num_layers": 3})
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_an_unknown_key_that_holds_nothing_is_named_too(parse, capsys, nothing):
+    assert "unknown key modell" in refusal(capsys, parse, modell=nothing)
+    assert "unknown key model.heads" in refusal(capsys, parse, model=MODEL | {"heads": nothing})
+
+
+@pytest.mark.parametrize("value", [None, 5, [], "text"])
+def test_a_section_without_keys_is_named(parse, capsys, value):
+    assert "optimizer" in refusal(capsys, parse, optimizer=value)
+    assert "train" in refusal(capsys, parse, train=value)
+
+
+def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
+    assert "give --config RECIPE.yaml, such as pretrain/recipes" in refusal(capsys, parse_run_config, [])
+
+
+@pytest.mark.parametrize("section, key", [("model", "num_layers"), ("data", "prefix"), ("train", "steps")])
+def test_a_missing_key_is_named(parse, capsys, section, key):
+    rest = {name: value for name, value in MINIMAL[section].items() if name != key}
+    assert f"error: {section}.{key} must be set; " in refusal(capsys, parse, **{section: rest})
+
+
+@pytest.mark.parametrize(
+    "prefix, expected",
+    [
+        ("a/b", (["a/b"], None)),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        ({"a": 0.3, "b": 2}, (["a", "b"], [0.3, 2.0])),
+        ([0.3, "a", 0.7, "b"], (["a", "b"], [0.3, 0.7])),
+        ([1, "a"], (["a"], [1.0])),
+    ],
+)
+def test_a_blend_may_be_spelled_in_four_ways(parse, prefix, expected):
+    assert blend(prefix) == expected
+    assert blend(parse(data={"prefix": prefix}).data.prefix) == expected

@@ -1,0 +1,24 @@
+"""A small valid configuration, to be changed by tests."""
+
+from megatron_tape.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+
+MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
+MINIMAL = {
+    "model": MODEL,
+    "data": {"prefix": "somewhere/corpus"},
+    "train": {"steps": 100, "global_batch_size": 8},
+}
+
+
+def make(**changes):
+    """A valid configuration with `section__key=value` changed."""
+    config = RunConfig(
+        model=ModelConfig(**MODEL),
+        data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
+        train=TrainConfig(steps=100, global_batch_size=16, micro_batch_size=2, eval_interval=50),
+    )
+    for name, value in changes.items():
+        section, key = name.split("__")
+        assert hasattr(getattr(config, section), key)
+        setattr(getattr(config, section), key, value)
+    return config
