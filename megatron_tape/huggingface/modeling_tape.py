@@ -17,7 +17,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,7 +29,12 @@ from transformers.utils import can_return_tuple, logging
 from .configuration_tape import TapeConfig
 
 logger = logging.get_logger(__name__)
-# Before transformers 5.4 caches and masks did not know where the new tokens go, and had to be told.
+_CACHES = (DynamicCache, StaticCache)
+_NO_CONTINUOUS_BATCHING = (
+    "TAPE models do not support continuous batching (generate_batch, paged attention): its cache has no place for the "
+    "position state; use generate"
+)
+# Before transformers 5.4 caches and masks do not know by themselves where the new tokens go.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
@@ -40,7 +45,7 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)], dim=-1)
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """Attend with explicit scores; a value of any width, and no copy of keys and values for the heads of a group.
 
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or added.
@@ -166,7 +171,7 @@ class TapeAttention(nn.Module):
         # The fast kernels want a value as wide as the key, so they run once for each part; one query has so little to
         # do that reading the keys once is faster.
         if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
-            averages, weights = grouped_attention(self, query, key, value, attention_mask, **kwargs)
+            averages, weights = eager_attention_forward(self, query, key, value, attention_mask, **kwargs)
             return averages.split(self.head_dim, dim=-1), weights
         attention = ALL_ATTENTION_FUNCTIONS[implementation]
         parts = value.split(self.head_dim, dim=-1)
@@ -198,7 +203,7 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         self.mlp = TapeMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # Nobody would read the state after the last layer.
+        # Nothing reads the state after the last layer.
         self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, **kwargs):
@@ -225,6 +230,11 @@ class TapePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """Allow `set_attn_implementation`: transformers looks for words in this file, other ones in each version."""
+        return True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -279,7 +289,14 @@ class TapeModel(TapePreTrainedModel):
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
                 f"{config._attn_implementation} attention never holds the maps that output_attentions asks for; "
-                'load the model with attn_implementation="eager"'
+                'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
+            )
+        if kwargs.get("cache") is not None or config._attn_implementation.startswith("paged|"):
+            raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        if past_key_values is not None and type(past_key_values) not in _CACHES:
+            raise NotImplementedError(
+                f"TAPE models do not support {type(past_key_values).__name__}, which may not keep the position state "
+                f"beside the values; use {' or '.join(cache.__name__ for cache in _CACHES)}"
             )
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
@@ -381,6 +398,10 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse at once: transformers logs what fails in its generation thread, and returns what there is."""
+        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
 
 
 __all__ = ["TapeForCausalLM", "TapeModel", "TapePreTrainedModel"]

@@ -9,7 +9,11 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    ContinuousBatchingManager,
     DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -335,7 +339,8 @@ def test_hidden_states_and_attention_maps():
         build()(tokens(), output_attentions=True)
 
 
-def test_other_attention_functions_never_see_a_wide_value():
+def register_equal_widths():
+    """Make an attention of transformers that is called `equal_widths`; return the widths that it sees."""
     widths = []
 
     def equal_widths(module, query, key, value, attention_mask, **kwargs):
@@ -343,9 +348,63 @@ def test_other_attention_functions_never_see_a_wide_value():
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register("equal_widths", equal_widths)
+    return widths
+
+
+def test_other_attention_functions_never_see_a_wide_value():
+    widths = register_equal_widths()
     model = build(attn_implementation="equal_widths")
     torch.testing.assert_close(model(tokens()).logits, reference_logits(model, tokens()), rtol=1e-5, atol=1e-5)
     assert widths == [(8, 8, 8)] * 5
+
+
+def test_the_attention_of_a_loaded_model_can_be_switched(tmp_path):
+    build().save_pretrained(tmp_path)
+    model = TapeForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    expected = model(tokens()).logits
+    model.set_attn_implementation("eager")
+    switched = model(tokens(), output_attentions=True)
+    assert [weights.shape for weights in switched.attentions] == [(2, 4, 17, 17)] * 3
+    torch.testing.assert_close(switched.logits, expected, rtol=0, atol=1e-5)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(tokens()).logits, expected)
+    widths = register_equal_widths()
+    model.set_attn_implementation("equal_widths")
+    assert torch.equal(model(tokens()).logits, expected) and len(widths) == 5
+    with pytest.raises(ValueError, match="nonesuch"):
+        model.set_attn_implementation("nonesuch")
+
+
+def test_continuous_batching_is_refused_rather_than_answered_wrongly():
+    model = build()
+    prompts = tokens().tolist()
+    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
+        model.generate_batch(prompts, max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
+        model.generate(tokens(), max_new_tokens=4, cache_implementation="paged")
+    # A server builds the manager itself; an error in its thread becomes the request's.
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+    manager = ContinuousBatchingManager(model, GenerationConfig(eos_token_id=-1), small)
+    manager.start()
+    manager.add_request(prompts[0], request_id="one", max_new_tokens=4)
+    result = manager.get_result(timeout=60)
+    manager.stop(block=True)
+    assert "do not support continuous batching" in result.error and not result.generated_tokens
+    manager.destroy()
+
+
+def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused():
+    model = build()
+
+    class Other(DynamicCache):
+        pass
+
+    for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), Other()):
+        with pytest.raises(NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"):
+            model(tokens(), past_key_values=cache)
+    model.set_attn_implementation("paged|eager")
+    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
+        model(tokens())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

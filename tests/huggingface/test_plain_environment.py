@@ -35,6 +35,17 @@ for name, path in zip(("tape", "rope"), sys.argv[2:]):
     with torch.no_grad():
         logits = model(torch.tensor(ids[:96]).view(2, 48)).logits
     torch.testing.assert_close(logits, expected[name], atol=1e-5, rtol=0)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(torch.tensor(ids[:96]).view(2, 48), output_attentions=True)
+    assert len(output.attentions) == 3
+    torch.testing.assert_close(output.logits, expected[name], atol=1e-5, rtol=0)
+    model.set_attn_implementation("sdpa")
+    if name == "tape":
+        try:
+            raise AssertionError(model.generate_batch([ids[:8]], max_new_tokens=4))
+        except NotImplementedError as error:
+            assert "do not support continuous batching" in str(error)
 
     prompts = tokenizer([text[:20], text[:90]], padding=True, padding_side="left", return_tensors="pt")
     assert not prompts.attention_mask.all()
