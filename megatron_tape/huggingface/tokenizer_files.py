@@ -19,6 +19,8 @@ _BESIDE = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TOKENIZER = "tokenizer"
+"""The directory in a checkpoint that holds the tokenizer an imported model came with."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *_BESIDE)
 _ROLES = ("bos", "eos", "unk", "pad")
 _SPACE = "▁"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megatron_tape.huggingface import llama_family
 from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.from_hf import llama_family
 from megatron_tape.huggingface.from_hf.llama_family import import_model
 from megatron_tape.huggingface.to_hf.export import export
 from megatron_tape.huggingface.to_hf.saved_weights import open_weights
@@ -87,6 +88,13 @@ def training_logits(checkpoint):
         for name, parameter in built.gpt.named_parameters():
             parameter.copy_(saved.read(name))
         return built(IDS)[..., :90]
+
+
+@pytest.mark.parametrize("one, other", [("from_hf", "to_hf"), ("to_hf", "from_hf")])
+def test_import_and_export_share_only_what_lies_above_both(one, other):
+    sources = {path: path.read_text() for path in (Path(llama_family.__file__).parents[1] / one).glob("*.py")}
+    assert len(sources) > 3
+    assert not [path for path, source in sources.items() if f"huggingface.{other}" in source]
 
 
 @pytest.mark.parametrize("encoding", ["tape", "rope"])

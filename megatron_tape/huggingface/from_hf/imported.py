@@ -14,11 +14,10 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
-from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
 from megatron_tape.model.weights import WRAPPED, parameter_shapes, to_megatron, whole_shapes
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
-TOKENIZER = "tokenizer"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
-from megatron_tape.huggingface.from_hf.imported import TOKENIZER
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.to_hf.model_card import final_losses, model_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
-from megatron_tape.huggingface.tokenizer_files import ExportedTokenizer, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.model.weights import from_megatron, parameter_shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
