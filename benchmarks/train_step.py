@@ -16,7 +16,7 @@ import time
 import torch
 
 from benchmarks.environment import record
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.schema import ModelConfig, OptimizerConfig
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.training.optimizer import parameter_groups
@@ -41,7 +41,7 @@ class Contestant:
             self.model_config, transformer_config(self.model_config, dtype=dtype), layout.groups, layout.device
         )
         self.model = model.to(layout.device)
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, 0.01), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, OptimizerConfig(weight_decay=0.01)), lr=1e-4)
         shape = (arguments.batch, arguments.seq_length + 1)
         self.tokens = torch.randint(arguments.vocab_size, shape, device=layout.device)
 

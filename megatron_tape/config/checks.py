@@ -6,7 +6,7 @@ Each refusal is one sentence that names the key, its value and the fix. Nothing 
 from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS
-from megatron_tape.config.schema import ModelConfig, RunConfig, blend, is_positive, split_shares
+from megatron_tape.config.schema import PARAMETER_KINDS, ModelConfig, RunConfig, blend, is_positive, split_shares
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
 
@@ -132,6 +132,12 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
 def _validate_optimizer(config: RunConfig) -> None:
     optimizer, schedule, steps = config.optimizer, config.schedule, config.train.steps
     stage = config.deepspeed.zero_stage
+    for key in ("weight_decay_of", "lr_scale_of"):
+        for kind, value in getattr(optimizer, key).items():
+            kinds = ", ".join(PARAMETER_KINDS)
+            refuse(kind not in PARAMETER_KINDS, f"optimizer.{key} names the kind {kind}; choose from {kinds}")
+            in_range = value == 0 or is_positive(value)
+            refuse(not in_range, f"optimizer.{key}.{kind} is {value!r}; set it to 0 or a number above")
     for key in ("beta1", "beta2"):
         value = getattr(optimizer, key)
         refuse(not 0 <= value < 1, f"optimizer.{key} is {value}; set it to at least 0 and below 1")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megatron_tape.errors import ConfigError
 
 POSITION_ENCODINGS = ("tape", "rope", "nope")
+PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position")
 ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "naive")
 
 
@@ -152,7 +153,15 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of the matrices."""
+    """Decoupled weight decay of matrices; norms, biases and other vectors do not decay.
+
+    It pulls TAPE's matrices towards zero, where TAPE is RoPE, unless weight_decay_of is {position: 0.0}."""
+    weight_decay_of: dict[str, float] = field(default_factory=dict)
+    """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay; given
+    for a kind, it holds for vectors of that kind, too. position are the positional encoding's parameters."""
+    lr_scale_of: dict[str, float] = field(default_factory=dict)
+    """What the learning rate is multiplied by, by kind of parameter; 1 for kinds not given. Weight decay, a share of
+    the learning rate, scales with it."""
     beta1: float = 0.9
     """Decay of the gradient's mean."""
     beta2: float = 0.95

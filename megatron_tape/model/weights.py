@@ -40,6 +40,17 @@ def _split_layer(name: str) -> tuple[str, str, str]:
     return "", "", name
 
 
+def kind_of(name: str) -> str:
+    """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
+    if ".position_update." in name:
+        return "position"
+    if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
+        return "embeddings"
+    if name.endswith(".bias"):
+        return "biases"
+    return "norms" if name.endswith("layernorm.weight") else "matrices"
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim

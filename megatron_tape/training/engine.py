@@ -92,9 +92,12 @@ class Engine:
         self.micro_batches = self._engine.gradient_accumulation_steps()
 
     def train_step(self, batches: Iterable[Batch], lr: float) -> StepResult:
-        """Update once from `micro_batches` batches, each the keyword arguments of the model's forward."""
+        """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
+
+        Parameters learn at `lr` times their group's `lr_scale`.
+        """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self._engine.train()
         total = torch.zeros((), device=self.layout.device)
         for _, batch in zip(range(self.micro_batches), batches, strict=False):

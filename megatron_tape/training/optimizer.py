@@ -4,16 +4,29 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.config.schema import OptimizerConfig
+from megatron_tape.model.weights import kind_of
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Decay matrices only: norms' weights and per-head scales are left alone."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
+    """Group what is trained by its `weight_decay` and `lr_scale`, parameters that decay first.
+
+    A parameter that says itself whether it decays, by an attribute `decay`, does as it says; else vectors decay only
+    where `config.weight_decay_of` gives their kind.
+    """
+    groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        kind = kind_of(name)
+        decays = getattr(parameter, "decay", None)
+        if decays is None:
+            decays = parameter.dim() > 1 or kind in config.weight_decay_of
+        weight_decay = config.weight_decay_of.get(kind, config.weight_decay) if decays else 0.0
+        groups.setdefault((not decays, weight_decay, config.lr_scale_of.get(kind, 1.0)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
+        for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return [group for group in groups if group["params"]]
 
 
 class ClippingAdamW(torch.optim.AdamW):
@@ -56,7 +69,7 @@ def build_optimizer(
 
     Offloaded to the host beside a GPU it is DeepSpeed's CPU Adam (compiled on first use); else torch's AdamW.
     """
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if zero_stage == 0:
         return ClippingAdamW(groups, config.clip_grad, group, **adam)

@@ -1,0 +1,97 @@
+"""Learning rates and weight decay by kind of parameter."""
+
+import pytest
+import torch
+from models import build, random_tokens, small_model
+from training_cases import RECIPE
+
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import (
+    PARAMETER_KINDS,
+    DataConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_tape.model.weights import kind_of
+from megatron_tape.training.engine import Engine
+from megatron_tape.training.optimizer import parameter_groups
+
+EVERY_KIND = dict(qkv_bias=True, qk_norm=True)
+
+
+def test_every_parameter_has_one_of_the_kinds_by_either_name():
+    built, _ = build(small_model(**EVERY_KIND))
+    kinds = {name: kind_of(name) for name, _ in built.named_parameters()}
+    assert set(kinds.values()) == set(PARAMETER_KINDS)
+    assert all(kind_of(name.removeprefix("gpt.")) == kind for name, kind in kinds.items())
+    layer = "gpt.decoder.layers.0."
+    for name, kind in {
+        "gpt.embedding.word_embeddings.weight": "embeddings",
+        "gpt.output_layer.weight": "embeddings",
+        "gpt.decoder.final_layernorm.weight": "norms",
+        f"{layer}self_attention.k_layernorm.weight": "norms",
+        f"{layer}self_attention.linear_qkv.bias": "biases",
+        f"{layer}position_update.down_proj": "position",
+        f"{layer}mlp.linear_fc1.weight": "matrices",
+    }.items():
+        assert kinds[name] == kind
+
+
+def decay_by_name(built, **settings):
+    names = {parameter: name for name, parameter in built.named_parameters()}
+    groups = parameter_groups(built, OptimizerConfig(weight_decay=0.1, **settings))
+    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("token_mixing", ["full", "per_head"])
+def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(token_mixing):
+    built, _ = build(small_model(**EVERY_KIND, token_mixing=token_mixing, num_query_groups=4))
+    matrices, vectors = parameter_groups(built, OptimizerConfig(weight_decay=0.1))
+    parameters = list(built.parameters())
+    assert [id(p) for p in matrices["params"]] == [id(p) for p in parameters if p.dim() > 1]
+    assert [id(p) for p in vectors["params"]] == [id(p) for p in parameters if p.dim() <= 1]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert matrices["lr_scale"] == vectors["lr_scale"] == 1.0
+
+
+def test_a_parameter_that_says_whether_it_decays_is_obeyed():
+    built, _ = build(small_model())
+    parameters = dict(built.named_parameters())
+    still, moving = "gpt.decoder.layers.0.position_update.up_proj", "gpt.decoder.final_layernorm.weight"
+    parameters[still].decay, parameters[moving].decay = False, True
+    plain, given = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
+    assert (plain[still], plain[moving]) == (given[still], given[moving]) == (0.0, 0.1)
+    assert given["gpt.decoder.layers.1.position_update.up_proj"] == 0.3
+
+
+def test_kinds_are_given_in_a_recipe_or_on_the_command_line(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.read_text().replace("lr: 0.01,", "lr: 0.01, weight_decay_of: {position: 0.0},"))
+    optimizer = parse_run_config(["--config", str(recipe), "--optimizer.lr_scale_of={norms: 2}"]).optimizer
+    assert (optimizer.weight_decay_of, optimizer.lr_scale_of) == ({"position": 0.0}, {"norms": 2.0})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_kind_decays_at_its_own_rate(stage):
+    decay, scale = {"position": 0.0, "norms": 0.2, "embeddings": 0.3}, {"embeddings": 2.0, "norms": 0.5}
+    config = RunConfig(
+        model=small_model(),
+        data=DataConfig(prefix="unused"),
+        optimizer=OptimizerConfig(weight_decay=0.1, weight_decay_of=decay, lr_scale_of=scale),
+        deepspeed=DeepSpeedConfig(zero_stage=stage),
+        train=TrainConfig(steps=1, global_batch_size=1, precision="fp32"),
+    )
+    model, layout = build(config.model)
+    engine = Engine(model, config, layout)
+    before = engine.training_state(lambda index: True)
+    tokens = random_tokens(batch=1, length=17)
+    # Nothing is predicted, so gradients are zero and only weight decay changes the weights.
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16)}
+    assert not engine.train_step([batch], lr=0.5).skipped
+    after = engine.training_state(lambda index: True)
+    kept = {"matrices": 1 - 0.5 * 0.1, "embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
+    for name in engine.names:
+        expected = before[f"weight/{name}"] * kept[kind_of(name)]
+        torch.testing.assert_close(after[f"weight/{name}"], expected, atol=0, rtol=1e-6, msg=name)
