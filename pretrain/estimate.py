@@ -1,4 +1,4 @@
-"""What a run would need: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`, without a GPU."""
+"""What a run would need: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`; needs no GPU."""
 
 import argparse
 import copy
@@ -9,36 +9,40 @@ from typing import NoReturn
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import RunConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, refuse
 
 GIB = 2**30
 HEADROOM = 0.06
-"""Share of a GPU's memory left to the CUDA context, NCCL and fragmentation."""
+"""Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
-"""Usual GPUs and the GiB that they have."""
+"""Usual sizes of GPUs, and the GiB that each really has."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _fail(message)
+        raise ConfigError(message)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the estimate, and a warning where it does not fit; return the exit status, 0 even with a warning."""
-    options, rest = _parser().parse_known_args(argv)
-    config = parse_run_config(rest)
-    processes = config.parallel.tensor_model_parallel_size if options.processes is None else options.processes
     try:
+        options, rest = _parser().parse_known_args(argv)
+        processes, gib = options.processes, options.gpu_memory
+        refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
+        refuse(gib is not None and not is_positive(gib), f"--gpu-memory is {gib}; give a number of GiB above 0")
+        config = parse_run_config(rest)
+        processes = config.parallel.tensor_model_parallel_size if processes is None else processes
         validate(config, processes)
     except ConfigError as error:
-        _fail(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     result = estimate(config, processes)
     fitting = [name for name, gib in GPU_MEMORY.items() if _fits(result, gib)]
     for name, value in _rows(config, processes, result, fitting):
         print(f"{name:<40}{value}")
-    gib = options.gpu_memory or max(GPU_MEMORY.values())
+    gib = gib or max(GPU_MEMORY.values())
     if not _fits(result, gib):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
     return 0
@@ -49,26 +53,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pretrain.estimate",
         usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB]",
         description="Estimate parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU.",
-        epilog="The configuration is given as to pretrain.train; `python -m pretrain.train --help` explains every key.",
+        epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="GPUs in all; default: parallel.tensor_model_parallel_size"
+        "--processes", type=int, metavar="N", help="number of GPUs; default: parallel.tensor_model_parallel_size"
     )
     parser.add_argument(
-        "--gpu-memory", type=_gib, metavar="GIB", help="memory of one GPU; default: tell which usual GPUs would do"
+        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; without it every usual size is compared"
     )
     return parser
-
-
-def _gib(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-_gib.__name__ = "number of GiB"
 
 
 def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str]) -> Iterator[tuple[str, str]]:
@@ -84,10 +78,10 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
         ("weights", result.weights),
         ("gradients", result.gradients),
         ("optimizer state", result.optimizer),
-        ("activations (attention as torch's)", result.layer_activations),
+        ("activations (with torch's attention)", result.layer_activations),
         ("logits and loss", result.logits),
-        ("ZeRO's buffers (reduce_bucket_size)", result.buffers),
-        ("more at the peak", result.working),
+        ("ZeRO buffers (reduce_bucket_size)", result.buffers),
+        ("extra at the peak", result.working),
     ):
         yield f"  {name}", f"{size / GIB:8.2f} GiB"
     yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
@@ -118,7 +112,7 @@ def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> 
             best = text, outcome
         if _fits(outcome, gib):
             break
-    problem = f"{result.peak / GIB:.2f} GiB do not fit in {gib:g} GiB, {HEADROOM:.0%} of which stay free"
+    problem = f"{result.peak / GIB:.2f} GiB does not fit in {gib:g} GiB, of which {HEADROOM:.0%} must stay free"
     if best is None or best[1].peak >= result.peak:
         return f"{problem}; choose a smaller model or larger GPUs"
     enough = "which fits" if _fits(best[1], gib) else "which is not enough yet"
@@ -153,17 +147,12 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
     yield f"lower deepspeed.reduce_bucket_size to {bucket}", change("deepspeed.reduce_bucket_size", bucket), processes
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output, `head` for instance, has seen enough.
+        # The reader of our output, such as `head`, has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

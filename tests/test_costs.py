@@ -270,7 +270,9 @@ def test_a_model_that_fits_no_gpu_is_a_warning(capsys):
     [
         (["--processes", "3"], "the number of processes, 3"),
         (["--processes", "many"], "--processes"),
-        (["--gpu-memory", "-1"], "--gpu-memory"),
+        (["--processes", "0"], "--processes is 0; give 1 or more"),
+        (["--gpu-memory", "-1"], "--gpu-memory is -1.0; give a number of GiB above 0"),
+        (["--model.num_layers", "1000000000"], "model.num_layers is 1000000000; set it to at most 10000"),
         (["--train.stepps", "3"], "train.stepps"),
         (["--model.num_attention_heads", "7"], "model.num_attention_heads 7"),
     ],

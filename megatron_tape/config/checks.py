@@ -1,6 +1,6 @@
-"""What is refused before a process group or a parameter exists: settings that cannot work, files that are not there.
+"""What is refused before a process group or a parameter exists: settings that cannot work, alone or together.
 
-Each refusal is one sentence that names the key, its value and the fix. Nothing here imports torch.
+Each refusal is one sentence that names the key, its value and the fix. No file is read, and torch is not imported.
 """
 
 from typing import Any, get_type_hints
@@ -10,9 +10,23 @@ from megatron_tape.config.schema import PARAMETER_KINDS, ModelConfig, RunConfig,
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
 
+LARGEST = {
+    "model.num_layers": 10_000,
+    "model.hidden_size": 2**20,
+    "model.ffn_hidden_size": 2**24,
+    "model.num_attention_heads": 2**16,
+    "model.kv_channels": 2**16,
+    "model.position_mlp_size": 2**20,
+    "model.seq_length": 2**30,
+    "model.vocab_size": 2**28,
+    "parallel.tensor_model_parallel_size": 2**16,
+    "train.seed": 2**32 - 1,
+}
+"""No model comes near these sizes, and arithmetic with larger ones takes minutes; numpy takes no larger seed."""
+
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Check types, choices and signs of one section; None passes where it stands for a derived value."""
+    """Check types, choices, signs and sizes of one section; None passes where it stands for a derived value."""
     for key, kind in get_type_hints(type(section)).items():
         value = getattr(section, key)
         accept(f"{name}.{key}", value, kind)
@@ -23,6 +37,8 @@ def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_
         if key in not_negative:
             wrong = value != 0 and not is_positive(value)
             refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a number above")
+        if (largest := LARGEST.get(f"{name}.{key}")) is not None:
+            refuse(value > largest, f"{name}.{key} is {shown(value)}; set it to at most {largest}")
 
 
 def validate_model(model: ModelConfig) -> None:
@@ -92,8 +108,9 @@ def validate(config: RunConfig, world_size: int) -> None:
 def _validate_parallel(config: RunConfig, world_size: int) -> None:
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     tensor_key = f"parallel.tensor_model_parallel_size {tensor_size}"
+    refuse(world_size < 1, f"the number of processes is {world_size}; start at least 1")
     refuse(
-        world_size < 1 or world_size % tensor_size != 0,
+        world_size % tensor_size != 0,
         f"the number of processes, {world_size}, is not divisible by {tensor_key}; start another number of processes "
         "or change it",
     )

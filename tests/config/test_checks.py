@@ -1,7 +1,7 @@
 import pytest
 from configurations import MODEL, make
 
-from megatron_tape.config.checks import validate, validate_model
+from megatron_tape.config.checks import LARGEST, validate, validate_model
 from megatron_tape.config.schema import ModelConfig, blend, split_shares
 from megatron_tape.errors import ConfigError
 
@@ -70,7 +70,7 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("schedule.kind is 'step'", 1, {"schedule__kind": "step"}),
         ("number of processes, 3, is not divisible by parallel.tensor_model_parallel_size 2", 3,
          {"parallel__tensor_model_parallel_size": 2}),
-        ("number of processes, 0,", 0, {}),
+        ("the number of processes is 0; start at least 1", 0, {}),
         ("model.num_attention_heads 8 is not divisible by parallel.tensor_model_parallel_size 3", 3,
          {"parallel__tensor_model_parallel_size": 3}),
         ("model.num_query_groups 2 is not divisible by parallel.tensor_model_parallel_size 4", 4,
@@ -139,6 +139,18 @@ POSITIVE = [
 def test_a_size_that_is_not_positive_is_refused_by_name(key, value):
     with pytest.raises(ConfigError, match=f"^{key.replace('__', '.')} is {value}; "):
         validate(make(**{key: value}), 1)
+
+
+@pytest.mark.parametrize("name, largest", LARGEST.items())
+def test_an_absurd_size_is_refused_by_name(name, largest):
+    key = name.replace(".", "__")
+    for value in (largest + 1, 10**30):
+        with pytest.raises(ConfigError, match=f"^{name} is {value}; set it to at most {largest}$"):
+            validate(make(**{key: value}), 1)
+    try:
+        validate(make(**{key: largest}), 1)
+    except ConfigError as error:
+        assert "at most" not in str(error)
 
 
 @pytest.mark.parametrize(
