@@ -96,6 +96,9 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
     _check_section("train", config.train, numbers.split(), ("seed",))
+    refuse(
+        config.train.seed >= 2**32, f"train.seed is {config.train.seed}; set it to a whole number from 0 to {2**32 - 1}"
+    )
     _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
     _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
     _check_section("data", config.data, (), ("num_workers",))

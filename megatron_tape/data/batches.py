@@ -1,23 +1,29 @@
 """Batches of packed tokens from Megatron's indexed datasets, in an order that only the seed decides."""
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.errors import ConfigError
-from megatron_tape.model.language_model import documents_from_tokens
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
+
+NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that schedulers and terminals send to every process of a run, and that only the training process answers."""
 
 
 @dataclass(frozen=True)
@@ -50,74 +56,99 @@ class Batches:
     layout: ParallelLayout
     eod: int | None
 
-    def training(self, first_step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's micro-batches from step `first_step` (from 1) to the last, in order, without end marks."""
-        return self._iterate(self.train, first_step, self.config.train.steps)
+    def training(self, first_step: int) -> Iterator[dict[str, Tensor]]:
+        """Return this rank's micro-batches from step `first_step` (from 1) to the last, in order, without end marks.
 
-    def evaluation(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's micro-batches of the validation data: the same ones at every evaluation."""
-        return self._iterate(self.validation, 1, self.config.train.eval_steps)
+        The `data.num_workers` loader processes start here and begin to load.
+        """
+        return self._load(self.train, first_step, self.config.train.steps, self.config.data.num_workers)
 
-    def _iterate(self, dataset: Dataset, first_step: int, last_step: int) -> Iterator[dict[str, torch.Tensor]]:
-        train, layout = self.config.train, self.layout
-        sampler = _Indices(
-            first=(first_step - 1) * train.global_batch_size,
-            stop=last_step * train.global_batch_size,
-            micro_batch_size=train.micro_batch_size,
-            rank=layout.data_parallel_rank,
-            ranks=layout.data_parallel_size,
-        )
+    def evaluation(self) -> Iterator[dict[str, Tensor]]:
+        """Return this rank's micro-batches of the validation data: the same ones at every evaluation."""
+        # Loaded in the training process: these are the same few sequences every time, which the page cache holds, and
+        # workers would have to be forked from a process whose NCCL threads are at work, or idle between evaluations.
+        return self._load(self.validation, 1, self.config.train.eval_steps, num_workers=0)
+
+    def _load(self, dataset: Dataset, first_step: int, last_step: int, num_workers: int) -> Iterator[dict[str, Tensor]]:
+        train, tokens = self.config.train, self.layout.tokens
+        first, stop = (first_step - 1) * train.global_batch_size, last_step * train.global_batch_size
         loader = DataLoader(
-            _TokensAndLabels(dataset, self.config.model.vocab_size),
-            batch_sampler=sampler,
-            num_workers=self.config.data.num_workers,
-            pin_memory=layout.device.type == "cuda",
+            _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None),
+            batch_sampler=tokens.micro_batches(first, stop, train.micro_batch_size),
+            num_workers=num_workers,
+            pin_memory=self.layout.device.type == "cuda",
+            worker_init_fn=_obey_only_the_parent,
+            generator=torch.Generator(),  # else each loader would draw a number from the run's random stream
         )
-        for batch in loader:
-            batch = {key: value.to(layout.device, non_blocking=True) for key, value in batch.items()}
-            if self.config.data.reset_attention_mask:
-                batch["documents"] = documents_from_tokens(batch["tokens"], self.eod)
-            yield batch
+        return self._on_device(_start_workers(loader))
+
+    def _on_device(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        tokens, device = self.layout.tokens, self.layout.device
+        try:
+            for batch in batches:
+                self._check(batch)
+                yield {key: value.to(device, non_blocking=True) for key, value in tokens.cut(batch).items()}
+        finally:
+            del batches  # ends the loader processes at once, whatever still refers to this frame
+
+    def _check(self, batch: dict[str, Tensor]) -> None:
+        """Raise ConfigError for a token that the model does not have; on a GPU it would end in a CUDA error."""
+        largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"data.prefix holds the token {largest}, but model.vocab_size is {vocab_size}; raise it, or use "
+                "data made with the model's tokenizer"
+            )
 
 
-class _TokensAndLabels(Dataset):
-    """Only what the model takes of a `GPTDataset` sample; ConfigError for a token the model does not have."""
+class _Samples(Dataset):
+    """What the model takes of a `GPTDataset` sample, and, given the id that ends documents, `documents`."""
 
-    def __init__(self, samples: Dataset, vocab_size: int):
+    def __init__(self, samples: Dataset, eod: int | None):
         self._samples = samples
-        self._vocab_size = vocab_size
+        self._eod = eod
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = self._samples[index]
-        largest = max(int(sample["tokens"].max()), int(sample["labels"][-1]))
-        if largest >= self._vocab_size:
-            raise ConfigError(
-                f"data.prefix holds the token {largest}, but model.vocab_size is {self._vocab_size}; raise it, or use "
-                "data made with the model's tokenizer"
-            )
-        return {"tokens": sample["tokens"], "labels": sample["labels"]}
+        result = {"tokens": sample["tokens"], "labels": sample["labels"]}
+        if self._eod is not None:
+            result["documents"] = documents_from_tokens(sample["tokens"], self._eod)
+        return result
 
 
-@dataclass(frozen=True)
-class _Indices:
-    """A batch sampler: consecutive micro-batches go to consecutive data-parallel ranks."""
+def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
+    """Number the documents of packed token ids (..., S): an end-of-document token is the last of its document."""
+    ends = tokens == eod
+    return ends.cumsum(-1) - ends.long()
 
-    first: int
-    stop: int
-    micro_batch_size: int
-    rank: int
-    ranks: int
 
-    def __len__(self) -> int:
-        return (self.stop - self.first) // (self.micro_batch_size * self.ranks)
+def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+    """Return `loader`'s batches; its workers never see the signals that are not for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by what is forked here
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for i in range(len(self)):
-            start = self.first + (i * self.ranks + self.rank) * self.micro_batch_size
-            yield list(range(start, start + self.micro_batch_size))
+
+def _obey_only_the_parent(worker: int) -> None:
+    """End this loader process when its parent sends one of the blocked signals; those of others have no effect.
+
+    Slurm and torchrun signal every process of a step. Were a worker to die of it, torch would raise an error in the
+    training process, which has yet to save. multiprocessing ends its workers by SIGTERM when Python exits; when the
+    training process was killed, torch's worker notices that its parent is another.
+    """
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo(NOT_FOR_WORKERS).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def _weighted_blend(config: RunConfig) -> tuple[list[str], list[float] | None]:
@@ -129,25 +160,45 @@ def _weighted_blend(config: RunConfig) -> tuple[list[str], list[float] | None]:
     return prefixes, weights
 
 
-def _refuse_empty(name: str, bounds: tuple[float, float] | None, config: RunConfig) -> None:
-    """Refuse a split in which a dataset holds less than one sequence."""
-    for prefix in blend(config.data.prefix)[0]:
-        dataset = IndexedDataset(prefix)  # a name of its own: its arrays are views of a file it closes when it goes
+def _large_enough(
+    name: str,
+    prefixes: list[str],
+    weights: list[float] | None,
+    bounds: tuple[float, float] | None,
+    config: RunConfig,
+    warn: bool,
+) -> tuple[list[str], list[float] | None]:
+    """Leave out the datasets whose share of a split is less than one sequence, with a warning for each.
+
+    `bounds` are the split's first and last document as shares of all. Raises ConfigError when no dataset is left.
+    """
+    kept = []
+    for index, prefix in enumerate(prefixes):
+        dataset = IndexedDataset(prefix)  # kept in a variable: its arrays are views of a file that it closes at its end
         lengths = dataset.sequence_lengths
         first, last = (round(bound * len(lengths)) for bound in bounds or (0, 0))
         tokens = int(lengths[first:last].sum())
-        if tokens <= config.model.seq_length:
-            raise ConfigError(
-                f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less "
-                f"than one sequence of model.seq_length {config.model.seq_length}; raise the share, or use more data"
-            )
+        if tokens > config.model.seq_length:
+            kept.append(index)
+            continue
+        problem = (
+            f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less "
+            f"than one sequence of model.seq_length {config.model.seq_length}"
+        )
+        if warn:
+            logger.warning("warning: %s; it is left out of the %s data", problem, name)
+    if not kept:
+        alone = "" if len(prefixes) == 1 else f", and no other of the {len(prefixes)} datasets gives more"
+        raise ConfigError(f"{problem}{alone}; raise the share, or use more data")
+    return [prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]
 
 
 def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = None) -> Batches:
     """Open the datasets and build (or read from `data.cache_directory`) their shuffled indices.
 
-    `eod` is the end-of-document id, needed with `data.reset_attention_mask`. Raises ConfigError when a split that is
-    needed holds no whole sequence.
+    `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for
+    a split is left out of it, the others keep their proportions. Raises ConfigError when a split that is needed holds
+    no whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
         raise ConfigError(
@@ -156,27 +207,32 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     train = config.train
     evaluates = train.eval_interval is not None and split_shares(config.data.split)[1] > 0
     sizes = [train.steps * train.global_batch_size, train.eval_steps * train.global_batch_size if evaluates else 0, 0]
+    whole_blend = _weighted_blend(config)
     settings = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=config.model.seq_length,
-        blend=_weighted_blend(config),
+        blend=whole_blend,
         split=config.data.split,
         path_to_cache=config.data.resolved_cache_directory,
-        tokenizer=_NoTokenizer(_identify(blend(config.data.prefix)[0])),
+        tokenizer=_NoTokenizer(_identify(whole_blend[0])),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
     needed = ["training", "validation"][: 1 + evaluates]
-    # Megatron never returns from indexing a split without documents, so the unneeded ones are left out.
-    settings.split_matrix = [bounds if i < len(needed) else None for i, bounds in enumerate(settings.split_matrix)]
-    for name, bounds in zip(needed, settings.split_matrix):
-        _refuse_empty(name, bounds, config)
+    # One split at a time, as each has its own members. Megatron never returns from indexing a split without documents,
+    # so those that are not needed, and members that are too small, are left out.
+    bounds = settings.split_matrix
+    blends = [_large_enough(name, *whole_blend, bounds[i], config, layout.rank == 0) for i, name in enumerate(needed)]
     started = time.monotonic()
     if layout.rank == 0:
         logger.info("building the index of %s training sequences", f"{sizes[0]:,}")
-    training, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    datasets = []
+    for i, members in enumerate(blends):
+        split = replace(settings, blend=members)
+        split.split_matrix = [bounds[i] if j == i else None for j in range(len(bounds))]
+        datasets.append(BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, split).build()[i])
     if layout.rank == 0:
         logger.info("index ready after %.1f s", time.monotonic() - started)
-    return Batches(training, validation if evaluates else None, config, layout, eod)
+    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod)

@@ -131,9 +131,3 @@ class LanguageModel(torch.nn.Module):
         """Return the position updates, first layer first; empty for encodings without one."""
         layers = self.gpt.decoder.layers
         return [layer.position_update for layer in layers if layer.position_update is not None]
-
-
-def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Number the documents of packed token ids (B, S): an end-of-document token is the last of its document."""
-    ends = tokens == eod
-    return ends.cumsum(1) - ends.long()

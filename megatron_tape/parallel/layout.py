@@ -142,7 +142,7 @@ def seed_everything(seed: int, layout: ParallelLayout) -> None:
     Weights are drawn on the CPU from the common stream, whole, and then cut: the layout does not change them.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     tracker = get_cuda_rng_tracker()
     tracker.reset()

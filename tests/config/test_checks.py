@@ -163,6 +163,12 @@ def test_a_negative_number_is_refused_by_name(key):
         validate(make(**{key: -1}), 1)
 
 
+def test_a_seed_that_numpy_does_not_take_is_refused():
+    validate(make(train__seed=2**32 - 1), 1)
+    with pytest.raises(ConfigError, match="^train.seed is 4294967296; set it to a whole number from 0 to 4294967295$"):
+        validate(make(train__seed=2**32), 1)
+
+
 def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
     validate_model(ModelConfig(**MODEL))
     with pytest.raises(ConfigError, match="model.hidden_size 65"):

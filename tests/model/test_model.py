@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from models import build, random_tokens, reference_config, released_model, small_model, whole_weights
 
-from megatron_tape.model.language_model import documents_from_tokens, reference
+from megatron_tape.data.batches import documents_from_tokens
+from megatron_tape.model import reference
 from megatron_tape.model.weights import from_megatron, load_weights
 
 VARIANTS = {

@@ -1,15 +1,17 @@
 """Signals, hangs and failing disks in one training process; tests/slurm shows them on a cluster."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from datasets_for_tests import write_all
-from launch import environment
+from launch import environment, free_port
 from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint import directories as checkpoint_files
@@ -20,6 +22,8 @@ from megatron_tape.run.watch import EXIT_INTERRUPTED
 from megatron_tape.training import saving
 from megatron_tape.training.engine import Engine
 from pretrain import train
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +223,72 @@ def test_an_unforeseen_error_is_recorded_with_its_traceback(data, tmp_path):
     (attempt,) = read_attempts(folder)
     assert attempt.outcome == "failed" and attempt.message == "RuntimeError: made to fail"
     assert "in step" in attempt.detail
+
+
+@pytest.fixture
+def two_ranks(data, tmp_path):
+    """Start two ranks with loader processes, each in a process group of its own, as torchrun starts them."""
+    folder, port, ranks = tmp_path / "run", free_port(), []
+
+    def start():
+        for rank in range(2):
+            overrides = ["--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null"]
+            command = [sys.executable, "-m", "pretrain.train", *arguments(data, folder, *overrides)]
+            log = open(tmp_path / f"{rank}.log", "w")
+            settings = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": REPOSITORY, "start_new_session": True}
+            ranks.append(subprocess.Popen(command, env=environment(rank, 2, port), **settings))
+        metrics = folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, ranks)
+        return ranks
+
+    start.folder = folder
+    yield start
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+
+
+def wait_until(condition, ranks=()):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+
+
+def processes_of_group(group):
+    """Return the ids of a process group's processes, dead ones that nobody has waited for left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = path.read_text().rsplit(")", 1)[1].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_the_run_saves_it(two_ranks, number):
+    ranks = two_ranks()
+    assert [len(processes_of_group(rank.pid)) for rank in ranks] == [3, 3]
+    for rank in ranks:
+        os.killpg(rank.pid, number)
+    assert [rank.wait(60) for rank in ranks] == [EXIT_INTERRUPTED] * 2
+    (attempt,) = read_attempts(two_ranks.folder)
+    assert attempt.outcome == "interrupted" and number.name in attempt.message
+    assert steps_saved(two_ranks.folder) == [rows(two_ranks.folder)[-1]["step"]]
+    assert [processes_of_group(rank.pid) for rank in ranks] == [[], []]
+
+
+def test_a_killed_rank_is_not_blamed_on_the_loader_processes(two_ranks):
+    """torchrun answers the kill of one rank with SIGTERM to the other's process group."""
+    ranks = two_ranks()
+    ranks[1].kill()
+    os.killpg(ranks[0].pid, signal.SIGTERM)
+    ranks[0].wait(60)
+    (attempt,) = read_attempts(two_ranks.folder)
+    assert attempt.lost_peer, attempt
+    wait_until(lambda: not any(processes_of_group(rank.pid) for rank in ranks))
 
 
 def alone():

@@ -1,0 +1,158 @@
+"""Batches: which datasets of a blend they are drawn from, in which order, and what loader processes live through."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from datasets_for_tests import EOD, write_dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from models import small_model
+
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.data import batches
+from megatron_tape.data.batches import build_batches, documents_from_tokens
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder / "a", seed=0)
+    write_dataset(folder / "b", seed=1)
+    write_dataset(folder / "small", documents=4, seed=2)
+    return folder
+
+
+@pytest.fixture
+def build(folder, tmp_path):
+    def start(prefix, seq_length=16, eod=None, **changes):
+        data = {"split": "900,100,0", "cache_directory": str(tmp_path / "cache"), **changes}
+        config = RunConfig(
+            model=small_model(seq_length=seq_length),
+            data=DataConfig(prefix=prefix, **data),
+            train=TrainConfig(steps=40, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"),
+        )
+        return build_batches(config, initialize_distributed(1), eod)
+
+    return start
+
+
+def tokens_of(samples, count):
+    return [samples[i]["tokens"].tolist() for i in range(count)]
+
+
+def warnings_in(caplog):
+    return [record.message for record in caplog.records if record.message.startswith("warning: ")]
+
+
+def test_a_dataset_too_small_for_a_split_is_left_out_of_it_alone(folder, build, caplog):
+    """The small one's 4 documents give about 100 training tokens, and none to validate on."""
+    built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
+    (warning,) = warnings_in(caplog)
+    assert f"0 tokens of {folder}/small" in warning and "left out of the validation data" in warning
+    assert [len(built.train.datasets), len(built.validation.datasets)] == [3, 2]
+    assert built.train.weights == pytest.approx([0.3, 0.6, 0.1])
+    assert built.validation.weights == pytest.approx([0.75, 0.25])
+    assert len(list(built.evaluation())) == 8
+    caplog.clear()
+    built = build([f"{folder}/small", f"{folder}/a"], seq_length=256)
+    assert [warning.split(";")[1] for warning in warnings_in(caplog)] == [
+        " it is left out of the training data",
+        " it is left out of the validation data",
+    ]
+    assert next(built.training(1))["tokens"].shape == (1, 256)
+
+
+def test_only_a_split_without_any_whole_sequence_is_refused(folder, build):
+    with pytest.raises(ConfigError, match=r"validation share of data.split .* no other of the 2 datasets gives more"):
+        build([f"{folder}/small", f"{folder}/a"], seq_length=512)
+
+
+def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
+    built = build({f"{folder}/a": 0.3, f"{folder}/b": 0.7})
+    settings = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=16,
+        blend=([f"{folder}/a", f"{folder}/b"], [0.3, 0.7]),
+        split="900,100,0",
+        path_to_cache=str(tmp_path / "other"),
+        tokenizer=batches._NoTokenizer({}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    train, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, [160, 8, 0], lambda: True, settings).build()
+    assert tokens_of(built.train, 160) == tokens_of(train, 160)
+    assert tokens_of(built.validation, 8) == tokens_of(validation, 8)
+
+
+def test_documents_end_with_their_end_mark(folder, build):
+    assert documents_from_tokens(torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 5, 5, 5]]), EOD).tolist() == [
+        [0, 0, 1, 1, 1],
+        [0, 1, 2, 2, 2],
+    ]
+    built = build(f"{folder}/a", eod=EOD, reset_attention_mask=True)
+    batch = next(built.training(1))
+    assert torch.equal(batch["documents"], documents_from_tokens(batch["tokens"], EOD))
+
+
+def test_loaders_leave_the_random_stream_of_the_run_alone(folder, build):
+    built = build(f"{folder}/a")
+    before = torch.get_rng_state()
+    next(built.training(1)), list(built.evaluation())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_evaluation_starts_no_processes(folder, build):
+    built = build(f"{folder}/a", num_workers=2)
+    next(built.evaluation())
+    assert not multiprocessing.active_children()
+
+
+def test_a_token_the_model_lacks_is_one_sentence_from_loader_processes_too(folder, build):
+    built = build(f"{folder}/a", num_workers=1)
+    built.config.model.vocab_size = 32
+    with pytest.raises(ConfigError) as refusal:
+        list(built.training(1))
+    assert str(refusal.value).startswith("data.prefix holds the token ") and "\n" not in str(refusal.value)
+    assert not multiprocessing.active_children()
+
+
+def wait_until_gone(processes):
+    deadline = time.monotonic() + 10
+    while any(process.is_alive() for process in processes):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_loader_processes_live_through_signals_that_are_sent_to_everyone(folder, build, number):
+    alone = [batch["tokens"] for batch in build(f"{folder}/a").training(1)]
+    batches = build(f"{folder}/a", num_workers=2).training(1)
+    found = [next(batches)["tokens"]]
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    # By another process, as Slurm does: what the parent sends is obeyed.
+    subprocess.run(["kill", f"-{number.value}", *(str(worker.pid) for worker in workers)], check=True)
+    found += [batch["tokens"] for batch in batches]
+    assert len(found) == 160 and all(map(torch.equal, found, alone))
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_loader_processes_end_when_their_parent_says_so(folder, build):
+    """As multiprocessing does to what is left when Python exits, waiting for them without limit."""
+    batches = build(f"{folder}/a", num_workers=2).training(1)
+    next(batches)
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    wait_until_gone(workers)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    batches.close()
