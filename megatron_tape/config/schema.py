@@ -134,7 +134,7 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Keep packed documents from attending to each other."""
     num_workers: int = 0
-    """Loader processes; 0 loads in the training process."""
+    """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: str | None = None
     """Where index maps are kept between runs; null means index_cache beside the first dataset."""
 

@@ -94,6 +94,8 @@ class Trainer:
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
         self.batches = build_batches(config, layout, None if self.tokenizer is None else self.tokenizer.eod)
+        # Now: forked later, the loader processes would start from a larger process, and the first step wait for them.
+        self.micro_batches = self.batches.training(self.step + 1)
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
@@ -127,14 +129,13 @@ class Trainer:
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
         watch.begin_training()
-        micro_batches = self.batches.training(self.step + 1)
         seconds, timed_steps = 0.0, 0
         for step in range(self.step + 1, config.train.steps + 1):
             for hook in self.hooks.values():
                 hook.before_step(self, step)
             rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
             started = time.perf_counter()
-            result = self.engine.train_step(micro_batches, rate)
+            result = self.engine.train_step(self.micro_batches, rate)
             seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
             self.step = step
             watch.progress("training", step)

@@ -226,17 +226,17 @@ def test_an_unforeseen_error_is_recorded_with_its_traceback(data, tmp_path):
 
 
 @pytest.fixture
-def two_ranks(data, tmp_path):
-    """Start two ranks with loader processes, each in a process group of its own, as torchrun starts them."""
+def start_ranks(data, tmp_path):
+    """Start ranks with loader processes, each in a process group of its own, as torchrun starts them."""
     folder, port, ranks = tmp_path / "run", free_port(), []
 
-    def start():
-        for rank in range(2):
+    def start(size):
+        for rank in range(size):
             overrides = ["--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null"]
             command = [sys.executable, "-m", "pretrain.train", *arguments(data, folder, *overrides)]
             log = open(tmp_path / f"{rank}.log", "w")
             settings = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": REPOSITORY, "start_new_session": True}
-            ranks.append(subprocess.Popen(command, env=environment(rank, 2, port), **settings))
+            ranks.append(subprocess.Popen(command, env=environment(rank, size, port), **settings))
         metrics = folder / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, ranks)
         return ranks
@@ -267,26 +267,26 @@ def processes_of_group(group):
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_every_process_of_the_run_saves_it(two_ranks, number):
-    ranks = two_ranks()
-    assert [len(processes_of_group(rank.pid)) for rank in ranks] == [3, 3]
+@pytest.mark.parametrize("number, size", [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+def test_a_signal_to_every_process_of_the_run_saves_it(start_ranks, number, size):
+    ranks = start_ranks(size)
+    assert [len(processes_of_group(rank.pid)) for rank in ranks] == [3] * size
     for rank in ranks:
         os.killpg(rank.pid, number)
-    assert [rank.wait(60) for rank in ranks] == [EXIT_INTERRUPTED] * 2
-    (attempt,) = read_attempts(two_ranks.folder)
+    assert [rank.wait(60) for rank in ranks] == [EXIT_INTERRUPTED] * size
+    (attempt,) = read_attempts(start_ranks.folder)
     assert attempt.outcome == "interrupted" and number.name in attempt.message
-    assert steps_saved(two_ranks.folder) == [rows(two_ranks.folder)[-1]["step"]]
-    assert [processes_of_group(rank.pid) for rank in ranks] == [[], []]
+    assert steps_saved(start_ranks.folder) == [rows(start_ranks.folder)[-1]["step"]]
+    assert [processes_of_group(rank.pid) for rank in ranks] == [[]] * size
 
 
-def test_a_killed_rank_is_not_blamed_on_the_loader_processes(two_ranks):
+def test_a_killed_rank_is_not_blamed_on_the_loader_processes(start_ranks):
     """torchrun answers the kill of one rank with SIGTERM to the other's process group."""
-    ranks = two_ranks()
+    ranks = start_ranks(2)
     ranks[1].kill()
     os.killpg(ranks[0].pid, signal.SIGTERM)
     ranks[0].wait(60)
-    (attempt,) = read_attempts(two_ranks.folder)
+    (attempt,) = read_attempts(start_ranks.folder)
     assert attempt.lost_peer, attempt
     wait_until(lambda: not any(processes_of_group(rank.pid) for rank in ranks))
 
