@@ -1,10 +1,11 @@
 """What the command-line tools share: errors as one sentence, clean ends on signals, progress with an estimate."""
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 
@@ -19,25 +20,52 @@ class Interrupted(BaseException):
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a tool's `main` and exit.
 
-    What a user can cause (ValueError, OSError) ends with one sentence on stderr and exit code 1. SIGINT, SIGTERM and
-    SIGHUP unwind the program, so that unfinished output is removed, and exit with 128 plus the signal's number.
+    What a user can cause (ValueError, OSError) ends with one sentence on stderr and exit code 1; so does a stdout that
+    is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP unwind the program, so that
+    unfinished output is removed, and exit with 128 plus the signal's number.
     """
+    output_is_lost = sys.stdout is None
+    _open_closed_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
+        if output_is_lost:
+            raise ValueError("stdout is closed; redirect it to a file or to /dev/null")
         main()
+        _flush_output()
     except Interrupted as interruption:
         _fail(str(interruption), 128 + interruption.number)
     except BrokenPipeError:
         # The reader of our output, `head` for instance, has seen enough.
-        sys.stderr.close()
-        sys.exit(1)
+        _end(1)
     except OSError as error:
-        _fail(f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error), 1)
+        named = error.strerror and error.filename
+        _fail(f"{error.strerror}: {error.filename}" if named else error.strerror or str(error), 1)
     except ValueError as error:
         _fail(str(error), 1)
     sys.exit(0)
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null in the place of the standard streams that the caller has closed."""
+    # A file opened later would take a closed stream's number, and what a library prints would go into it.
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    # Without a stderr, print(file=sys.stderr) writes to stdout.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "stdout"
+        raise
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -48,12 +76,22 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python would try again at its end, and report the failure over several lines.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def say(message: str) -> None:
-    """Tell the user, on stderr, what happens."""
+    """Print a message for the user to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 

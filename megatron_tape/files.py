@@ -86,12 +86,13 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
         refuse_existing(path)
     partial = PartialFile(path)
     try:
-        if mode == "wb":
-            yield partial.file
-        else:
-            with open(os.dup(partial.file.fileno()), "w", encoding="utf-8", newline="") as text:
-                yield text
-        partial.sync()
+        with _named(path):
+            if mode == "wb":
+                yield partial.file
+            else:
+                with open(os.dup(partial.file.fileno()), "w", encoding="utf-8", newline="") as text:
+                    yield text
+            partial.sync()
         partial.publish()
         sync_directory(partial.path.parent)
     finally:
@@ -125,7 +126,8 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             raise ValueError(f"another process is writing {path}; wait for it or choose another output")
         for leftover in partial.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        yield partial
+        with _named(path):
+            yield partial
         refuse_existing(path, fix=fix)
         os.fsync(descriptor)
         os.rename(partial, path)
@@ -135,6 +137,17 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         if ours:
             shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Let an OSError that names no file, such as that of a full disk, name the output."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:

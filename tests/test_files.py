@@ -80,3 +80,13 @@ def test_an_existing_directory_is_left_alone_whenever_it_came(tmp_path):
     with pytest.raises(FileExistsError), atomic_directory(path):
         raise AssertionError
     assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == []
+
+
+def test_a_full_disk_names_the_output(tmp_path):
+    full = open("/dev/full", "wb", buffering=0)
+    with pytest.raises(OSError, match="No space left") as error, atomic_output(tmp_path / "file"):
+        full.write(b"x")
+    assert error.value.filename == str(tmp_path / "file")
+    with pytest.raises(OSError, match="No space left") as error, atomic_directory(tmp_path / "directory"):
+        full.write(b"x")
+    assert error.value.filename == str(tmp_path / "directory") and os.listdir(tmp_path) == []

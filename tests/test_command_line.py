@@ -1,0 +1,61 @@
+"""megatron_tape.command_line: a tool's exit status and one sentence say how it ended, also where its streams fail."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = """
+import os, sys
+from megatron_tape import command_line
+
+def main():
+    command_line.say("a message")
+    command_line.Progress(10).update(1, lambda seconds: "progress")
+    with open(sys.argv[1], "w") as file:
+        os.write(2, b"a library's warning")
+        file.write("whole")
+    print("the result")
+
+command_line.run(main)
+"""
+
+
+def run(redirections, tmp_path):
+    """Run a tool that writes to all streams and to a file under a shell's redirections."""
+    command = f'"$0" -c "$1" "$2" {redirections}'
+    arguments = [sys.executable, TOOL, str(tmp_path / "file")]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        ["bash", "-c", command, *arguments], cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("redirections", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stdout_is_a_failure_before_anything_is_done(tmp_path, redirections):
+    done = run(redirections, tmp_path)
+    assert done.returncode == 1 and not (tmp_path / "file").exists()
+    expected = "error: stdout is closed; redirect it to a file or to /dev/null\n"
+    assert (done.stdout, done.stderr) == ("", "" if "2>&-" in redirections else expected)
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", "<&- 2>&-"])
+def test_a_closed_stderr_mixes_messages_neither_into_the_output_nor_into_a_file(tmp_path, redirections):
+    done = run(redirections, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the result\n", "")
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_a_full_stdout_is_a_failure_in_one_sentence(tmp_path):
+    done = run(">/dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "a library's warningerror: No space left on device: stdout"
+
+
+def test_a_reader_that_has_seen_enough_ends_the_tool_silently(tmp_path):
+    done = run("| true; exit ${PIPESTATUS[0]}", tmp_path)
+    assert done.returncode in (0, 1)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
