@@ -20,7 +20,14 @@ else:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-LONGEST = ("test_training.py", "test_resuming.py", "test_demo.py", "test_export.py", "test_train_command.py")
+LONGEST = (
+    "test_training.py",
+    "test_resuming.py",
+    "test_demo.py",
+    "test_export.py",
+    "test_tensor_files.py",
+    "test_train_command.py",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -17,8 +17,9 @@ def main() -> None:
     arguments = parser().parse_args()
     directory = Path(arguments.model)
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} is no directory with a config.json; give one that to-hf has written")
-    if "auto_map" in read_settings(directory / "config.json") and not arguments.trust_remote_code:
+        raise FileNotFoundError(f"{directory} is not a directory with a config.json; give one that to-hf has written")
+    settings = read_settings(directory / "config.json")
+    if "auto_map" in settings and not arguments.trust_remote_code:
         raise ValueError(f"{arguments.model} brings Python code to run; read it, and pass --trust-remote-code")
     if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
         raise ValueError("--max-new-tokens has to be at least 1, and --temperature not negative")
@@ -28,31 +29,44 @@ def main() -> None:
         raise ValueError(f"--seed is {arguments.seed}; give a whole number from 0 below 2**32")
     if not arguments.prompt:
         raise ValueError("--prompt is empty; give some text to continue")
-    print(arguments.prompt + continuation(arguments))
+    print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
 
 
-def continuation(arguments: argparse.Namespace) -> str:
-    """Return the text that the model adds to the prompt."""
+def continuation(arguments: argparse.Namespace, context: int | None) -> str:
+    """Return the text that the model, trained on `context` tokens at once, adds to the prompt."""
     try:
         import transformers
     except ImportError:
         raise ValueError("transformers is not installed; pip install transformers") from None
-    with command_line.step(f"loading {arguments.model}"):
-        code = {"trust_remote_code": arguments.trust_remote_code}
+
+    def load(kind):
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model, **code)
-            model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, **code)
+            return kind.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
         except Exception as error:  # whatever the libraries below raise, often over many lines
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"{arguments.model} cannot be loaded: {reason or type(error).__name__}") from None
+
+    tokenizer = load(transformers.AutoTokenizer)
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
-    if ids["input_ids"].shape[1] == 0:
+    length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
+    if length == 0:
         raise ValueError("--prompt has no token for this tokenizer; give some text to continue")
+    if context is not None and not arguments.beyond_context:
+        if length >= context:
+            raise ValueError(
+                f"--prompt has {length} tokens, and the model was trained on contexts of {context}; shorten it, or "
+                "pass --beyond-context"
+            )
+        if length + count > context:
+            count = context - length
+            command_line.say(f"the model's context of {context} tokens leaves room for {count}; see --beyond-context")
+    with command_line.step(f"loading {arguments.model}"):
+        model = load(transformers.AutoModelForCausalLM)
     transformers.set_seed(arguments.seed)
     sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
     with command_line.step("generating"):
-        output = model.generate(**ids, max_new_tokens=arguments.max_new_tokens, **({"do_sample": False} | sampling))
-    return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        output = model.generate(**ids, max_new_tokens=count, **({"do_sample": False} | sampling))
+    return tokenizer.decode(output[0, length:], skip_special_tokens=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token; above it, sample (default: 0)")
     add("--seed", type=int, default=1234, help="of sampling (default: %(default)s)")
+    add("--beyond-context", action="store_true", help="go on past the context that the model was trained on")
     add("--trust-remote-code", action="store_true", help="run the Python files in DIR, as TAPE models need")
     return result
 

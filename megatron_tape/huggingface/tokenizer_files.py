@@ -104,7 +104,8 @@ def _convert_sentencepiece(source: Path, ours: Tokenizer, output: Path, context:
         [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
     )
     _try_out(converted, ours, source, texts, scores)
-    converted.save(str(output / "tokenizer.json"))
+    # The library's own `save` raises a bare Exception where the disk is full.
+    (output / "tokenizer.json").write_text(converted.to_str(pretty=True), encoding="utf-8")
     shutil.copyfile(source, output / "tokenizer.model")
     names = {role: model.pieces[index].piece for role, index in special.items()}
     # SentencePiece never reads a special token from text, so the model never saw one there.

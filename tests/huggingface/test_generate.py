@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT
+from tool_runs import ROOT
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def generate(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(ROOT / "tools" / "generate.py"), run_name="__main__")
-        told = capsys.readouterr()
-        return stop.value.code, told.out, (told.err.strip().splitlines() or [""])[-1]
+        printed = capsys.readouterr()
+        return stop.value.code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
 
     return run
 
@@ -38,16 +38,43 @@ def test_the_likeliest_tokens_follow_the_prompt(exports, generate):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generate):
+    from transformers import AutoTokenizer
+
+    made = exports["rope"]  # of a context of 128
+    tokenizer = AutoTokenizer.from_pretrained(made.directory)
+
+    def prompt(count):
+        text = tokenizer.decode(tokenizer("import heapq; " * count)["input_ids"][:count])
+        return text, len(tokenizer(text)["input_ids"])
+
+    for count in (128, 150):
+        text, length = prompt(count)
+        code, out, line = generate("--model", made.directory, "--prompt", text)
+        assert code == 1 and not out and line.startswith(f"error: --prompt has {length} tokens, and the model ")
+        assert "contexts of 128" in line
+    text, length = prompt(120)
+    assert 108 < length < 128
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    for count, options in ((128 - length, []), (20, ["--beyond-context"])):
+        expected = made.model.generate(ids, max_new_tokens=count, do_sample=False)[0, length:]
+        assert len(expected) == count
+        code, out, _ = generate("--model", made.directory, "--prompt", text, "--max-new-tokens", "20", *options)
+        assert code == 0 and out == f"{text}{tokenizer.decode(expected, skip_special_tokens=True)}\n"
+    code, out, _ = generate("--model", made.directory, "--prompt", prompt(150)[0], "--beyond-context")
+    assert code == 0 and out
+
+
 def test_mistakes_are_one_sentence(exports, generate, tmp_path):
     tape = exports["tape"].directory
-    for arguments, told in (
+    for arguments, refusal in (
         ([tape, "--prompt", "a"], "--trust-remote-code"),
-        ([tmp_path, "--prompt", "a"], "no directory with a config.json"),
+        ([tmp_path, "--prompt", "a"], "is not a directory with a config.json"),
         ([tape, "--prompt", "", "--trust-remote-code"], "--prompt is empty"),
         ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
     ):
         code, out, line = generate("--model", *arguments)
-        assert code == 1 and not out and line.startswith("error: ") and told in line
+        assert code == 1 and not out and line.startswith("error: ") and refusal in line
     shutil.copytree(exports["rope"].directory, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
     code, _, line = generate("--model", tmp_path / "broken", "--prompt", "a")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import convert
 from datasets_for_tests import write_tokenizer
 from models import build
 from safetensors.torch import load_file, save_file
-from test_export import convert
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -289,9 +289,11 @@ def test_a_model_whose_heads_do_not_divide_its_width_comes_back(tmp_path, monkey
         ("model.layers.1.mlp.up_proj.weight", lambda x: x[:, :-1]),
         ("model.norm.weight", lambda x: x[0]),
         ("model.embed_tokens.weight", lambda x: x.sum()),
+        ("model.layers.2.mlp.down_proj.weight", lambda x: x.index_fill(0, torch.tensor([5]), float("nan"))),
+        ("lm_head.weight", lambda x: x.index_fill(1, torch.tensor([3]), float("-inf"))),
     ],
 )
-def test_a_weight_of_another_shape_or_type_is_named(tmp_path, name, change):
+def test_a_weight_of_another_shape_or_type_or_not_finite_is_named(tmp_path, name, change):
     write_source(tmp_path / "source", "llama1")
     path = tmp_path / "source" / "model.safetensors"
     weights = load_file(path)

@@ -25,7 +25,7 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 class _Padded(Mapping):
     """Weights of `model`, checked, with its padded vocabulary: rows added are the mean of all, which no token prefers.
 
-    Raises ValueError for a weight of another shape or type than the model's.
+    Raises ValueError for a weight of another shape or type than the model's, or with numbers that are not finite.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
@@ -42,6 +42,11 @@ class _Padded(Mapping):
             )
         if tensor.dtype not in _TYPES:
             raise ValueError(f"{self._origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{self._origin} holds {name} with numbers that are not finite (NaN or infinite), from which nothing "
+                "can be trained; choose an earlier checkpoint of that model"
+            )
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)

@@ -1,0 +1,57 @@
+"""tools/convert_checkpoint.py, run in this process."""
+
+import io
+import resource
+import runpy
+import signal
+import sys
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+
+from tool_runs import ROOT
+
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+
+
+@dataclass
+class Done:
+    returncode: int
+    stderr: str
+
+
+def convert(*arguments):
+    """Run the tool in this process, which has spent the seconds to import torch already."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    messages, argv = io.StringIO(), sys.argv
+    sys.argv = [str(TOOL), *map(str, arguments)]
+    try:
+        with redirect_stderr(messages):
+            runpy.run_path(str(TOOL), run_name="__main__")
+    except SystemExit as stop:
+        return Done(stop.code, messages.getvalue())
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def refused(tmp_path, part, *arguments):
+    """The tool must say `part` in one sentence, exit with 1, and leave `tmp_path` as it is."""
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    done = convert(*arguments)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("checking")]
+    assert done.returncode == 1, done.stderr
+    assert len(errors) == 1 and errors[0].startswith("error: ") and part in errors[0], done.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@contextmanager
+def limited_files(size):
+    """Let no file grow beyond `size` bytes, as a full disk does."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)

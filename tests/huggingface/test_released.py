@@ -1,0 +1,77 @@
+"""tools/convert_checkpoint.py from-released: what the TAPE authors' code computed is kept."""
+
+import json
+import os
+
+import pytest
+import torch
+from conversions import convert, refused
+from released import FOLDER, load
+from safetensors.torch import save_file
+
+from megatron_tape.huggingface.from_hf.released import import_released
+from megatron_tape.huggingface.to_hf.export import export
+
+
+def write_released(folder, name):
+    config, weights, _, rest = load(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({key: value.contiguous() for key, value in weights.items()}, folder / "model.safetensors")
+    return config, weights, rest
+
+
+def test_an_encoding_that_transformers_does_not_have_is_refused(tmp_path):
+    write_released(tmp_path, "nope")
+    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
+    refused(tmp_path, "nope", "to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("mixing", ["full", "per_head"])
+@pytest.mark.parametrize("name", ["adape", "adape_interp", "rope"])
+def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_path, name, mixing):
+    from transformers import AutoModelForCausalLM
+
+    _, _, rest = write_released(tmp_path, name)
+    # As released checkpoints are, and as the reference data records them.
+    source = tmp_path / "model.safetensors" if mixing == "full" else FOLDER / f"{name}.safetensors"
+    import_released(source, tmp_path / "config.json", tmp_path / "imported", 48, mixing)
+    assert json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]["vocab_size"] == 96
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    # In float64 only the released code's own rounding is left: that of float32 differs between CPUs.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(rest["input_ids"]).logits
+    torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
+
+
+def test_released_pickles_need_permission(tmp_path):
+    _, weights, _ = write_released(tmp_path, "adape")
+    torch.save(weights, tmp_path / "model.bin")
+    arguments = ["from-released", "--config", tmp_path / "config.json", "--weights", tmp_path / "model.bin"]
+    refused(tmp_path, "--allow-pickle", *arguments, "--output", tmp_path / "out")
+    done = convert(*arguments, "--output", tmp_path / "out", "--allow-pickle")
+    assert done.returncode == 0, done.stderr
+    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "again")
+    name = "tensors-tp00-dp00000.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change, refusal",
+    [
+        ({"rpe_type": "alibi"}, "rpe_type"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),
+        ({"num_hidden_layers": 1}, "model.layers.1"),
+        ({"intermediate_size": 48}, "mlp"),
+        ({"vocab_size": 60}, "settings ask for"),
+    ],
+)
+def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refusal):
+    config, _, _ = write_released(tmp_path, "adape")
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match=refusal):
+        import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == before
