@@ -1,7 +1,7 @@
 """The demo: from text to two trained models, their curves and a text, by the commands a cluster would run.
 
-Every stage is skipped whose output is there already; outputs appear whole or not at all, so an interrupted demo goes on
-where it was.
+A stage whose output exists already is skipped. Outputs appear whole or not at all, so an interrupted demo continues
+where it stopped.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.files import atomic_output
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 PROMPT = "def main("
@@ -27,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs/demo"), help="where all goes (default: %(default)s)"
+        "--directory", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     arguments = parser.parse_args()
@@ -84,9 +85,9 @@ def main() -> int:
         print(f"\n[{number}/{len(stages)}] {name}: {shown}", flush=True)
         if output is not None and output.exists():
             if output.suffix != ".idx" or is_whole(prefix):
-                print(f"{output} is there already", flush=True)
+                print(f"{output} exists already", flush=True)
                 continue
-            print(f"{prefix} is damaged and made again", flush=True)
+            print(f"{prefix} is damaged; it is made again", flush=True)
             command = [*command, "--overwrite"]
         if "to-hf" in command:
             # An earlier demo's may be of fewer steps.
@@ -126,7 +127,7 @@ def devices() -> int:
 
 
 def is_whole(prefix: Path) -> bool:
-    """Tell whether an indexed dataset's files fit each other."""
+    """Return whether an indexed dataset's files fit each other."""
     try:
         return next(IndexedDatasetReader(prefix).problems(), None) is None
     except (ValueError, OSError):
@@ -160,9 +161,8 @@ def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
     right.legend(fontsize="small")
     right.grid(alpha=0.3)
     figure.tight_layout()
-    partial = path.with_name(f".{path.stem}.partial.png")
-    figure.savefig(partial, dpi=110)
-    os.replace(partial, path)
+    with atomic_output(path, overwrite=True) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def columns(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
@@ -194,13 +194,12 @@ def write_summary(rows: dict[str, list[dict]], path: Path) -> None:
         "![curves](curves.png)",
         "",
     ]
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("\n".join(lines), encoding="utf-8")
-    os.replace(partial, path)
+    with atomic_output(path, "w", overwrite=True) as file:
+        file.write("\n".join(lines))
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted; make demo goes on where it was")
+        sys.exit("interrupted; make demo continues from here")

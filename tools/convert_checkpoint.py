@@ -79,7 +79,7 @@ def factor(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return number
 
 
@@ -88,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
-    told = "a checkpoint of this project to a Hugging Face model"
+    what = "a checkpoint of this project to a Hugging Face model"
     example = "python tools/convert_checkpoint.py to-hf --checkpoint runs/demo/tape --output exported/tape --dtype bf16"
-    export = directions.add_parser("to-hf", help=told, description=f"Turn {told}.", epilog=f"example: {example}")
+    export = directions.add_parser("to-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
     export.set_defaults(convert=to_hf)
     add = export.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints (the newest whole one), or one step")
@@ -99,12 +99,12 @@ def parser() -> argparse.ArgumentParser:
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
 
-    told = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
+    what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
     example = (
         "python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3 ; it ends by "
         "saying how to train from the result"
     )
-    imported = directions.add_parser("from-hf", help=told, description=f"Turn {told}.", epilog=f"example: {example}")
+    imported = directions.add_parser("from-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
     imported.set_defaults(convert=from_hf)
     add = imported.add_argument
     add("--model", required=True, metavar="DIR", help="config.json, weights and tokenizer, as transformers saves them")
@@ -126,13 +126,13 @@ def parser() -> argparse.ArgumentParser:
     add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
     add("--seed", type=int, default=1234, help="of what TAPE draws at its start (default: %(default)s)")
 
-    told = "a checkpoint of the TAPE authors' code to one of this project"
+    what = "a checkpoint of the TAPE authors' code to one of this project"
     example = (
         "python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json "
         "--output released"
     )
     released = directions.add_parser(
-        "from-released", help=told, description=f"Turn {told}.", epilog=f"example: {example}"
+        "from-released", help=what, description=f"Convert {what}.", epilog=f"example: {example}"
     )
     released.set_defaults(convert=from_released)
     add = released.add_argument
@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_output(direction: argparse.ArgumentParser) -> None:
-    """Add what both imports ask for."""
+    """Add the options that both imports have."""
     add = direction.add_argument
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
     add(

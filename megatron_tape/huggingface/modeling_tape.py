@@ -219,7 +219,7 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
 
 
 class TapePreTrainedModel(PreTrainedModel):
-    """What all TAPE models share."""
+    """The base class of TAPE models."""
 
     config_class = TapeConfig
     base_model_prefix = "model"

@@ -32,7 +32,7 @@ _TRIED_TEXT = (
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
 _FROM_TEXT = (_NORMAL, _USER_DEFINED)
 _NEVER = -1e9
-"""Score of a piece that text does not become, though its name may stand there."""
+"""Score of a piece into which no text is split, even where the text spells its name."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class ExportedTokenizer:
 def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
     """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
 
-    Raises FileNotFoundError where there is none, ValueError where it is none or cannot be converted exactly.
+    Raises FileNotFoundError where there is none, ValueError where the file is not a tokenizer or cannot be converted
+    exactly.
     """
     ours, source = load_tokenizer(source), Path(source)
     if source.is_dir():
@@ -171,7 +172,7 @@ def _merges(pieces) -> list[tuple[str, str]]:
 
 
 def _texts() -> list[str]:
-    """Return text that every machine has, and what is hard to get right."""
+    """Return text that every machine has, and what tokenizers find hard."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [library / f"{module}.py" for module in _TRIED_MODULES]
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_TRIED_TEXT]
@@ -180,8 +181,8 @@ def _texts() -> list[str]:
 def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores: list[float] | None) -> None:
     """Raise ValueError where the converted tokenizer gives other ids than ours.
 
-    A unigram model, whose `scores` are given, may divide a text otherwise that is as likely either way, such as a line
-    of dashes: which of the two SentencePiece takes is an accident that is not imitated.
+    A unigram model, whose `scores` are given, may divide a text in another way that is as likely, such as a line of
+    dashes: which of the two SentencePiece takes is arbitrary, and is not reproduced.
     """
     converted.encode_special_tokens = True
     for text in texts:
@@ -191,7 +192,7 @@ def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores:
         if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
             continue
         raise ValueError(
-            f"{source} cannot be converted: its tokenizer.json would give other ids on some text; give a "
-            "tokenizer.json that does not with --tokenizer"
+            f"{source} cannot be converted: its tokenizer.json would give other ids on some text; give an "
+            "exact tokenizer.json with --tokenizer"
         )
     converted.encode_special_tokens = False

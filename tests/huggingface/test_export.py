@@ -176,7 +176,7 @@ def test_rope_exports_no_code(exported):
     assert "auto_map" not in json.loads((exported / "models" / "tp1_zero2_rope" / "config.json").read_text())
 
 
-def test_the_card_tells_the_training_facts(exported, trained):
+def test_the_card_gives_the_training_facts(exported, trained):
     card = (exported / "models" / "tp2_zero3" / "README.md").read_text()
     rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
     assert f"| Training loss | {rows[-1]['loss']:.4f} | 4 |" in card
@@ -287,7 +287,7 @@ def test_the_exit_code_reaches_the_shell(tmp_path):
 
 def test_an_output_that_exists_is_left_alone(trained, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").write_text("mine")
+    (tmp_path / "out" / "file").write_text("old")
     refused(tmp_path, "exists", "to-hf", "--checkpoint", trained / "tp1_zero1", "--output", tmp_path / "out")
 
 

@@ -164,7 +164,7 @@ def test_an_exported_tape_model_comes_back(tmp_path):
     export(tmp_path / "second", tmp_path / "again", tokenizer="none")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert set(again) == set(weights) and all(torch.equal(again[name], weights[name]) for name in weights)
-    with pytest.raises(ValueError, match="TAPE model, which rope would not be"):
+    with pytest.raises(ValueError, match="TAPE model, which cannot become rope"):
         import_model(tmp_path / "exported", tmp_path / "no", "rope")
     with pytest.raises(ValueError, match="position_mlp_size 5, which cannot become 7"):
         import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
@@ -196,7 +196,7 @@ def test_pickles_need_permission_and_give_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, change, told",
+    "kind, change, refusal",
     [
         ("llama1", {"model_type": "gemma"}, "model_type is 'gemma'"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
@@ -229,17 +229,17 @@ def test_pickles_need_permission_and_give_the_same(tmp_path):
         ("llama1", {"hidden_size": None}, "hidden_size"),
     ],
 )  # fmt: skip
-def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, told):
+def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refusal):
     write_source(tmp_path / "source", kind)
     path = tmp_path / "source" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
-    assert done.returncode == 1 and told in done.stderr
+    assert done.returncode == 1 and refusal in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_window_that_mistral_has_unless_told_otherwise_is_refused(tmp_path):
+def test_a_window_that_mistral_has_by_default_is_refused(tmp_path):
     write_source(tmp_path / "source", "mistral")
     path = tmp_path / "source" / "config.json"
     settings = json.loads(path.read_text())
@@ -320,21 +320,21 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     write_source(tmp_path / "source", max_shard_size="20KB")
     shards = sorted((tmp_path / "source").glob("*.safetensors"))
 
-    def refused(told, damage):
+    def refused(part, damage):
         damaged = tmp_path / "damaged"
         shutil.copytree(tmp_path / "source", damaged)
         damage(damaged)
-        with pytest.raises((ValueError, OSError), match=told):
+        with pytest.raises((ValueError, OSError), match=part):
             import_model(damaged, tmp_path / "imported")
         shutil.rmtree(damaged)
         assert os.listdir(tmp_path) == ["source"]
 
     refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
-    refused("no whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
-    refused("no JSON", lambda folder: (folder / "config.json").write_text("{"))
-    refused("config.json is no file", lambda folder: (folder / "config.json").unlink())
+    refused("not a whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
+    refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
+    refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
-    refused("no index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
+    refused("not an index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
     refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
     refused("holds none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
     with pytest.raises(FileNotFoundError, match="hf download"):

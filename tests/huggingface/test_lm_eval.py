@@ -51,8 +51,8 @@ def log_likelihood(model, context, continuation):
     """Of the ids `continuation` after the ids `context`, in nats."""
     ids = torch.tensor([context + continuation])
     with torch.no_grad():
-        told = model(ids[:, :-1]).logits.double().log_softmax(-1).gather(-1, ids[:, 1:, None])
-    return told[0, len(context) - 1 :].sum().item()
+        scores = model(ids[:, :-1]).logits.double().log_softmax(-1).gather(-1, ids[:, 1:, None])
+    return scores[0, len(context) - 1 :].sum().item()
 
 
 def test_the_command_scores_a_tape_export_as_its_logits_do(exports, rows, tmp_path):

@@ -203,7 +203,7 @@ def generate(model, input_ids, **options):
         torch.manual_seed(11)
         kwargs = dict(max_new_tokens=24, pad_token_id=0, use_cache=use_cache) | options
         outputs.append(model.generate(input_ids, **kwargs)[:, input_ids.shape[1] :])
-    assert len(outputs[0].unique()) > 8, "too few different tokens to tell anything"
+    assert len(outputs[0].unique()) > 8, "too few different tokens to compare"
     return outputs
 
 

@@ -30,6 +30,6 @@ def test_the_demo_runs_to_its_summary_and_reuses_what_is_whole(tmp_path):
 
     second = demo(tmp_path)
     assert second.returncode == 0
-    assert second.stdout.count("is there already") == 3 and second.stderr.count("nothing to do") == 2
+    assert second.stdout.count("exists already") == 3 and second.stderr.count("nothing to do") == 2
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert (tmp_path / "summary.md").read_text() == summary

@@ -75,7 +75,7 @@ def import_model(
     source = Path(source)
     if not source.is_dir():
         raise FileNotFoundError(
-            f"model {source} is no directory; download the model into one: hf download OWNER/NAME --local-dir DIR"
+            f"model {source} is not a directory; download the model into one: hf download OWNER/NAME --local-dir DIR"
         )
     path = source / "config.json"
     settings = read_settings(path)
@@ -119,23 +119,23 @@ def _model(
     token_mixing: str,
     changes: dict[str, Any],
 ) -> ModelConfig:
-    def refuse(key: str, fine: str) -> ValueError:
-        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {fine} can")
+    def refuse(key: str, accepted: str) -> ValueError:
+        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
 
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise refuse("model_type", ", ".join(_DEFAULTS))
     if kind == "tape" and position_encoding != "tape":
-        raise ValueError(f"{path} is of a TAPE model, which {position_encoding} would not be; use tape")
+        raise ValueError(f"{path} describes a TAPE model, which cannot become {position_encoding}; import it as tape")
     if position_encoding != "tape" and any(value is not None for value in changes.values()):
         raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {position_encoding}")
-    # null is no setting, except that it turns a window off.
+    # null stands for a key that is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = _DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
-    for key, fine in _ONLY.items():
-        if settings.get(key, fine) != fine:
-            raise refuse(key, str(fine))
+    for key, accepted in _ONLY.items():
+        if settings.get(key, accepted) != accepted:
+            raise refuse(key, str(accepted))
     # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
     if kind in ("llama", "qwen3") and settings["attention_bias"]:
         raise refuse("attention_bias", "False")

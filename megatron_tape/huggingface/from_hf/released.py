@@ -33,7 +33,7 @@ def import_released(
     with one_sentence(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     source = _Renamed(open_files([Path(weights)], allow_pickle))
-    # Nothing reads the position state after the last layer, so its update has no place here.
+    # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
     write_imported(
         output,
@@ -69,8 +69,8 @@ class _Renamed(Mapping):
 
 
 def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
-    def refuse(key: str, fine: str) -> ValueError:
-        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {fine} can")
+    def refuse(key: str, accepted: str) -> ValueError:
+        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
 
     if settings.get("rpe_type") not in tuple(_ENCODINGS):
         raise refuse("rpe_type", ", ".join(_ENCODINGS))

@@ -27,7 +27,7 @@ SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
-"""What a `config.json` has to say."""
+"""What every `config.json` has to give."""
 
 
 class _Safetensors(Mapping):
@@ -40,7 +40,7 @@ class _Safetensors(Mapping):
                 with safe_open(path, "pt") as file:
                     self._places |= dict.fromkeys(file.keys(), path)
             except SafetensorError as error:
-                raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or write it again") from None
+                raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from None
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._places[name]
@@ -61,7 +61,7 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
     """Return the tensors of all files by name; raises FileNotFoundError or ValueError in one sentence."""
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"weights {path} are no file; give a safetensors file")
+            raise FileNotFoundError(f"weights {path} are not a file; give a safetensors file")
         if not os.access(path, os.R_OK):
             raise PermissionError(f"{path} may not be read by this user; ask its owner for permission")
     if not any(path.suffix in PICKLES for path in paths):
@@ -90,7 +90,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files in other directories")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{first} is no index of weights: {error}") from None
+        raise ValueError(f"{first} is not an index of weights: {error}") from None
     for name in files:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is not there")
@@ -126,16 +126,16 @@ def one_sentence(path: Path) -> Iterator[None]:
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
     except ConfigError as error:
-        raise ValueError(f"{path} gives a model that cannot be: {error}") from None
+        raise ValueError(f"{path} describes a model that cannot be built: {error}") from None
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise ValueError where one of `SIZES` is no whole number."""
+    """Raise ValueError where one of `SIZES` is not a whole number above 0."""
     for key in SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, where a whole number above 0 belongs")
+            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, which has to be a whole number above 0")
 
 
 def read_settings(path: Path) -> dict:
@@ -143,9 +143,9 @@ def read_settings(path: Path) -> dict:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        raise FileNotFoundError(f"{path} is no file; the model's config.json is needed") from None
+        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no JSON object; give the model's config.json")
+        raise ValueError(f"{path} is not a JSON object; give the model's config.json")
     return settings

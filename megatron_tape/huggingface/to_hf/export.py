@@ -43,7 +43,7 @@ def export(
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
     `tokenizer` replaces the run's; `none` exports without one. Raises ValueError or OSError, in one sentence, and
-    leaves nothing behind, where the checkpoint is not whole or of an architecture that transformers has no place for,
+    leaves nothing behind, where the checkpoint is not whole or of an architecture that transformers does not have,
     the tokenizer is missing, or `output` exists.
     """
     with atomic_directory(output) as directory:

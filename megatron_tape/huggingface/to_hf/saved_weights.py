@@ -67,7 +67,7 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
 
 
 def _configured(run: Path) -> Path | None:
-    """Where a run that keeps its checkpoints elsewhere has them."""
+    """Return where a run keeps its checkpoints, as its configuration says."""
     import yaml
 
     if not (run / "config.yaml").is_file():
@@ -111,7 +111,7 @@ def open_weights(path: Path) -> SavedWeights:
                             files[-1][name] = file_path
                             shapes[-1][name] = file.get_slice(key).get_shape()
             except SafetensorError as error:
-                raise ValueError(f"{file_path} is no safetensors file: {error}") from error
+                raise ValueError(f"{file_path} is not a safetensors file: {error}") from error
     saved = SavedWeights(path, state, model, files)
     _check_shapes(saved, shapes)
     return saved
@@ -125,7 +125,7 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
             if name not in found:
                 raise ValueError(f"{where} is missing (tensor-parallel rank {rank})")
             if name not in expected:
-                raise ValueError(f"{where} is none of this model's")
+                raise ValueError(f"{where} is not one that this model has")
             shape = list(found[name])
             if cut := saved.state["sharded"].get(WRAPPED + name):
                 shape[cut["dim"]] *= len(shapes)
