@@ -234,20 +234,24 @@ def _width(config: RunConfig) -> int:
 def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state, buffers, the optimizer's step, and host memory."""
     settings, width, part = config.deepspeed, _width(config), -(-held // data_size)
-    stage, bucket = settings.zero_stage, settings.reduce_bucket_size * width
+    stage, numbers = settings.zero_stage, settings.reduce_bucket_size
     weights = width * (part if stage == 3 else held)
     if stage == 0:
         # The step's square roots of the second moments.
         return weights, 4 * held, 8 * held, 0, 4 * held, 0
-    gradients = width * held if stage == 1 else 4 * part
+    gradients = 4 * (held if stage == 1 else part)  # bf16 ones are added up in fp32
     # ZeRO copies the weights even if they are fp32 already.
     optimizer = 12 * part
-    # ZeRO 1 and 2 overlap filling one bucket with reducing the other.
-    buffers = bucket if stage == 3 else 2 * bucket
+    # What is reduced at once, and a copy in the precision that it is sent in. With `overlap_comm` ZeRO 1 and 2 fill one
+    # bucket while they reduce the other.
+    bucket_width, sent_width = (4 if stage == 1 else width), (2 if settings.communication_precision == "bf16" else 4)
+    buffers = bucket_width * numbers * (2 if settings.overlap_comm and stage < 3 else 1)
+    if sent_width != bucket_width:
+        buffers += sent_width * min(numbers, held)
     if stage == 3 and data_size > 1:
         buffers += width * min(held, LIVE_PARAMETERS)
     # An fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
-    step = (4 if stage == 2 and width == 2 else 8) * part + (bucket if stage == 3 else 0)
+    step = (4 if stage == 2 and width == 2 else 8) * part + (width * numbers if stage == 3 else 0)
     if not settings.offload_optimizer:
         return weights, gradients, optimizer, buffers, step, 0
     if stage == 3:

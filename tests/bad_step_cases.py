@@ -18,13 +18,13 @@ from megatron_tape.config.schema import (
 from megatron_tape.training.engine import Engine
 
 
-def engine(tp, stage, precision):
+def engine(tp, stage, precision, clip_grad=1.0, **zero):
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(lr=1e-2),
+        optimizer=OptimizerConfig(lr=1e-2, clip_grad=clip_grad),
         parallel=ParallelConfig(tensor_model_parallel_size=tp),
-        deepspeed=DeepSpeedConfig(zero_stage=stage),
+        deepspeed=DeepSpeedConfig(zero_stage=stage, **zero),
         train=TrainConfig(steps=10, micro_batch_size=1, global_batch_size=4 // tp, precision=precision),
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -64,6 +64,36 @@ def trial(tp, stage, what, precision="fp32"):
     return mine.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
 
 
+FINE = 2.0**-9
+"""Lost when it is added to 1 in bf16, whose next number is 1 + 2^-7."""
+GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weight": [[1, FINE], [0, 0]]}
+"""By parameter, the value of its gradient on each rank in each of two micro-batches."""
+
+
+def averaged(stage, **zero):
+    """Return what ZeRO makes of GRADIENTS, times 2: the sum over both ranks and micro-batches if nothing is lost."""
+    e = engine(1, stage, "bf16", clip_grad=0.0, **zero)
+    names = {f"gpt.decoder.layers.0.{name}": values[dist.get_rank()] for name, values in GRADIENTS.items()}
+    left = {name: list(values) for name, values in names.items()}
+    for name in names:
+        e.names[name].register_hook(lambda g, name=name: torch.full_like(g, left[name].pop(0)))
+    e.train_step(batches(e, 0), 1e-2)
+    state = weights(e)
+    return [(state[f"exp_avg/{name}"].double() * 10 * 2).flatten()[[0, -1]].tolist() for name in names]
+
+
+def overlapped(stage):
+    """Whether two steps with and without `overlap_comm` end in the same weights."""
+    states = []
+    for overlap in (False, True):
+        e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
+        for seed in (0, 1):
+            e.train_step(batches(e, seed), 1e-2)
+        assert e._engine.zero_overlap_comm() == overlap
+        states.append(weights(e))
+    return all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
 def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
     cases = {
@@ -73,4 +103,10 @@ def main(folder):
         for what in ("loss", "gradient")
         for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
     }
-    return {name: trial(*case) for name, case in cases.items()}
+    results = {name: trial(*case) for name, case in cases.items()}
+    for stage in (1, 2, 3):
+        results[f"averaged_zero{stage}"] = averaged(stage)
+        results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
+        results[f"overlapped_zero{stage}"] = overlapped(stage)
+    results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
+    return results

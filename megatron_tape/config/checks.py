@@ -96,9 +96,6 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
     _check_section("train", config.train, numbers.split(), ("seed",))
-    refuse(
-        config.train.seed >= 2**32, f"train.seed is {config.train.seed}; set it to a whole number from 0 to {2**32 - 1}"
-    )
     _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
     _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
     _check_section("data", config.data, (), ("num_workers",))
@@ -183,6 +180,10 @@ def _validate_optimizer(config: RunConfig) -> None:
         config.train.precision == "bf16" and stage == 0,
         "train.precision bf16 with deepspeed.zero_stage 0 keeps no fp32 copy of the weights; set zero_stage to 1, 2 "
         "or 3, or precision to fp32",
+    )
+    refuse(
+        config.train.precision == "fp32" and config.deepspeed.communication_precision == "bf16",
+        "deepspeed.communication_precision is bf16 and train.precision is fp32; change either",
     )
     refuse(
         config.model.attention_backend == "flash_attn" and config.train.precision == "fp32",

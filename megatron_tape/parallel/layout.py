@@ -161,9 +161,10 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module, group: dist.ProcessG
         return 0
 
     def total(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=group)
-        return gradient
+        # In fp32, as bf16 would round every partial sum.
+        whole = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        dist.all_reduce(whole, group=group)
+        return whole.to(gradient.dtype)
 
     flagged = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
     for parameter in flagged:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -43,14 +44,17 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
     zero = {
         "stage": stage,
         "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
-        "overlap_comm": torch.cuda.is_available() and stage > 0,
+        "overlap_comm": config.deepspeed.overlap_comm and stage > 0,
         "contiguous_gradients": True,
     }
+    if stage in (1, 2):
+        # Stage 2 would divide bf16 gradients by the number of ranks before it turns them to fp32. So it divides their
+        # sum, and sends as much: DeepSpeed 0.19.8 reduces by all-reduce either way.
+        zero["reduce_scatter"] = False
     if config.deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     micro = config.train.micro_batch_size
-    # DeepSpeed would add up micro-batches in bf16; asked for fp32 at stage 1 it switches to another optimizer class.
-    fp32_sums = config.train.precision == "bf16" and stage in (2, 3)
+    in_bf16 = config.train.precision == "bf16"
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * data_parallel_size),
@@ -59,8 +63,9 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": config.train.precision == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32" if fp32_sums else None},
+        "bf16": {"enabled": in_bf16},
+        "communication_data_type": config.deepspeed.communication_precision,
+        "data_types": {"grad_accum_dtype": "fp32" if in_bf16 and stage > 1 else None},  # see `_sum_in_fp32`
         "steps_per_print": None,
     }
 
@@ -89,6 +94,8 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        if self.zero_stage == 1 and config.train.precision == "bf16":
+            _sum_in_fp32(self._engine.optimizer)
         self.micro_batches = self._engine.gradient_accumulation_steps()
 
     def train_step(self, batches: Iterable[Batch], lr: float) -> StepResult:
@@ -206,6 +213,17 @@ class Engine:
         if self.zero_stage in (1, 2) and self.optimizer_steps:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:
+    """Let ZeRO 1 add up and average bf16 gradients in fp32.
+
+    Asked for that in its configuration, DeepSpeed 0.19.8 takes its `BF16_Optimizer`, which skips no step whose gradient
+    is not finite. This class can do it as well, and does where the optimizer is offloaded; it reads these fields at
+    every backward pass.
+    """
+    zero.gradient_accumulation_dtype = torch.float32
+    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
 class _torch_launcher_variables:

@@ -1,6 +1,7 @@
 """A loss or gradient that is not finite on one process costs all of them that step, and no weight."""
 
 import pytest
+from bad_step_cases import FINE
 from launch import run_group
 
 CASES = [
@@ -24,3 +25,20 @@ def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
     assert unchanged
     assert next_step_taken and next_step_moved and next_loss_finite
     assert updates == 2
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero2", "zero3", "zero1_offload"])
+def test_bf16_gradients_are_averaged_and_added_up_in_fp32(results, case):
+    for found in results[f"averaged_{case}"]:
+        assert found == pytest.approx([1 + FINE] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_asked_to_they_are_averaged_in_bf16(results, stage):
+    over_ranks, _ = results[f"averaged_zero{stage}_bf16"]
+    assert over_ranks == pytest.approx([1, 1], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overlapping_communication_changes_no_weight(results, stage):
+    assert results[f"overlapped_zero{stage}"]
