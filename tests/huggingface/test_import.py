@@ -332,9 +332,12 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
     refused("not a whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
     refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
+    refused("nested too deeply", lambda folder: (folder / "config.json").write_text("[" * 100_000))
+    refused("larger than", lambda folder: os.truncate(folder / "config.json", 65 << 20))
     refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
     refused("not an index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
+    refused("nested too deeply", lambda folder: (folder / index).write_text("[" * 100_000))
     refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
     refused("holds none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
     with pytest.raises(FileNotFoundError, match="hf download"):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,7 @@ PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_LARGEST_JSON = 64 << 20  # bytes; the index of a model with a hundred thousand tensors is smaller
 SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -85,7 +87,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
     try:
-        places = json.loads(first.read_text(encoding="utf-8"))["weight_map"]
+        places = _read_json(first)["weight_map"]
         files = sorted(set(places.values()))
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files in other directories")
@@ -138,10 +140,21 @@ def check_sizes(settings: dict, path: Path) -> None:
             raise ValueError(f"{key} is {settings.get(key)!r} in {path}, which has to be a whole number above 0")
 
 
+def _read_json(path: Path) -> Any:
+    with open(path, "rb") as file:
+        content = file.read(_LARGEST_JSON + 1)
+    if len(content) > _LARGEST_JSON:
+        raise ValueError(f"it is larger than {_LARGEST_JSON:,} bytes")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_settings(path: Path) -> dict:
     """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = _read_json(path)
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed") from None
     except ValueError as error:
