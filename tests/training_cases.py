@@ -3,20 +3,25 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
+from megatron_tape.model.weights import kind_of
+from megatron_tape.training import trainer
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 STEPS = 6
+RESUMED_STEPS = 4
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
 
 
-def assert_close(rows, expected):
+def assert_close(rows, expected, steps=STEPS):
     """Assert that a run's figures are another's."""
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
         for key in ("loss", "grad_norm", "validation_loss"):
             assert (key in row) == (key in other)
@@ -81,16 +86,48 @@ def packed(data):
     return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json")]
 
 
-def resumed_run(folder, name, *overrides, then=()):
-    """All steps at once, and again from the checkpoint at step 2, as if the run had ended before the next."""
-    whole = run(folder, name, *overrides, option("checkpoint.interval", 2))
-    for step in (4, 6):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(f"{folder}/{name}/checkpoints/step-{step:08d}")
-        dist.barrier()
-    continued = run(folder, name, *(then or overrides), option("checkpoint.interval", 2))
-    return {"whole": whole, "continued": continued}
+def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2):
+    """All steps at once, and again from the checkpoint at step `at`, as if the run had ended before the next.
+
+    Returns the rows of both, and the checksums of the tensors at their last step.
+    """
+    settings = [option("train.steps", steps), option("checkpoint.interval", interval)]
+    whole = run(folder, name, *overrides, *settings)
+    last = checksums(folder, name, steps)
+    dist.barrier()
+    for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
+        if dist.get_rank() == 0 and step > at:
+            shutil.rmtree(path)
+    dist.barrier()
+    continued = run(folder, name, *(then or overrides), *settings)
+    states = {"whole_state": last, "continued_state": checksums(folder, name, steps)}
+    return {"whole": whole, "continued": continued, **states}
+
+
+def checksums(folder, name, step):
+    """The manifest's, of the weights and moments of one checkpoint."""
+    files = read_manifest(f"{folder}/{name}/checkpoints/step-{step:08d}")["files"]
+    return {file: entry["sha256"] for file, entry in files.items() if file.startswith("tensors")}
+
+
+def frozen_runs(folder, prefix):
+    """Runs that train the positional encoding alone; their checkpoints hold everything, or only that."""
+    original = trainer.Trainer
+    trainer.Trainer = partial(original, trains=lambda name, parameter: kind_of(name) == "position")
+    shorter = {"steps": 3, "at": 2}
+    try:
+        results = {
+            f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
+            for stage in (0, 1, 2, 3)
+        }
+        # Begins at step 3 with the weights of another run, which a third layout saved.
+        begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
+        alone = [prefix, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
+        first = {"at": 3, "interval": 1}
+        results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
+    finally:
+        trainer.Trainer = original
+    return results
 
 
 def main(folder, data, what):
@@ -109,7 +146,7 @@ def main(folder, data, what):
     results["offload"] = resumed_run(folder, "offload", *offload)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
-    results["unsaved"] = run(folder, "unsaved", *bf16)
+    results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
-    return results
+    return results | frozen_runs(folder, prefix)

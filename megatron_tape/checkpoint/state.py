@@ -2,7 +2,10 @@
 
 A checkpoint holds `state.json`, one `tensors-tpTT-dpDDDDD.safetensors` per rank (fp32 weights and moments by parameter
 name, whole over the data-parallel ranks, cut over the tensor-parallel ones as `state.json` says) and the ranks' random
-states. It knows no ZeRO stage: a run may continue under another layout. `checkpoint_files` makes it whole or invisible.
+states. It knows no ZeRO stage: a run may continue under another layout. `directories` makes it whole or invisible.
+
+Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out, too, and
+`state.json` says which checkpoint has them.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as files
+from megatron_tape.checkpoint.frozen import find_source, source_record
 from megatron_tape.checkpoint.settings import check_same_model
 from megatron_tape.config.schema import RunConfig, config_dict
-from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt
+from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, refuse
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -54,6 +58,8 @@ class Checkpoint:
 
     path: Path
     state: dict
+    source: Checkpoint | None = None
+    """The checkpoint with the weights of the frozen parameters, where this one leaves them out."""
 
     @property
     def step(self) -> int:
@@ -71,7 +77,11 @@ class Checkpoint:
             handles = [safe_open(path, "pt") for path in sorted(self.path.glob(f"tensors-tp{rank:02d}-*"))]
             opened.append({key: handle for handle in handles for key in handle.keys()})
 
+        left_out = None if self.source is None else self.source.reader(parameters, layout)
+
         def read(key: str) -> Tensor:
+            if left_out is not None and key not in opened[0]:
+                return left_out(key)
             if size == layout.tensor_parallel_size:
                 return opened[layout.tensor_parallel_rank][key].get_tensor(key)
             parameter = parameters[key.partition("/")[2]]
@@ -81,21 +91,36 @@ class Checkpoint:
         return read
 
 
-def save_checkpoint(engine: Engine, config: RunConfig, step: int, progress: dict, attempt: Attempt) -> Path:
+def save_checkpoint(
+    engine: Engine,
+    config: RunConfig,
+    step: int,
+    progress: dict,
+    attempt: Attempt,
+    frozen_from: dict[str, str] | None = None,
+) -> Path:
     """Save the run after `step` steps; all ranks call it together. `progress` (JSON) comes back in `state`.
 
-    Returns the checkpoint's directory. Raises on every rank alike: StaleAttempt when `attempt` has lost the run,
-    CheckpointError when a rank could not write. The checkpoints before stay as they are, and nothing is left behind.
+    Frozen parameters are left out where `frozen_from` says what keeps them. Returns the checkpoint's directory. Raises
+    on every rank alike: StaleAttempt when `attempt` has lost the run, CheckpointError when a rank could not write. The
+    checkpoints before stay as they are, and nothing is left behind.
     """
     try:
-        return _save(engine, config, step, progress, attempt)
+        return _save(engine, config, step, progress, attempt, frozen_from)
     except CheckpointError:
         if engine.layout.rank == 0:
             shutil.rmtree(attempt.home / f"step-{step:08d}", ignore_errors=True)
         raise
 
 
-def _save(engine: Engine, config: RunConfig, step: int, progress: dict, attempt: Attempt) -> Path:
+def _save(
+    engine: Engine,
+    config: RunConfig,
+    step: int,
+    progress: dict,
+    attempt: Attempt,
+    frozen_from: dict[str, str] | None,
+) -> Path:
     layout = engine.layout
     root = Path(config.checkpoint.directory)
     outcome: dict = {}
@@ -106,7 +131,7 @@ def _save(engine: Engine, config: RunConfig, step: int, progress: dict, attempt:
     staging = attempt.home / f"step-{step:08d}"
 
     dp_rank, dp_size = layout.data_parallel_rank, layout.data_parallel_size
-    tensors = engine.training_state(lambda index: index % dp_size == dp_rank)
+    tensors = engine.training_state(lambda index: index % dp_size == dp_rank, frozen=frozen_from is None)
     names = [
         f"tensors-tp{layout.tensor_parallel_rank:02d}-dp{dp_rank:05d}.safetensors",
         f"random-{layout.rank:05d}.safetensors",
@@ -123,7 +148,7 @@ def _save(engine: Engine, config: RunConfig, step: int, progress: dict, attempt:
     with _agreement(layout, attempt) as agreement:
         if layout.rank == 0:
             written = {name: entry for part in entries for name, entry in part.items()}
-            files.write_json(staging / "state.json", _state(engine, config, step, progress))
+            files.write_json(staging / "state.json", _state(engine, config, step, progress, frozen_from))
             written["state.json"] = _entry(staging / "state.json")
             attempt.check_owner()
             files.publish(staging, root, step, written)
@@ -150,18 +175,18 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         return None
-    path, state = Path(found[0]), {}
+    checkpoint = None
     with _agreement(layout) as agreement:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        _check_ranks_files(path, state)
-        _check_settings(path, state["config"], config, warn=layout.rank == 0 and state["step"] > 0)
+        checkpoint = _open(Path(found[0]), deep=layout.rank == 0)
+        state = checkpoint.state
+        _check_settings(checkpoint.path, state["config"], config, warn=layout.rank == 0 and state["step"] > 0)
     agreement.check("cannot continue")
-    return Checkpoint(path, state)
+    return checkpoint
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Fill a freshly built model; call before the engine is built."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = dict(model.named_parameters())
     read = checkpoint.reader(parameters, layout)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -169,11 +194,58 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
 
 
 def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Fill a freshly built engine, whose model already has the weights, and the random number generators."""
-    engine.load_training_state(checkpoint.reader(engine.names, engine.layout), checkpoint.state["optimizer_steps"])
+    """Fill a freshly built engine, whose model already has the weights, and the random number generators.
+
+    Raises CheckpointError where a parameter is trained that was frozen in a checkpoint with moments of the others.
+    """
+    updates = checkpoint.state["optimizer_steps"]
+    without = [name for name in engine.trained if name in checkpoint.state.get("frozen", ())]
+    if updates and without:
+        raise CheckpointError(
+            f"{checkpoint.path} has no moments of {without[0]}, which was frozen there and is trained now; train what "
+            "it trained, or choose another checkpoint"
+        )
+    engine.load_training_state(checkpoint.reader(engine.trained, engine.layout), updates)
     path = checkpoint.path / f"random-{engine.layout.rank:05d}.safetensors"
     if path.is_file():
         _set_random_state(files.read_tensors(path), files.read_metadata(path))
+
+
+def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> dict[str, str] | None:
+    """Return what keeps the weights of the `frozen` parameters for a run that began with `checkpoint`.
+
+    None where the run's own checkpoints hold them. Raises ConfigError where `checkpoint.frozen` is false and nothing
+    else keeps them, CheckpointError where the run's checkpoints left out other ones so far.
+    """
+    if config.checkpoint.frozen or not frozen:
+        return None
+    own = checkpoint is not None and Path(config.checkpoint.directory).resolve() in checkpoint.path.resolve().parents
+    if own and checkpoint.state.get("frozen_from") is not None:
+        if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
+            raise CheckpointError(
+                f"checkpoint.frozen is false, and {checkpoint.path} was saved with other frozen parameters "
+                f"({min(changed)}); train what it trained, or set checkpoint.frozen to true"
+            )
+        return checkpoint.state["frozen_from"]
+    refuse(
+        own or checkpoint is None,
+        "checkpoint.frozen is false, but the run did not begin with a checkpoint outside checkpoint.directory "
+        f"{config.checkpoint.directory} that keeps the frozen weights; give one as checkpoint.resume, or set "
+        "checkpoint.frozen to true",
+    )
+    return source_record(checkpoint.path)
+
+
+def _open(path: Path, deep: bool) -> Checkpoint:
+    """Open a whole checkpoint, and the one with what it leaves out, of which `deep` reads every byte."""
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    _check_ranks_files(path, state)
+    source = find_source(path, state)
+    if source is None:
+        return Checkpoint(path, state)
+    if deep and (found := files.problems(source)):
+        raise CheckpointError(f"{source}, which has the frozen parameters of {path}, is not whole: {'; '.join(found)}")
+    return Checkpoint(path, state, _open(source, deep))
 
 
 def _choose(resume: str, directory: Path) -> str | None:
@@ -229,7 +301,7 @@ def _check_settings(path: Path, saved: dict, config: RunConfig, warn: bool) -> N
         )
 
 
-def _state(engine: Engine, config: RunConfig, step: int, progress: dict) -> dict:
+def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: dict[str, str] | None) -> dict:
     sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.names.items()
@@ -243,6 +315,8 @@ def _state(engine: Engine, config: RunConfig, step: int, progress: dict) -> dict
         "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
         "data_parallel_size": engine.layout.data_parallel_size,
         "sharded": sharded,
+        "frozen": [name for name in engine.names if name not in engine.trained],
+        "frozen_from": frozen_from,
         "config": config_dict(config),
     }
 

@@ -261,6 +261,9 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved. After a save that failed the next is due as usual."""
     keep: int = 2
     """Newest checkpoints that stay."""
+    frozen: bool = True
+    """Save frozen parameters, too; false saves the trained ones alone, and names the checkpoint that the run began with
+    (resume), which has to stay where it is, as the place of the others."""
     resume: str = "auto"
     """auto continues from the newest whole checkpoint if there is one; none starts afresh, in a directory without later
     ones; else the path of a checkpoint: one from elsewhere is where the run begins, and its own go before it."""

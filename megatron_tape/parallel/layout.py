@@ -166,7 +166,8 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module, group: dist.ProcessG
         dist.all_reduce(whole, group=group)
         return whole.to(gradient.dtype)
 
-    flagged = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    flagged = [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
     for parameter in flagged:
         parameter.register_hook(total)
     return len(flagged)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -80,7 +79,8 @@ class Engine:
         self.layout = layout
         self.zero_stage = config.deepspeed.zero_stage
         self.module = model.to(layout.device)
-        self.names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names = dict(model.named_parameters())
+        self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         if config.parallel.uses_sequence_parallel:
             sum_sequence_parallel_gradients(model, layout.groups.tp)
         self._adam = build_optimizer(
@@ -113,7 +113,7 @@ class Engine:
             # A loss that is not finite must spoil the gradient, or the step would be taken all the same.
             self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
             self._engine.step()
-        loss = self._mean(total / self.micro_batches)
+        loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self._engine.get_global_grad_norm()
         norm = float("nan") if norm is None else float(norm)
         skipped = not self._engine.was_step_applied()
@@ -125,7 +125,7 @@ class Engine:
         self._engine.eval()
         losses = [self._engine(**batch) for batch in batches]
         self._engine.train()
-        return self._mean(torch.stack(losses).mean())
+        return self.layout.tokens.average(torch.stack(losses).mean()).item()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -135,44 +135,50 @@ class Engine:
         self._engine.train()
         return logits
 
-    def _mean(self, value: Tensor) -> float:
-        value = value.detach().clone()
-        dist.all_reduce(value, group=self.layout.groups.dp)
-        return (value / self.layout.data_parallel_size).item()
-
     @property
     def optimizer_steps(self) -> int:
         """How many updates Adam has made; skipped steps do not count."""
         state = next(iter(self._adam.state.values()), {})
         return int(state.get("step", 0))
 
-    def training_state(self, wanted: Callable[[int], bool]) -> dict[str, Tensor]:
+    def training_state(self, wanted: Callable[[int], bool], frozen: bool = True) -> dict[str, Tensor]:
         """Return, on the CPU, this tensor-parallel rank's fp32 weights and Adam moments: `weight/NAME`, `exp_avg/NAME`.
 
-        Parameter i is kept where `wanted(i)`; all ranks take part in gathering each. Without an update yet there are
-        no moments.
+        Parameter i is kept where `wanted(i)`; all ranks take part in gathering each. Frozen parameters, whose weights
+        are as precise as training's arithmetic, have no moments and are left out unless `frozen`; without an update yet
+        no parameter has any.
         """
         state = {}
         self._show_moments()
         for index, (name, parameter) in enumerate(self.names.items()):
-            for key in ("weight", *(MOMENTS if self.optimizer_steps else ())):
+            if not frozen and name not in self.trained:
+                continue
+            for key in self.keys_of(name, self.optimizer_steps):
                 tensor = self._get(parameter, key)
                 if wanted(index):
                     state[f"{key}/{name}"] = tensor.detach().to("cpu", torch.float32).clone().contiguous()
         return state
 
+    def keys_of(self, name: str, optimizer_steps: int) -> tuple[str, ...]:
+        """Return what the state after so many updates holds of a parameter: `weight` and, if it is trained, moments."""
+        return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
+
     def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        """Take the state from `read(key)`, which returns this tensor-parallel rank's tensor of that key.
+        """Take the trained parameters' state from `read(key)`: this tensor-parallel rank's tensor of that key.
 
         The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
         """
         if optimizer_steps:
             self._make_moments(optimizer_steps)
-        for name, parameter in self.names.items():
-            for key in ("weight", *(MOMENTS if optimizer_steps else ())):
+        for name, parameter in self.trained.items():
+            for key in self.keys_of(name, optimizer_steps):
                 self._set(parameter, key, read(f"{key}/{name}"))
 
     def _get(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
+        if not parameter.requires_grad:
+            # ZeRO 3 partitions these, too, but keeps them out of its fp32 copies; others leave them whole.
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+                return parameter.detach().clone()
         if self.zero_stage == 0:
             return parameter if key == "weight" else self._adam.state[parameter][key]
         if key == "weight":
@@ -193,7 +199,7 @@ class Engine:
         """Create Adam's state, which torch makes at the first step only, and show it to ZeRO."""
         zero = self._engine.optimizer
         if self.zero_stage == 0:
-            tensors = list(self.names.values())
+            tensors = list(self.trained.values())
         elif self.zero_stage == 3:
             tensors = zero.fp32_partitioned_groups_flat
         else:

@@ -49,7 +49,9 @@ class ClippingAdamW(torch.optim.AdamW):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         replicated = self._group.rank() > 0
         counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not replicated]
-        squares = torch.stack([grad.float().norm().square() for grad in counted]).sum()
+        # A rank may count nothing where only replicated parameters are trained.
+        squares = [grad.float().norm().square() for grad in counted] or [parameters[0].grad.new_zeros(())]
+        squares = torch.stack(squares).sum()
         if self._group.size() > 1:
             dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()

@@ -26,7 +26,7 @@ def sample_text(
     generator = torch.Generator().manual_seed(0)
     for _ in range(length):
         seen = ids[-max_length:]
-        padding = -len(seen) % layout.tensor_parallel_size  # sequence parallelism cuts the sequence evenly
+        padding = -len(seen) % layout.tokens.sequence_shards
         tokens = torch.tensor([seen + [0] * padding], device=layout.device)
         logits = engine.logits(tokens)[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
         if torch.isfinite(logits).all():

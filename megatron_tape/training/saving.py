@@ -18,8 +18,17 @@ LAST_SAVE_WAIT = 30.0
 POLL_SECONDS = 1.0
 
 
-def save(engine: Engine, config: RunConfig, step: int, progress: dict, watch: Watch) -> bool:
-    """Save a checkpoint after `step` steps; return whether that succeeded. All ranks call it together.
+def save(
+    engine: Engine,
+    config: RunConfig,
+    step: int,
+    progress: dict,
+    watch: Watch,
+    frozen_from: dict[str, str] | None = None,
+) -> bool:
+    """Save a checkpoint after `step` steps (see `save_checkpoint`); return whether that succeeded.
+
+    All ranks call it together.
 
     Where a disk fails, the next checkpoint is due as usual; at the last step it is waited for, until `watch` is asked
     to stop.
@@ -30,7 +39,7 @@ def save(engine: Engine, config: RunConfig, step: int, progress: dict, watch: Wa
     for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):
         watch.progress("saving")
         try:
-            path = checkpoints.save_checkpoint(engine, config, step, progress, watch.attempt)
+            path = checkpoints.save_checkpoint(engine, config, step, progress, watch.attempt, frozen_from)
         except CheckpointError as error:
             if last and tries_left == 0:
                 raise

@@ -100,6 +100,8 @@ class Trainer:
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
         select_trained(self.model, self.trains, config.train.recompute != "none")
+        frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        self.frozen_from = checkpoints.source_of_frozen(self.checkpoint, frozen, config)
         if self.checkpoint is not None:
             checkpoints.load_weights(self.checkpoint, self.model, layout)
         self.engine = Engine(self.model, config, layout)
@@ -150,7 +152,7 @@ class Trainer:
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
-                saved = save(self.engine, config, step, self.progress, watch)
+                saved = save(self.engine, config, step, self.progress, watch, self.frozen_from)
                 stopping = layout.any_rank(watch.stop is not None)
             if stopping and not (last and saved):
                 return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"

@@ -3,7 +3,7 @@
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import LAYOUTS, assert_close
+from training_cases import LAYOUTS, RESUMED_STEPS, assert_close
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +15,20 @@ def without_speed(rows):
     return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in rows]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload", "workers"])
+FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload", "workers", *FROZEN])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
+    assert resumed[case]["continued_state"] == resumed[case]["whole_state"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_a_part_is_the_same_under_every_zero_stage(resumed, stage):
+    rows, expected = (resumed[case]["whole"] for case in (f"frozen_zero{stage}", "frozen_zero0"))
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
+    assert rows[-1]["position/update_norm/layer_00"] > 0
 
 
 def test_saving_changes_nothing(resumed):
@@ -25,4 +36,4 @@ def test_saving_changes_nothing(resumed):
 
 
 def test_a_run_continues_under_another_layout(resumed):
-    assert_close(resumed["another_layout"]["continued"], resumed["another_layout"]["whole"])
+    assert_close(resumed["another_layout"]["continued"], resumed["another_layout"]["whole"], RESUMED_STEPS)

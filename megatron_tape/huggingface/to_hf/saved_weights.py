@@ -1,5 +1,7 @@
 """Finds a checkpoint of this project, checks it, and reads its whole weights one parameter at a time."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.weights import WRAPPED, parameter_shapes, unshard
@@ -26,12 +29,16 @@ class SavedWeights:
     model: ModelConfig
     files: list[dict[str, Path]]
     """For each tensor-parallel rank, the file that holds a parameter."""
+    source: SavedWeights | None = None
+    """The checkpoint with the frozen parameters, where this one leaves them out."""
 
     def read(self, name: str) -> Tensor:
         """Return the whole fp32 parameter of Megatron's `name`.
 
         Files are opened for one parameter and closed again: pages of a file that stays open stay in memory.
         """
+        if self.source is not None and name not in self.files[0]:
+            return self.source.read(name)
         parts = []
         for files in self.files:
             with safe_open(files[name], "pt") as file:
@@ -112,7 +119,10 @@ def open_weights(path: Path) -> SavedWeights:
                             shapes[-1][name] = file.get_slice(key).get_shape()
             except SafetensorError as error:
                 raise ValueError(f"{file_path} is not a safetensors file: {error}") from error
-    saved = SavedWeights(path, state, model, files)
+    source = find_source(path, state)
+    if source is not None:
+        source = open_weights(find_checkpoint(source, lambda message: None))
+    saved = SavedWeights(path, state, model, files, source)
     _check_shapes(saved, shapes)
     return saved
 
@@ -120,7 +130,8 @@ def open_weights(path: Path) -> SavedWeights:
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
     expected = parameter_shapes(saved.model)
     for rank, found in enumerate(shapes):
-        for name in [*expected, *found]:
+        left_out = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
+        for name in [*(name for name in expected if name not in left_out), *found]:
             where = f"checkpoint {saved.path} is of another architecture than its settings say: parameter {name}"
             if name not in found:
                 raise ValueError(f"{where} is missing (tensor-parallel rank {rank})")

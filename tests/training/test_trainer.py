@@ -1,0 +1,154 @@
+"""What the Trainer trains, and what checkpoints hold of the rest; more layouts are in test_resuming.py."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from safetensors.torch import load_file
+from training_cases import RECIPE, option
+
+from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.model.weights import kind_of
+from megatron_tape.training import trainer
+from pretrain import train
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Train in folder `name` what `trains` selects, and return the exit status."""
+    data = write_all(tmp_path)
+
+    def start(name, *overrides, trains=trainer.everything, steps=2):
+        prefix, folder = option("data.prefix", f"{data}/a"), f"--logging.directory={tmp_path / name}"
+        settings = [f"--train.steps={steps}", "--train.eval_interval=null", "--schedule.warmup_steps=0"]
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "Trainer", partial(trainer.Trainer, trains=trains))
+            return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides])
+
+    start.folder = tmp_path
+    return start
+
+
+def only(*kinds):
+    return lambda name, parameter: kind_of(name) in kinds
+
+
+POSITION = only("position")
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(checkpoint):
+    (path,) = checkpoint.glob("tensors-*")
+    return load_file(path)
+
+
+def newest(folder):
+    return list_checkpoints(folder / "checkpoints")[0][1]
+
+
+def test_frozen_parameters_are_saved_and_stay_as_they_are(run):
+    assert run("begin", steps=1) == 0
+    begin = newest(run.folder / "begin")
+    resume = f"--checkpoint.resume={begin}"
+    assert run("part", resume, trains=only("position", "norms"), steps=3) == 0
+    before, after = tensors(begin), tensors(newest(run.folder / "part"))
+    names = [key.removeprefix("weight/") for key in before if key.startswith("weight/")]
+    for name in names:
+        trained = kind_of(name) in ("position", "norms")
+        assert torch.equal(before[f"weight/{name}"], after[f"weight/{name}"]) != trained
+        assert (f"exp_avg/{name}" in after) == (f"exp_avg_sq/{name}" in after) == trained
+    state = json.loads((newest(run.folder / "part") / "state.json").read_text())
+    assert set(state["frozen"]) == {name for name in names if kind_of(name) not in ("position", "norms")}
+
+
+@pytest.fixture
+def alone(run):
+    """A run from another's checkpoint that saves only the trained parameters; its second step is not done yet."""
+    assert run("begin", steps=1) == 0
+    run.begin, run.part = newest(run.folder / "begin"), run.folder / "part"
+
+    def go_on(*overrides, trains=POSITION, steps=3):
+        settings = [f"--checkpoint.resume={run.begin}", "--checkpoint.frozen=false", "--checkpoint.interval=1"]
+        return run("part", *settings, *overrides, trains=trains, steps=steps)
+
+    run.go_on = go_on
+    assert go_on(steps=2) == 0
+    return run
+
+
+def refused(capfd, status):
+    error = capfd.readouterr().err.splitlines()
+    assert status == 1 and not any(line.startswith("Traceback") for line in error)
+    (sentence,) = [line for line in error if line.startswith("error: ")]
+    return sentence
+
+
+def test_trained_parameters_alone_are_saved_and_an_export_joins_them_with_the_others(alone):
+    held = tensors(newest(alone.part))
+    assert held and all(kind_of(key.partition("/")[2]) == "position" for key in held)
+    assert alone.go_on() == 0
+    begin, joined = open_weights(alone.begin), open_weights(newest(alone.part))
+    own = tensors(newest(alone.part))
+    for name in begin.files[0]:
+        expected = own[f"weight/gpt.{name}"] if kind_of(name) == "position" else begin.read(name)
+        assert torch.equal(joined.read(name), expected)
+
+
+def test_the_checkpoint_with_the_frozen_parameters_has_to_stay(alone, capfd):
+    elsewhere = alone.folder / "elsewhere"
+    alone.begin.rename(elsewhere)
+    step = newest(alone.part)
+    assert f"the frozen ones are in {alone.begin}, which is gone" in refused(
+        capfd, alone.go_on("--checkpoint.resume=auto")
+    )
+    with pytest.raises(ValueError, match="which is gone; put it back"):
+        open_weights(step)
+    shutil.copytree(elsewhere, alone.begin)
+    manifest = alone.begin / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"bytes"', ' "bytes"'))
+    assert "which is another checkpoint now" in refused(capfd, alone.go_on())
+    shutil.copy(elsewhere / "manifest.json", manifest)
+    (damaged,) = alone.begin.glob("tensors-*")
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert f"{alone.begin}, which has the frozen parameters of" in refused(capfd, alone.go_on())
+    shutil.copy(elsewhere / damaged.name, damaged)
+    assert alone.go_on() == 0
+
+
+def test_what_was_left_out_of_checkpoints_cannot_be_trained_on(alone, capfd):
+    assert "was saved with other frozen parameters" in refused(capfd, alone.go_on(trains=only("position", "norms")))
+    everything = refused(capfd, alone.go_on("--checkpoint.frozen=true", trains=trainer.everything))
+    assert "has no moments of gpt.embedding.word_embeddings.weight" in everything
+
+
+def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, capfd):
+    sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION))
+    assert "give one as checkpoint.resume, or set checkpoint.frozen to true" in sentence
+    assert run("part", trains=POSITION, steps=1) == 0
+    assert "outside checkpoint.directory" in refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION))
+    assert run("all", "--checkpoint.frozen=false") == 0
+    assert "weight/gpt.embedding.word_embeddings.weight" in tensors(newest(run.folder / "all"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputed_layers_learn_over_a_frozen_embedding(run, precision):
+    settings = [f"--train.precision={precision}"]
+    assert run("kept", *settings, trains=POSITION, steps=3) == 0
+    assert run("again", *settings, "--train.recompute=full", trains=POSITION, steps=3) == 0
+    assert losses(run.folder / "again") == pytest.approx(losses(run.folder / "kept"), rel=1e-5)
+    held = tensors(newest(run.folder / "again"))
+    assert all(value.any() for key, value in held.items() if key.startswith("exp_avg/"))
+
+
+def test_training_nothing_is_refused(run):
+    with pytest.raises(ValueError, match="no parameter of the model is trained"):
+        run("nothing", trains=only())
