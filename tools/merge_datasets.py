@@ -11,7 +11,7 @@ import json
 
 from megatron_tape import command_line
 from megatron_tape.data import shards
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
         raise ValueError("--input needs --output-prefix; add it")
     if arguments.remove_shards or arguments.count is not None:
         raise ValueError("--remove-shards and --count belong to --shards; leave them out")
+    check_output_prefix("--output-prefix", arguments.output_prefix)
     merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
 
 

@@ -20,7 +20,7 @@ import os
 from megatron_tape import command_line
 from megatron_tape.data import shards
 from megatron_tape.data.documents import FORMATS, FilePart, Problems, find_inputs
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.tokenizer import load_tokenizer
 
@@ -32,6 +32,7 @@ def main() -> None:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
     if arguments.chunk_bytes < 1:
         raise ValueError(f"--chunk-bytes is {arguments.chunk_bytes}; give 1 or more")
+    check_output_prefix("--output-prefix", arguments.output_prefix)
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from megatron_tape import command_line
+
 FORMATS = """input formats, by the ending of the file's name:
   .jsonl .json   JSON lines: one object per line, its text under --text-key
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
-.jsonl, .json and .txt may be compressed: .gz or .zst follows."""
+.jsonl, .json and .txt may be compressed: .gz or .zst follows. A file named twice, also through a link, is read once."""
 
 _COMPRESSED_BLOCK = 1 << 16
 _SCANNED_BLOCK = 1 << 20
@@ -43,7 +45,7 @@ class FilePart:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, as near as can be told without reading."""
+        """Bytes on disk, as near as is known without reading."""
         return os.path.getsize(self.path) if self.stop is None else self.stop - self.start
 
 
@@ -88,8 +90,8 @@ class Problems:
         """Count the bad documents of a later chunk."""
         self.counts.update(other.counts)
         for reason, places in other.examples.items():
-            mine = self.examples.setdefault(reason, [])
-            mine.extend(places[: _EXAMPLES - len(mine)])
+            examples = self.examples.setdefault(reason, [])
+            examples.extend(places[: _EXAMPLES - len(examples)])
 
     def first(self) -> tuple[str, str] | None:
         """Return place and reason of the first bad document, or None."""
@@ -103,24 +105,29 @@ class Problems:
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each, once.
+    """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each.
 
-    Raises ValueError when a pattern matches no file or a file's format is unknown.
+    A file that is named again is left out, with a warning where it goes by another name. Raises ValueError when a
+    pattern matches no file or a file's format is unknown.
     """
-    files: dict[str, None] = {}
+    files: dict[tuple[int, int], str] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         matches = [match for match in matches if not os.path.isdir(match)]
         if not matches:
             advice = f"try '{pattern.rstrip('/')}/*.jsonl'" if os.path.isdir(pattern) else "check the path"
             raise ValueError(f"no file matches --input {pattern!r}; {advice}")
-        files.update(dict.fromkeys(matches))
-    for path in files:
+        for path in matches:
+            status = os.stat(path)
+            first = files.setdefault((status.st_dev, status.st_ino), path)
+            if path != first:
+                command_line.say(f"warning: {path} is the same file as {first}, so it is read once")
+    for path in files.values():
         if not _is_known(path):
             raise ValueError(
                 f"the format of {path} is unknown; name it .jsonl, .json, .txt (also .gz, .zst) or .parquet"
             )
-    return list(files)
+    return list(files.values())
 
 
 def is_cuttable(path: str) -> bool:
@@ -341,8 +348,10 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return "", "invalid UTF-8"
-    except (ValueError, RecursionError):
+    except ValueError:
         return "", "invalid JSON"
+    except RecursionError:
+        return "", "JSON nested too deeply"
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if text_key not in record:

@@ -41,6 +41,13 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+def check_output_prefix(option: str, prefix: str) -> None:
+    """Raise ValueError where files called `prefix` and an ending would be hidden, such as those of `directory/`."""
+    if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
+        fix = os.path.join(prefix, "NAME")
+        raise ValueError(f"{option} is {prefix!r}, a directory; give it a name for the dataset, such as {fix}")
+
+
 def origin_path(prefix: str | Path) -> Path:
     """Return the path of the file that says what the dataset was made from."""
     return Path(f"{prefix}.origin")
@@ -233,25 +240,44 @@ class IndexedDatasetReader:
 
     def document_lengths(self) -> np.ndarray:
         """Return the number of tokens of every document (int64)."""
-        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[self.document_indices]
-        return np.diff(ends)
+        lengths = np.empty(len(self), np.int64)
+        for start in range(0, len(lengths), _BLOCK):
+            indices = self.document_indices[start : start + _BLOCK + 1]
+            ends = np.cumsum(self.lengths[indices[0] : indices[-1]], dtype=np.int64)
+            lengths[start : start + _BLOCK] = np.diff(np.concatenate([[0], ends])[indices - indices[0]])
+        return lengths
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
-        """Yield a sentence for everything that is wrong; with `vocab_size`, ids outside the vocabulary too."""
-        if len(self.lengths) and self.lengths.min() < 0:
-            yield f"sequence {int(np.argmin(self.lengths))} has a negative length"
-            return
-        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
-        if sizes.sum() != self.bin_size:
-            yield f"{self.bin_path} has {self.bin_size} bytes where the index counts {sizes.sum()}"
-        wrong = np.flatnonzero(self.pointers != np.cumsum(sizes) - sizes)
-        if len(wrong):
-            yield f"the pointer of sequence {wrong[0]} is {self.pointers[wrong[0]]}, not where its predecessor ends"
-        indices = self.document_indices
-        if not len(indices) or indices[0] != 0 or indices[-1] != len(self.lengths) or (np.diff(indices) < 0).any():
+        """Yield a sentence for everything that is wrong; with `vocab_size`, ids outside the vocabulary too.
+
+        Takes bounded memory, however many documents there are.
+        """
+        offset, misplaced = 0, None
+        for start in range(0, len(self.lengths), _BLOCK):
+            lengths, pointers = self.lengths[start : start + _BLOCK], self.pointers[start : start + _BLOCK]
+            if lengths.min() < 0:
+                yield f"sequence {start + int(np.argmax(lengths < 0))} has a negative length"
+                return
+            sizes = lengths.astype(np.int64) * self.dtype.itemsize
+            if misplaced is None and offset <= self.bin_size:
+                wrong = np.flatnonzero(pointers != np.cumsum(sizes) - sizes + offset)
+                misplaced = start + int(wrong[0]) if len(wrong) else None
+            offset += int(sizes.sum())
+        if offset != self.bin_size:
+            yield f"{self.bin_path} has {self.bin_size} bytes where the index counts {offset}"
+        if misplaced is not None:
+            yield f"the pointer of sequence {misplaced} is {self.pointers[misplaced]}, not where its predecessor ends"
+        if not self._document_indices_rise():
             yield f"the document indices do not rise from 0 to the {len(self.lengths)} sequences"
         if vocab_size is not None:
             yield from self._unknown_ids(vocab_size)
+
+    def _document_indices_rise(self) -> bool:
+        indices = self.document_indices
+        if not len(indices) or indices[0] != 0 or indices[-1] != len(self.lengths):
+            return False
+        blocks = (indices[start : start + _BLOCK + 1] for start in range(0, len(indices), _BLOCK))
+        return all((block[1:] >= block[:-1]).all() for block in blocks)
 
     def _unknown_ids(self, vocab_size: int) -> Iterator[str]:
         for start in range(0, len(self.tokens), 16 * _BLOCK):

@@ -70,7 +70,7 @@ def check_inputs(config: RunConfig) -> None:
         existing = next((path for path in parts if path.exists()), None)
         refuse(
             existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
-            f"{name} is {directory}, but {existing} is no directory that can be written; choose another",
+            f"{name} is {directory}, but {existing} is not a directory that can be written; choose another",
         )
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):

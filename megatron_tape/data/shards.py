@@ -104,11 +104,14 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
     """Return the origin of a dataset, or None if it has none; raises ValueError when it cannot be read."""
     path = origin_path(prefix)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        origin = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(origin, dict) or not isinstance(origin.get("inputs", {}), dict):
+            raise ValueError("it does not hold the settings of a dataset")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); remove the dataset {prefix} and make it again") from error
+    return origin
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
@@ -136,7 +139,7 @@ def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
         here, there = wanted[key], found.get(key)
         if here == there:
             continue
-        if key != "inputs" or not isinstance(there, dict):
+        if key != "inputs" or there is None:
             return "with another tokenizer" if key == "tokenizer" else f"{key} {there!r} instead of {here!r}"
         for path in (*here, *there):
             if path not in there:

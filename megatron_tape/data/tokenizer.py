@@ -44,7 +44,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     In a directory `tokenizer.json` is preferred; the names of its special tokens come from `tokenizer_config.json` or
     `special_tokens_map.json` beside it, otherwise common names are tried. Raises FileNotFoundError when there is
-    nothing at `path` and ValueError when it is no tokenizer.
+    nothing at `path` and ValueError when it is not a tokenizer.
     """
     path = Path(path)
     if not path.exists():
@@ -125,7 +125,7 @@ def _named_token(path: Path, key: str) -> str | None:
         return None
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get(key)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a JSON object ({error}); save the tokenizer again or remove the file"
         ) from error

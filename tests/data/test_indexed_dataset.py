@@ -102,3 +102,49 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
     assert finishing < 12e6
     assert (tmp_path / "data.idx").stat().st_size > 39e6
     assert list(IndexedDatasetReader(tmp_path / "data").problems()) == []
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", 1000)
+
+
+def test_checking_an_index_takes_memory_for_a_block_of_it(tmp_path, small_blocks):
+    lengths = np.arange(200_000, dtype=np.int32) % 3
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        writer.add(bytes(2 * int(lengths.sum())), lengths)
+        writer.finish()
+    reader = IndexedDatasetReader(tmp_path / "data")
+    tracemalloc.start()
+    assert list(reader.problems()) == []
+    checking = tracemalloc.get_traced_memory()[1]
+    found = reader.document_lengths()
+    counting = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # One int64 for every document takes 1.6 MB.
+    assert checking < 0.2e6 and counting < 1.8e6
+    assert (found == lengths).all()
+
+
+@pytest.mark.parametrize(
+    "part, index, value, problem",
+    [
+        ("lengths", 2500, -1, "sequence 2500 has a negative length"),
+        ("lengths", 2999, 7, "bytes where the index counts"),
+        ("pointers", 1000, 3, "the pointer of sequence 1000 is 3, not where its predecessor ends"),
+        ("pointers", 2999, -8, "the pointer of sequence 2999 is -8"),
+        ("document_indices", 1000, 2000, "the document indices do not rise from 0 to the 3000 sequences"),
+        ("document_indices", 999, 1001, "the document indices do not rise"),
+        ("document_indices", 0, 1, "the document indices do not rise"),
+        ("document_indices", 3000, 2999, "the document indices do not rise"),
+    ],
+)
+def test_damage_is_found_in_every_block_of_an_index(tmp_path, small_blocks, part, index, value, problem):
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        writer.add(bytes(2 * 3000), np.ones(3000, np.int32))
+        writer.finish()
+    reader = IndexedDatasetReader(tmp_path / "data")
+    array = np.array(getattr(reader, part))
+    array[index] = value
+    setattr(reader, part, array)
+    assert problem in next(reader.problems())

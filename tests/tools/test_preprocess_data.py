@@ -91,10 +91,15 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
     assert read_pair(tmp_path / "out") == expected
 
 
-def test_inputs_are_read_in_the_order_given_and_once(preprocess, tmp_path):
+def test_inputs_are_read_in_the_order_given_and_once_whatever_they_are_called(preprocess, tmp_path):
     for name in "cab":
         write_lines(tmp_path / f"{name}.jsonl", [name])
-    preprocess(tmp_path / "c.jsonl", tmp_path / "*.jsonl", prefix="patterns")
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    other = f"{tmp_path}/./c.jsonl"
+    report = preprocess(tmp_path / "c.jsonl", tmp_path / "*.jsonl", other, prefix="patterns").stderr
+    for again, first in ((other, "c"), (f"{tmp_path}/link.jsonl", "a")):
+        assert f"warning: {again} is the same file as {tmp_path}/{first}.jsonl, so it is read once" in report
+    assert report.count("warning") == 2
     write_lines(tmp_path / "order.jsonl", ["c", "a", "b"])
     preprocess(tmp_path / "order.jsonl", prefix="order")
     assert read_pair(tmp_path / "patterns") == read_pair(tmp_path / "order")
@@ -102,6 +107,7 @@ def test_inputs_are_read_in_the_order_given_and_once(preprocess, tmp_path):
 
 BAD_LINES = {
     "invalid JSON": b'{"text": "a',
+    "JSON nested too deeply": b"[" * 100_000,
     "not a JSON object": b'["text"]',
     "no key 'text'": b'{"body": "a"}',
     "the value of 'text' is not a string": b'{"text": 1}',
@@ -131,7 +137,7 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     for number, reason in enumerate(BAD_LINES):
         if reason != "empty line":
             assert f"skipped 1: {reason} ({tmp_path}/bad.jsonl:{2 * number + 2})" in report
-    places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (16, 17, 18))
+    places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (18, 19, 20))
     assert f"skipped 5: empty line ({places}, ...)" in report
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
@@ -188,6 +194,9 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, run_tool, corp
         "is not a SentencePiece model": lambda: preprocess(corpus, options=["--tokenizer", corpus], code=1),
         "does not exist; give": lambda: preprocess(corpus, options=["--tokenizer", "none.model"], code=1),
         "a.csv": lambda: preprocess(corpus, prefix="a.csv/out", code=1),
+        "a directory; give it a name for the dataset, such as folder/NAME": lambda: preprocess(
+            corpus, options=["--output-prefix", "folder/"], code=1
+        ),
     }.items():
         lines = run().stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]

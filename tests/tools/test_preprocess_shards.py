@@ -13,7 +13,7 @@ from tool_runs import read_pair, write_lines
 from megatron_tape.data import documents
 from megatron_tape.data.documents import FilePart, parse_chunk, read_chunks
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
-from megatron_tape.data.shards import Shard
+from megatron_tape.data.shards import Shard, read_origin
 
 
 @pytest.fixture
@@ -247,6 +247,10 @@ def test_merge_names_what_is_wrong_with_shards(preprocess, merge, two_shards, tm
     shard.write_bytes(tokens[:-2])
     assert f"{tmp_path}/out.shard-00001-of-00002 is not whole" in merge("--count", 2, code=1).stderr
     shard.write_bytes(tokens)
+    for damaged in ("[1]", '{"inputs": 3}', "[" * 100_000, "\0"):
+        shard.with_suffix(".origin").write_text(damaged)
+        with pytest.raises(ValueError, match="out.shard-00001-of-00002.origin is damaged"):
+            read_origin(str(shard.with_suffix("")))
     shard.with_suffix(".origin").unlink()
     assert "has no .origin" in merge("--count", 2, code=1).stderr
     assert "out.idx" not in names(tmp_path) and names(tmp_path, "out.bin") == []
@@ -262,6 +266,7 @@ def test_user_errors_are_one_sentence(preprocess, run_tool, two_shards, tmp_path
     for message, options in {
         "leave out --output-prefix": ["--shards", tmp_path / "out", "--output-prefix", tmp_path / "other"],
         "needs --output-prefix": ["--input", tmp_path / "out"],
+        "a directory; give it a name": ["--input", tmp_path / "out", "--output-prefix", f"{tmp_path}/"],
         "belong to --shards": ["--input", tmp_path / "out", "--output-prefix", tmp_path / "b", "--remove-shards"],
     }.items():
         assert message in run_tool("merge_datasets", *options, code=1).stderr
