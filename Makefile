@@ -14,13 +14,18 @@ PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
 demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
 
-# Two files at a time; the jobs of tests/slurm spend much of their time waiting, so there more at once.
+# Two files at a time; the jobs of tests/slurm spend much of their time waiting, so more of them at once. Both halves
+# run and are reported, whatever becomes of the first; Ctrl-C ends both.
 test: $(STAMP) $(PLAIN_STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest tests/slurm -n 3
+	@trap 'exit 130' INT; \
+	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder; others=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 3; slurm=$$?; \
+	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
+	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
+	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
 
 lint: $(STAMP)

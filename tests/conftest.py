@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,10 @@ else:
 
     if not torch.cuda.is_available():
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
+
+# In the background of a script pytest inherits that SIGINT is ignored, and would hand that on to what the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 

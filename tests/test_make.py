@@ -1,0 +1,60 @@
+"""`make test`: what it runs, and what it makes of the outcomes, with programs in place of Python that only end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def make_test(tmp_path):
+    def run(*arguments, slurm=0, others=0):
+        script = (
+            f'#!/bin/sh\necho "ran $*"\ncase "$*" in *--ignore=tests/slurm*) exit {others};; *) exit {slurm};; esac\n'
+        )
+        (tmp_path / "python").write_text(script)
+        (tmp_path / "python").chmod(0o755)
+        (tmp_path / "stamp").touch()
+        stamps = [f"{name}={tmp_path}/stamp" for name in ("STAMP", "PLAIN_STAMP")]
+        command = ["make", "-s", "test", f"BIN={tmp_path}", *stamps, *arguments]
+        # These tests are run by make themselves, which hands its own variables on.
+        own = ("TESTS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
+        environment = {name: value for name, value in os.environ.items() if name not in own}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize("others, slurm", [(0, 0), (1, 0), (0, 2), (1, 5)])
+def test_both_halves_run_and_are_reported_together(make_test, others, slurm):
+    done = make_test(others=others, slurm=slurm)
+    first, second, summary = done.stdout.splitlines()
+    assert first.startswith("ran -m pytest --ignore=tests/slurm") and second.startswith("ran -m pytest tests/slurm")
+    results = [f"failed (pytest's exit status {status})" if status else "passed" for status in (slurm, others)]
+    assert summary == f"make test: tests/slurm {results[0]}; all other tests {results[1]}"
+    assert (done.returncode == 0) == (others == slurm == 0)
+
+
+def test_chosen_tests_are_one_command(make_test):
+    assert make_test("TESTS=tests/slurm -m 'not slow'").stdout == "ran -m pytest tests/slurm -m not slow\n"
+    assert make_test("TESTS=tests/config", slurm=1).returncode != 0
+
+
+def test_programs_that_tests_start_can_be_interrupted_even_where_pytest_cannot():
+    """As under nohup, or in the background of a script, where SIGINT is ignored."""
+    program = "import conftest, subprocess\nprint(subprocess.run(['sh', '-c', 'kill -INT $$; echo lives']).returncode)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{-signal.SIGINT}\n"
