@@ -1,4 +1,5 @@
-"""What a run needs, from its configuration alone: parameters, memory per GPU, FLOPs, tokens, disk. Imports no torch.
+"""What a model and a run cost, by arithmetic from the configuration alone: parameters, memory per GPU, FLOPs, tokens,
+disk. Imports no torch.
 
 Memory is what stays (weights, gradients, optimizer state, as DeepSpeed 0.19.8's ZeRO stages hold them) and what one
 micro-batch adds. The CUDA context, NCCL's buffers and fragmentation come on top: about 6 %. Attention is taken to keep
@@ -7,8 +8,11 @@ backends are counted as torch's; the fused kernels keep less.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION
+from megatron_tape.position import MicroBatch, Parameter, encoding_of
 
 # DeepSpeed's default of stage3_max_live_parameters.
 LIVE_PARAMETERS = 1_000_000_000
@@ -95,9 +99,9 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     built = held * _width(config) - (weights + gradients + optimizer)
     checkpoint = 12 * tensor_size * held
     tokens_per_step = train.global_batch_size * model.seq_length
-    flops_per_step = model.flops_per_token() * tokens_per_step
+    flops_per_step = flops_per_token(model) * tokens_per_step
     return Estimate(
-        parameters=model.parameter_count(),
+        parameters=parameter_count(model),
         parameters_per_rank=held,
         weights=weights,
         gradients=gradients,
@@ -116,14 +120,43 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     )
 
 
+def parameter_count(model: ModelConfig) -> int:
+    """Count the trainable numbers of the whole model."""
+    hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    attention = (hidden + model.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
+    attention += 2 * dim * model.qk_norm
+    layer = attention + 3 * hidden * model.ffn_hidden_size + 2 * hidden
+    embeddings = model.vocab_size * hidden * (1 if model.tie_embeddings else 2)
+    position = sum(prod(parameter.shape) for parameter in _position_parameters(model))
+    return embeddings + model.num_layers * layer + position + hidden
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Count the matmul FLOPs of forward and backward for one token of a full sequence.
+
+    Two per multiply-add, the backward pass twice the forward one, `S / 2` keys per query (causal mean), and what the
+    positional encoding adds.
+    """
+    hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    scores = heads * dim * model.seq_length // 2
+    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+    layer = projections + 2 * scores + 3 * hidden * model.ffn_hidden_size
+    encoding = encoding_of(model)
+    position = sum(encoding.multiply_adds(layer) for layer in range(model.num_layers))
+    return 3 * 2 * (model.num_layers * layer + position + hidden * model.vocab_size)
+
+
 def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Count one tensor-parallel rank's numbers: matrices are divided, norms and TAPE's matrices are replicated."""
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
-    mixing = heads * groups if model.token_mixing == "full" else heads
-    update = mixing + model.position_mlp_width * (hidden + 2 * groups)
-    norms = 2 * hidden + 2 * model.head_dim * model.qk_norm
-    replicated = model.num_layers * norms + hidden + model.num_position_updates * update
-    return replicated + (model.parameter_count() - replicated) // tensor_size
+    """Count one tensor-parallel rank's numbers: norms, and what an encoding does not cut, are not divided."""
+    norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
+    position = sum(prod(p.shape) for p in _position_parameters(model) if p.head_axis is None)
+    replicated = model.num_layers * norms + model.hidden_size + position
+    return replicated + (parameter_count(model) - replicated) // tensor_size
+
+
+def _position_parameters(model: ModelConfig) -> list[Parameter]:
+    encoding = encoding_of(model)
+    return [parameter for layer in range(model.num_layers) for parameter in encoding.parameters(layer).values()]
 
 
 def activations(
@@ -145,24 +178,30 @@ def activations(
     width = 4 if precision == "fp32" else 2
     tokens = model.seq_length * micro_batch_size
     local = tokens // tensor_size if sequence_parallel else tokens
-    state = model.query_groups * model.head_dim
-    tape = model.num_position_updates > 0
+    encoding, batch = encoding_of(model), MicroBatch(tokens, local, width, tensor_size)
     norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
 
-    def layer(first: bool, last: bool) -> int:
-        moves, averages = tape and not first, tape and not last
+    # A state that no layer has rewritten yet needs no gradient.
+    first_update = next((i for i in range(model.num_layers) if encoding.updates(i)), model.num_layers)
+
+    def layer(index: int) -> int:
+        moves = index > first_update and ROTATION in encoding.needs
+        averages = AVERAGE in encoding.needs and encoding.updates(index)
         attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
         mlp = tokens * 5 * model.ffn_hidden_size // tensor_size * width
-        update = _update(model, local, tensor_size) * width if averages else 0
-        return 2 * norm + attention + mlp + update
+        return 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
 
-    layers = [layer(i == 0, i == model.num_layers - 1) for i in range(model.num_layers)]
-    inputs = 0 if model.position_encoding == "nope" else model.seq_length * model.head_dim * width
-    inputs += tokens * 8 + (model.seq_length * tokens if masked else 0)
+    layers = [layer(i) for i in range(model.num_layers)]
+    inputs = tokens * 8 + model.seq_length * encoding.state_size(0) * width
+    # The mask of packs is made once for all layers.
+    inputs += tokens * model.seq_length * width if masked and not _tiled(model) else 0
     recomputed = 0
     if recompute == "full":
         recomputed = max(layers)
-        layers = [local * width * (model.hidden_size + (state if tape and i > 0 else 0)) for i in range(len(layers))]
+        layers = [
+            local * (model.hidden_size * width + (encoding.state_bytes(i, width) if i > first_update else 0))
+            for i in range(len(layers))
+        ]
     logits = tokens * model.vocab_size // tensor_size
     softmax = 4 * logits + 9 * tokens
     # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
@@ -172,6 +211,11 @@ def activations(
         logits=softmax,
         working=max(2 * logits if width == 2 else 0, backward - softmax),
     )
+
+
+def _tiled(model: ModelConfig) -> bool:
+    """Tell whether attention needs no mask, as with a bias or gates, which are computed tile by tile."""
+    return bool({BIAS, GATE} & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
 
 
 def _attention(
@@ -200,31 +244,22 @@ def _attention(
     if model.qk_norm:
         read = fused_norms or width == 4
         normed = heads + groups if moves else 0
-    if model.position_encoding == "nope" and not model.qk_norm:
+    if ROTATION not in encoding_of(model).needs and not model.qk_norm:
         queries, keys = copied, 0
     else:
         queries, keys = heads + (copied if read else 0), groups
     values = groups if moves else 0
-    if masked and grouped:
+    if masked and grouped and not _tiled(model):
         # Keys and values are repeated for every head; the projection's output stays where something is cut out of it.
         keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
         projected = projected if read or not queries else 0
     calls = 2 if averages else 1
     numbers = projected + queries + keys + values + normed + calls * heads
-    mask = calls * tokens * model.seq_length * width if masked else 0
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
         norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
-    return tokens * (numbers * dim * width + calls * 4 * heads + norms) + mask
-
-
-def _update(model: ModelConfig, local: int, tensor_size: int) -> int:
-    """Count numbers kept by one position update over `local` tokens, averaged state aside."""
-    groups, inner = model.query_groups, model.position_mlp_width
-    received = model.num_attention_heads * model.head_dim if tensor_size > 1 else 0
-    per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
-    return local * per_token + inner * groups * groups
+    return tokens * (numbers * dim * width + calls * 4 * heads + norms)
 
 
 def _width(config: RunConfig) -> int:

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
@@ -80,6 +81,9 @@ def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")  # that Transformer Engine and Apex, unused here, are absent
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed calls
+    # Nodes that share a home directory would compile into the same files.
+    node = Path.home() / ".triton" / "cache-of-node" / os.uname().nodename
+    os.environ.setdefault("TRITON_CACHE_DIR", str(node))
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its collectives only so
     logger.info("loading torch, megatron-core and deepspeed")

@@ -40,7 +40,7 @@ def build(
     layout = initialize_distributed(tp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
-    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups, device)
+    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups, device, seed)
     if randomize:
         randomize_tape(built)
     return built.to(device), layout

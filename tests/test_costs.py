@@ -12,7 +12,7 @@ from launch import run_group
 from models import build, random_tokens, small_model
 
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.costs import activations, estimate, parameters_per_rank
+from megatron_tape.costs import activations, estimate, flops_per_token, parameter_count, parameters_per_rank
 from megatron_tape.model.weights import shard
 from pretrain import estimate as command
 
@@ -78,7 +78,7 @@ def on_cpu(model, *arguments, **settings):
 def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
     model = small_model(**SHAPES[shape], attention_backend="torch")
     parameters = list(build(model)[0].parameters())
-    assert parameters_per_rank(model, 1) == model.parameter_count() == sum(p.numel() for p in parameters)
+    assert parameters_per_rank(model, 1) == parameter_count(model) == sum(p.numel() for p in parameters)
     if model.query_groups % 2 == 0:
         assert parameters_per_rank(model, 2) == sum(shard(p, p, 0, 2).numel() for p in parameters)
 
@@ -123,7 +123,7 @@ def main(folder):
 
 
 def test_two_tensor_parallel_processes_hold_and_save_what_is_estimated():
-    for (parameters, count), (encoding, recompute, sequence_parallel) in zip(run_group("test_estimate", 2), TWO):
+    for (parameters, count), (encoding, recompute, sequence_parallel) in zip(run_group("test_costs", 2), TWO):
         model = middle_model(encoding)
         settings = dict(tensor_size=2, sequence_parallel=sequence_parallel)
         assert parameters == parameters_per_rank(model, 2)
@@ -185,7 +185,7 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     found = estimate(config, 4)
     assert found.tokens_per_step == 512 * 1024
     assert found.tokens == 10_000 * 512 * 1024
-    assert found.flops_per_step == config.model.flops_per_token() * 512 * 1024
+    assert found.flops_per_step == flops_per_token(config.model) * 512 * 1024
     assert found.flops_per_gpu == found.flops_per_step // 4
     assert found.checkpoint_bytes == 12 * found.parameters
     assert found.checkpoints_bytes == 3 * found.checkpoint_bytes

@@ -15,7 +15,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     now = dataclasses.asdict(config.model)
     # A checkpoint from before a setting existed is of a model with its default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
-    free = {"seq_length": None, "attention_backend": None}
+    free = {"seq_length": None, "attention_backend": None, "position_state_precision": None}
     differences = model_differences({**defaults, **saved, **free}, {**now, **free})
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(

@@ -32,7 +32,7 @@ from megatron_tape.checkpoint.frozen import find_source, source_record
 from megatron_tape.checkpoint.settings import check_same_model
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, refuse
-from megatron_tape.model.weights import shard, unshard
+from megatron_tape.model.weights import current_name, shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -72,10 +72,14 @@ class Checkpoint:
         Under the tensor-parallel size that saved it a share is read as it is; under another it is cut from the whole.
         """
         size = self.state["tensor_model_parallel_size"]
-        opened: list[dict[str, safe_open]] = []
+        opened: list[dict[str, tuple[safe_open, str]]] = []
         for rank in range(size):
             handles = [safe_open(path, "pt") for path in sorted(self.path.glob(f"tensors-tp{rank:02d}-*"))]
-            opened.append({key: handle for handle in handles for key in handle.keys()})
+            opened.append({current_name(key): (handle, key) for handle in handles for key in handle.keys()})
+
+        def whole_or_share(rank: int, key: str) -> Tensor:
+            handle, stored = opened[rank][key]
+            return handle.get_tensor(stored)
 
         left_out = None if self.source is None else self.source.reader(parameters, layout)
 
@@ -83,9 +87,9 @@ class Checkpoint:
             if left_out is not None and key not in opened[0]:
                 return left_out(key)
             if size == layout.tensor_parallel_size:
-                return opened[layout.tensor_parallel_rank][key].get_tensor(key)
+                return whole_or_share(layout.tensor_parallel_rank, key)
             parameter = parameters[key.partition("/")[2]]
-            whole = unshard([handles[key].get_tensor(key) for handles in opened], parameter)
+            whole = unshard([whole_or_share(rank, key) for rank in range(size)], parameter)
             return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
         return read

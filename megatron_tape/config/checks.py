@@ -9,6 +9,8 @@ from megatron_tape.config.evaluations import EVALUATIONS
 from megatron_tape.config.schema import PARAMETER_KINDS, ModelConfig, RunConfig, blend, is_positive, split_shares
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import lacks
+from megatron_tape.position import encoding_of
 
 LARGEST = {
     "model.num_layers": 10_000,
@@ -48,6 +50,7 @@ def validate_model(model: ModelConfig) -> None:
     rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length"
     positive = (*sizes.split(), *numbers.split(), *(f"rope_{name}" for name in rope.split()))
     _check_section("model", model, positive)
+    encoding = encoding_of(model)
     heads, groups = model.num_attention_heads, model.query_groups
     refuse(
         model.kv_channels is None and model.hidden_size % heads != 0,
@@ -68,20 +71,18 @@ def validate_model(model: ModelConfig) -> None:
         f"model.num_attention_heads {heads} is not divisible by model.num_query_groups {groups}; change either",
     )
     refuse(
-        model.token_mixing == "per_head" and groups != heads,
-        f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
-        f"{heads}; use token_mixing full",
-    )
-    refuse(
-        model.rope_low_freq_factor >= model.rope_high_freq_factor,
-        f"model.rope_low_freq_factor {model.rope_low_freq_factor} is not below model.rope_high_freq_factor "
-        f"{model.rope_high_freq_factor}; change either",
-    )
-    refuse(
         (model.unpadded_vocab_size or 0) > model.vocab_size,
         f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which has "
         "its rows and the padding's; raise vocab_size",
     )
+    if model.attention_backend != "auto":
+        why = lacks(model.attention_backend, encoding.needs)
+        refuse(
+            why is not None,
+            f"model.attention_backend is {model.attention_backend}, which {why}, as model.position_encoding "
+            f"{model.position_encoding} needs; choose another, or auto",
+        )
+    encoding.check()
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -129,9 +130,9 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         f"parallel.sequence_parallel is true with {tensor_key}, so there is nothing to shard; set it to null",
     )
     refuse(
-        tensor_size > 1 and model.position_encoding == "tape" and not config.parallel.uses_sequence_parallel,
-        f"model.position_encoding tape with {tensor_key} needs parallel.sequence_parallel, since its position update "
-        "runs where tokens are sharded; set that to true or null",
+        tensor_size > 1 and not config.parallel.uses_sequence_parallel and encoding_of(model).needs_sharded_tokens,
+        f"model.position_encoding {model.position_encoding} with {tensor_key} needs parallel.sequence_parallel, since "
+        "its parameters work where tokens are sharded; set that to true or null",
     )
     refuse(
         tensor_size > 1 and model.qk_norm and not config.parallel.uses_sequence_parallel,

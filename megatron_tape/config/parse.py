@@ -14,6 +14,7 @@ from megatron_tape.config.checks import validate
 from megatron_tape.config.recipes import Given, parse_value, read_recipe
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.config.values import accept, describe, shown
+from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.errors import ConfigError, refuse
 
 
@@ -29,7 +30,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
-        print(f"# {config.model.parameter_count():,} parameters, {config.model.flops_per_token():,} FLOPs per token")
+        print(f"# {parameter_count(config.model):,} parameters, {flops_per_token(config.model):,} FLOPs per token")
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.ops.backends import BACKENDS
+from megatron_tape.position import setting_classes
 
-POSITION_ENCODINGS = ("tape", "rope", "nope")
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position")
-ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "naive")
+ATTENTION_BACKENDS = ("auto", *BACKENDS)
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """The shape of the model; saved with every checkpoint."""
+class ModelConfig(*setting_classes()):
+    """The shape of the model; saved with every checkpoint. Each positional encoding adds its own settings."""
 
-    position_encoding: Literal[POSITION_ENCODINGS] = "tape"
-    """How attention learns where tokens are."""
+    position_encoding: str = "tape"
+    """How attention learns where tokens are: tape, rope or nope."""
     num_layers: int
     """Transformer layers."""
     hidden_size: int
@@ -46,24 +47,6 @@ class ModelConfig:
     """Rows of the embedding: the tokenizer's pieces, rounded up as tensor parallelism needs."""
     unpadded_vocab_size: int | None = None
     """Rows that stand for tokens, which an export keeps; null means as many as the tokenizer has ids."""
-    position_mlp_size: int | None = None
-    """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
-    gate_input: Literal["mlp", "attention"] = "mlp"
-    """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
-    token_mixing: Literal["full", "per_head"] = "full"
-    """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling_type: Literal["linear", "llama3"] = "linear"
-    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) those of slow frequencies alone."""
-    rope_scaling_factor: float = 1.0
-    """What positions are divided by; 2 stretches a trained context twofold."""
-    rope_low_freq_factor: float = 1.0
-    """llama3: frequencies that turn less often than this in rope_original_seq_length tokens are scaled in full."""
-    rope_high_freq_factor: float = 4.0
-    """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
-    rope_original_seq_length: int = 8192
-    """llama3: tokens of the context before it was stretched."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
     """What computes attention: triton (our kernels for GPUs, of the position update, too), tiled (plain torch, made for
     CPUs), torch (its SDPA), flash_attn or naive."""
@@ -83,42 +66,6 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Key/value groups (G)."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
-
-    @property
-    def position_mlp_width(self) -> int:
-        """Inner width of TAPE's position MLP (P)."""
-        return 4 * self.num_attention_heads if self.position_mlp_size is None else self.position_mlp_size
-
-    @property
-    def num_position_updates(self) -> int:
-        """Layers that rewrite the position state: under TAPE all but the last, whose update nothing would read."""
-        return self.num_layers - 1 if self.position_encoding == "tape" else 0
-
-    def parameter_count(self) -> int:
-        """Count the trainable numbers of the whole model."""
-        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
-        attention = (hidden + self.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
-        attention += 2 * dim * self.qk_norm
-        layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
-        mixing = heads * groups if self.token_mixing == "full" else heads
-        update = mixing + self.position_mlp_width * (hidden + 2 * groups)
-        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.num_position_updates * update + hidden
-
-    def flops_per_token(self) -> int:
-        """Matmul FLOPs of forward and backward for one token of a full sequence.
-
-        Two per multiply-add, the backward pass twice the forward one, `S / 2` keys per query (causal mean). TAPE
-        counts its widened value and the collapsed position MLP (form `M`, apply `M`) in every layer but the last.
-        """
-        hidden, heads, groups, dim = self.hidden_size, self.num_attention_heads, self.query_groups, self.head_dim
-        inner, scores = self.position_mlp_width, heads * dim * self.seq_length // 2
-        projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
-        layer = projections + 2 * scores + 3 * hidden * self.ffn_hidden_size
-        mixing = (heads * groups if self.token_mixing == "full" else heads) * dim
-        update = scores + mixing + inner * hidden + groups * groups * (inner + dim)
-        forward = self.num_layers * layer + self.num_position_updates * update + hidden * self.vocab_size
-        return 3 * 2 * forward
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,11 @@ from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.backend import chosen_backend
+from megatron_tape.model.layers import LayerPosition
 from megatron_tape.model.specs import block_spec
-from megatron_tape.ops.attention import choose_backend, document_bounds
+from megatron_tape.ops.packing import Packing
+from megatron_tape.parallel.tokens import TokenLayout
 from megatron_tape.position import ENCODINGS
 
 
@@ -63,7 +66,7 @@ class LanguageModel(torch.nn.Module):
     """A decoder that returns logits, or the mean next-token loss where labels are given.
 
     Weights are drawn whole from torch's CPU generator on every rank and cut: seed it alike on all ranks and the
-    parallel layout does not change them.
+    parallel layout does not change them. Those of the positional encoding are drawn by `seed`.
     """
 
     def __init__(
@@ -72,18 +75,17 @@ class LanguageModel(torch.nn.Module):
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
+        seed: int = 1234,
     ):
         super().__init__()
-        averages_state = model.num_position_updates > 0
-        self.attention_backend = choose_backend(
-            model.attention_backend, torch.device(device), config.params_dtype, model.head_dim, averages_state
-        )
+        self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device))
         """What computes attention on `device`, where the model has to be moved."""
+        self.tokens = TokenLayout(groups.tp, groups.dp, config.sequence_parallel)
         fused = self.attention_backend == "triton"
-        self.encoding = ENCODINGS[model.position_encoding](model, config, groups, fused)
+        self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
+            transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend, seed),
             vocab_size=model.vocab_size,
             max_sequence_length=model.seq_length,
             share_embeddings_and_output_weights=model.tie_embeddings,
@@ -103,8 +105,7 @@ class LanguageModel(torch.nn.Module):
         """Return logits (B, S, V) for token ids (B, S), or the scalar mean loss over `loss_mask` given `labels`.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within theirs. `positions` (S,) default
-        to 0, 1, ...; a shift of all of them changes nothing. S must be divisible by the tensor-parallel size under
-        sequence parallelism.
+        to 0, 1, ...; a shift of all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -112,22 +113,19 @@ class LanguageModel(torch.nn.Module):
             self.gpt,
             tokens,
             None,
-            None if documents is None else document_bounds(documents),
+            None,
+            packed_seq_params=None if documents is None else Packing.of(documents),
             extra_block_kwargs={"context": self.encoding.initial_state(positions[:, None], self.dtype)},
         )
         if labels is None:
             return forward(runtime_gather_output=True)
-        losses = forward(labels=labels).float()
-        if loss_mask is None:
-            return losses.mean()
-        return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+        return self.tokens.mean_loss(forward(labels=labels), loss_mask)
 
     def record_position_norms(self, record: bool) -> None:
-        """Switch on or off that every position update keeps the norms of its next forward pass."""
-        for update in self.position_updates():
-            update.record_norms = record
+        """Switch on or off that every layer that rewrites the position state keeps the norms of its next forward."""
+        for position in self.position_updates():
+            position.record_norms = record
 
-    def position_updates(self) -> list[torch.nn.Module]:
-        """Return the position updates, first layer first; empty for encodings without one."""
-        layers = self.gpt.decoder.layers
-        return [layer.position_update for layer in layers if layer.position_update is not None]
+    def position_updates(self) -> list[LayerPosition]:
+        """Return what rewrites the position state, first layer first; empty for encodings that do not."""
+        return [layer.position for layer in self.gpt.decoder.layers if layer.position.updates]

@@ -3,13 +3,16 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_tape.model.weights import initial_parameters
 from megatron_tape.ops.attention import attention
-from megatron_tape.position import PositionEncoding
+from megatron_tape.ops.packing import Packing
+from megatron_tape.position import PositionEncoding, Positions
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,40 +37,79 @@ class CoreAttention(torch.nn.Module):
         self.backend = backend
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: Tensor | None,
-        average_state: bool,
-        document_bounds: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, packing: Packing | None
     ) -> tuple[Tensor, Tensor | None]:
         """See `megatron_tape.ops.attention.attention`."""
-        return attention(query, key, value, state, average_state, document_bounds, self.backend)
+        return attention(query, key, value, packing=packing, backend=self.backend, **vars(positions))
 
 
 class PositionSelfAttention(SelfAttention):
-    """Megatron's self-attention (its projections, tensor-parallel as they are) with a position state."""
+    """Megatron's self-attention (its projections, tensor-parallel as they are) with what an encoding gives it."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        encoding: PositionEncoding,
-        position_state: Tensor | None,
-        average_state: bool,
+        self, hidden_states: Tensor, positions: Positions, packing: Packing | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attend from hidden states (S, B, C), or (S/tp, B, C) under sequence parallelism.
+        """Attend from normalised hidden states (S, B, C), or (s, B, C) under sequence parallelism.
 
-        `attention_mask` holds the bounds of packed documents (2, B, S), see `ops.attention.document_bounds`.
         Returns the projected output, its bias (None), and the position state averaged with the attention map,
-        (S, B, local heads, D), or None unless `average_state`.
+        (S, B, h, D), if it is.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        state = encoding.state_for_attention(position_state)
-        output, averaged = self.core_attention(query, key, value, state, average_state, attention_mask)
+        output, averaged = self.core_attention(query, key, value, positions, packing)
         output, bias = self.linear_proj(output.flatten(2))
         return output, bias, averaged
+
+
+class LayerPosition(torch.nn.Module):
+    """One layer's part of a positional encoding: its parameters, and norms of what it does to the state.
+
+    The parameters are drawn whole from a stream of their own, by `seed` and layer, and cut: neither the layout nor the
+    encoding changes the other weights of a model.
+    """
+
+    def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig, seed: int):
+        super().__init__()
+        self.encoding = encoding
+        self.layer = layer
+        for name, drawn in initial_parameters(encoding, layer, seed).items():
+            declared = encoding.parameters(layer)[name]
+            if declared.head_axis is not None:
+                drawn = encoding.tokens.local_heads(drawn, declared.head_axis)
+            weight = torch.nn.Parameter(drawn.to(config.params_dtype).contiguous())
+            weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
+            if declared.head_axis is not None:
+                set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
+            if declared.decay is not None:
+                weight.decay = declared.decay
+            self.register_parameter(name, weight)
+        self.record_norms = False
+        self.norms: Tensor | None = None
+        """When `record_norms` is set, (3, G): sums of |z''|^2 and of |z'' - z|^2 over the local tokens, and how many
+        complex numbers that is, for each group."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether this layer rewrites the state."""
+        return self.encoding.updates(self.layer)
+
+    def positions(self, state: Tensor | None, hidden_states: Tensor) -> Positions:
+        """Return what attention gets."""
+        return self.encoding.positions(self.layer, self._parameters, state, hidden_states)
+
+    def forward(
+        self, state: Tensor | None, averaged: Tensor | None, attention_output: Tensor, mlp_output: Tensor
+    ) -> Tensor | None:
+        """Return the next layer's state."""
+        if not self.updates:
+            return state
+        new = self.encoding.next_state(self.layer, self._parameters, state, averaged, attention_output, mlp_output)
+        if self.record_norms:
+            with torch.no_grad():
+                after, before = new.float(), state.float()
+                squares = [x.square().sum((0, 1, 3)) for x in (after, after - before)]
+                count = squares[0].new_full(squares[0].shape, after.numel() / 2 / after.shape[2])
+                self.norms = torch.stack([*squares, count])
+        return new
 
 
 class PositionTransformerLayer(TransformerLayer):
@@ -78,34 +120,33 @@ class PositionTransformerLayer(TransformerLayer):
         config: TransformerConfig,
         submodules,
         encoding: PositionEncoding,
-        gate_input: str = "mlp",
+        seed: int,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
-        self.encoding = encoding
-        self.gate_input = gate_input
-        self.position_update = encoding.build_update(self.layer_number)
+        self.position = LayerPosition(encoding, self.layer_number - 1, config, seed)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **_
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        context: Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+        **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states (S, B, C) and the position state (`context`) to the next layer's."""
-        update = self.position_update
-        attention_output, bias, averaged = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask,
-            self.encoding,
-            context,
-            average_state=update is not None,
-        )
+        """Map hidden states (S, B, C) and the position state (`context`) to the next layer's.
+
+        The documents of a pack come as Megatron's `packed_seq_params`, which reaches every layer as it is.
+        """
+        normed = self.input_layernorm(hidden_states)
+        positions = self.position.positions(context, normed)
+        attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)
         hidden_states = self._add(self.self_attn_bda, attention_output, bias, hidden_states)
         mlp_output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = self._add(self.mlp_bda, mlp_output, bias, hidden_states)
-        if update is not None:
-            context = update(context, averaged, mlp_output if self.gate_input == "mlp" else attention_output)
-        return hidden_states, context
+        return hidden_states, self.position(context, averaged, attention_output, mlp_output)
 
     def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.position import PositionEncoding, encoding_of
 
 WRAPPED = "gpt."
 """What `LanguageModel` and checkpoints put before the name of a `GPTModel` parameter."""
+POSITION = "position."
+"""What comes before the name of a positional encoding's parameter in a layer, here and in Hugging Face's names."""
 _PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -24,10 +27,6 @@ _PLAIN = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "position_update.token_mixing": "position.token_mixing",
-    "position_update.x_proj": "position.x_proj",
-    "position_update.up_proj": "position.up_proj",
-    "position_update.down_proj": "position.down_proj",
 }
 
 _FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
@@ -54,7 +53,7 @@ def kind_of(name: str) -> str:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    P, V = model.position_mlp_width, model.vocab_size
+    encoding = encoding_of(model)
     bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
     norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
     layer = {
@@ -67,34 +66,32 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
         "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
     }
-    update = {
-        "position_update.token_mixing": (G, H) if model.token_mixing == "full" else (H,),
-        "position_update.x_proj": (P, C),
-        "position_update.up_proj": (P, G),
-        "position_update.down_proj": (G, P),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (V, C)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.vocab_size, C)}
     for index in range(model.num_layers):
-        parts = layer | (update if index < model.num_position_updates else {})
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in parts.items()}
+        own = {f"{POSITION}{name}": declared.shape for name, declared in encoding.parameters(index).items()}
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | own).items()}
     shapes["decoder.final_layernorm.weight"] = (C,)
-    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (V, C)}
+    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (model.vocab_size, C)}
 
 
-def initial_update(model: ModelConfig, layer_number: int, seed: int) -> dict[str, Tensor]:
-    """Draw the position update of layer `layer_number` (from 1): whole float32 tensors by `TapeUpdate`'s names.
+def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dict[str, Tensor]:
+    """Draw the encoding's parameters of layer `layer`, from 0: whole float32 tensors by name.
 
-    `token_mixing` and `down_proj` are zero, so that the model starts as RoPE. The stream is its own: the other weights
-    are those of a RoPE model with the same seed.
+    The stream is its own: the other weights of a model with the same seed are the same under every encoding.
     """
-    generator = torch.Generator().manual_seed((seed + 7919 * layer_number) % 2**63)
-    heads, groups, width = model.num_attention_heads, model.query_groups, model.position_mlp_width
-    return {
-        "token_mixing": torch.zeros((groups, heads) if model.token_mixing == "full" else (heads,)),
-        "x_proj": torch.empty(width, model.hidden_size).normal_(0.0, model.init_std, generator=generator),
-        "up_proj": torch.empty(width, groups).normal_(0.0, groups**-0.5, generator=generator),
-        "down_proj": torch.zeros(groups, width),
-    }
+    generator = torch.Generator().manual_seed((seed + 7919 * (layer + 1)) % 2**63)
+    drawn = {}
+    for name, declared in encoding.parameters(layer).items():
+        if declared.std:
+            drawn[name] = torch.empty(declared.shape).normal_(0.0, declared.std, generator=generator)
+        else:
+            drawn[name] = torch.tensor(declared.value, dtype=torch.float32).expand(declared.shape).clone()
+    return drawn
+
+
+def current_name(stored: str) -> str:
+    """Return the name of a parameter that a checkpoint may hold by an older one."""
+    return stored.replace(".position_update.", f".{POSITION}")
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
@@ -105,10 +102,10 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
-    tensor = weights[prefix + _PLAIN[rest]]
-    if rest == "position_update.token_mixing" and model.token_mixing == "per_head":
+    tensor = weights[prefix + _PLAIN.get(rest, rest)]
+    if rest == f"{POSITION}token_mixing" and model.token_mixing == "per_head":
         if torch.count_nonzero(tensor - tensor.diag().diag()):
-            raise ValueError(f"{prefix + _PLAIN[rest]} mixes heads; it needs model.token_mixing: full")
+            raise ValueError(f"{prefix + rest} mixes heads; it needs model.token_mixing: full")
         return tensor.diag()
     return tensor
 
@@ -132,9 +129,9 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {f"{prefix}self_attn.{p}_proj.{match[1]}": part.flatten(0, 1) for p, part in zip("qkv", parts)}
     if rest == "mlp.linear_fc1.weight":
         return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
-    if rest == "position_update.token_mixing" and tensor.dim() == 1:
+    if rest == f"{POSITION}token_mixing" and tensor.dim() == 1:
         tensor = tensor.diag()
-    return {prefix + _PLAIN[rest]: tensor}
+    return {prefix + _PLAIN.get(rest, rest): tensor}
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:

@@ -2,46 +2,29 @@
 
 Queries and keys are rotated by the state z, and where it is asked for the map averages z beside the value: p @ [v | z].
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension. Megatron keeps the sequence first. The plain form to compare with is `model.reference.attend`;
-`naive` is that form.
+head dimension. Megatron keeps the sequence first. The plain form to compare with is `backends/naive.py`.
 """
 
+import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.model import reference
-from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, lacks
+from megatron_tape.ops.bias import Bias, gates_as_bias
+from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.packing import Packing
 
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
 """Widths that the fused kernels are tested with."""
-
-
-def document_bounds(documents_BT: Tensor) -> Tensor:
-    """Return, int32 (2, B, T), where each token's document starts and where the next one does.
-
-    `documents_BT` numbers the documents of each pack in ascending order. Padding before a sequence is a document, too:
-    an attention mask of zeros and then ones will do. Raises ValueError for another order; it is looked at on CPUs only.
-    """
-    documents_BT = documents_BT.contiguous().long()
-    if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
-        raise ValueError("documents must be numbered in ascending order; padding comes before a sequence, not after it")
-    starts = torch.searchsorted(documents_BT, documents_BT)
-    return torch.stack([starts, torch.searchsorted(documents_BT, documents_BT, right=True)]).int()
-
-
-def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True where a query may see a key: none later, of the same document."""
-    keys = torch.arange(T, device=device)
-    mask = (keys <= keys[T - S :, None])[None, None]
-    return mask if bounds_2BT is None else mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
+_MODULES = {"triton": "triton", "tiled": "tiled", "torch": "sdpa", "flash_attn": "flash", "naive": "naive"}
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def attention(
@@ -50,19 +33,27 @@ def attention(
     v_TBGD: Tensor,
     z_TBGD: Tensor | None,
     average_state: bool = False,
-    bounds_2BT: Tensor | None = None,
+    packing: Packing | None = None,
     backend: str = "torch",
     rotate: bool = True,
+    bias: Bias | None = None,
+    log_gate_TBH: Tensor | None = None,
+    rescore: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by z, if there is one, and average v and, if asked for, z with softmax(q k^T / sqrt(D)).
+    """Rotate q and k by z, if there is one, and average v and, if asked for, z with softmax(q k^T / sqrt(D) + ...).
 
-    z has v's type in all backends but triton, and may have one sequence or one group for all. `bounds_2BT` (see
-    `document_bounds`) keeps packed documents from seeing each other. Returns o (S, B, H, D) and u, as large and of z's
-    type, or None. `backend` is one of `BACKENDS`; `choose_backend` turns auto into one.
+    z has v's type in all backends but triton, and may have one sequence or one group for all. `packing` keeps packed
+    documents from seeing each other. Returns o (S, B, H, D) and u, as large and of z's type, or None. `backend` is one
+    of `BACKENDS`; `choose_backend` turns auto into one.
+
+    Scores may be changed: `bias` is added to them, `log_gate_TBH` are logarithms of forget gates, and `rescore(scores,
+    q, k, seen)` returns new ones (B, H, S, T) from whole rows of scores, rotated q (B, H, S, D) and k (B, H, T, D), and
+    which keys each query sees (B or 1, 1, S, T).
 
     With a cache (T > S, one query at a time for instance) each token is rotated once, when it comes: q by its own
     state and the new key before it joins the cache (`ops.rotation.rotate_groups`), and here `rotate` is False.
-    Raises ValueError for shapes or types that do not fit, a cache to be rotated, or no state to average.
+    Raises ValueError for shapes or types that do not fit, a cache to be rotated, no state to average, or what the
+    backend cannot do.
     """
     if backend not in BACKENDS:
         raise ValueError(
@@ -76,14 +67,28 @@ def attention(
         and not (backend == "triton" and z_TBGD.dtype == torch.float32)
     ):
         raise ValueError(f"states of type {z_TBGD.dtype} do not go with values of type {v_TBGD.dtype} in {backend}")
-    _check_shapes(q_SBHD, k_TBGD, v_TBGD, z_TBGD, bounds_2BT)
+    _check_shapes(q_SBHD, k_TBGD, v_TBGD, z_TBGD, None if packing is None else packing.bounds_2BT)
     S, T = q_SBHD.shape[0], k_TBGD.shape[0]
     if S < T and rotate and z_TBGD is not None:
         raise ValueError(
             f"{S} queries have {T} keys: those of a cache were rotated when they came; rotate the new ones with "
             "ops.rotation.rotate_groups, and pass rotate=False"
         )
-    return BACKENDS[backend](q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, bounds_2BT, rotate)
+    needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state, BIAS: bias is not None}
+    needs |= {GATE: log_gate_TBH is not None, SCORES: rescore is not None}
+    if why := lacks(backend, {need for need, wanted in needs.items() if wanted}):
+        raise ValueError(f"backend is {backend}, which {why}")
+    if log_gate_TBH is not None:
+        if log_gate_TBH.shape != (T, *q_SBHD.shape[1:3]):
+            raise ValueError(f"gates {tuple(log_gate_TBH.shape)} are not one for each of {T} keys and query head")
+        bias = gates_as_bias(log_gate_TBH, bias)
+    if backend == "triton" and not q_SBHD.is_cuda:
+        if why := unsupported("triton", q_SBHD.device, q_SBHD.dtype, q_SBHD.shape[-1]):
+            raise ValueError(f"backend is triton, which {why}")
+    module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
+    inputs = AttentionInputs(q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, packing, rotate, bias, rescore)
+    o, *u = module.attend(inputs)
+    return o, u[0] if u else None
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Tensor | None) -> None:
@@ -112,109 +117,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Ten
         raise ValueError(f"queries, keys and values are of types {q.dtype}, {k.dtype} and {v.dtype}, not of one")
 
 
-def _rotated(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tensor, Tensor]:
-    return (rotate_groups(q, z), rotate_groups(k, z)) if rotate and z is not None else (q, k)
-
-
-def _values(v: Tensor, z: Tensor | None, average_state: bool) -> tuple[Tensor, ...]:
-    return (v, z.expand_as(v)) if average_state else (v,)
-
-
-def naive_attention(q, k, v, z, average_state, bounds, rotate):
-    """Attend with explicit scores, S x S of them for each head."""
-    q, k = _rotated(q, k, z, rotate)
-    values = _values(v, z, average_state)
-    documents = None if bounds is None else bounds[0]
-    averages = reference.attend(*(x.transpose(0, 1) for x in (q, k, torch.cat(values, dim=-1))), documents)
-    o, *u = averages.transpose(0, 1).split(v.shape[-1], dim=-1)
-    return o, u[0] if u else None
-
-
-def torch_attention(q, k, v, z, average_state, bounds, rotate):
-    """Call torch's SDPA once for each value: it leaves its fast path when a value is wider than the key.
-
-    That is 2x RoPE's attention instead of the 1.5x that one pass over a widened value takes.
-    """
-    q, k = _rotated(q, k, z, rotate)
-    values = _values(v, z, average_state)
-    S, T = q.shape[0], k.shape[0]
-    # One query sees all keys; as many queries as keys are the case that SDPA knows itself.
-    mask = None if bounds is None and S in (1, T) else causal_mask(S, T, bounds, q.device)
-    heads_per_group = q.shape[2] // k.shape[2]
-    if mask is not None and heads_per_group > 1:
-        # SDPA's kernels that take a mask know no groups; its fallback would hold all S x S scores.
-        k, *values = (x.repeat_interleave(heads_per_group, dim=2) for x in (k, *values))
-    q, k = (x.permute(1, 2, 0, 3) for x in (q, k))
-    o, *u = (
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None and S > 1,
-            enable_gqa=q.shape[1] != k.shape[1],
-        ).permute(2, 0, 1, 3)
-        for value in values
-    )
-    return o, u[0] if u else None
-
-
-def tiled_attention(q, k, v, z, average_state, bounds, rotate):
-    """Average both values in one pass over small tiles of scores, in plain torch."""
-    from megatron_tape.ops.tiled_attention import tiled_attention
-
-    q, k = _rotated(q, k, z, rotate)
-    G = k.shape[2]
-    q, k, *values = (x.permute(1, 2, 0, 3) for x in (q, k, *_values(v, z, average_state)))
-    averages = tiled_attention(q.unflatten(1, (G, -1)), k, tuple(values), None if bounds is None else bounds[0])
-    o, *u = (x.flatten(1, 2).permute(2, 0, 1, 3) for x in averages)
-    return o, u[0] if u else None
-
-
-def triton_attention(q, k, v, z, average_state, bounds, rotate):
-    """Average both values in one pass, in kernels of our own."""
-    if not q.is_cuda and (why := unsupported("triton", q.device, q.dtype, q.shape[-1])):
-        raise ValueError(f"backend is triton, which {why}")
-    from megatron_tape.ops.triton_attention import attention
-
-    starts, ends = (None, None) if bounds is None else bounds
-    return attention(q, k, v, z, average_state, starts, ends, rotate)
-
-
-def flash_attention(q, k, v, z, average_state, bounds, rotate):
-    """Call flash-attn once for each value, as its kernels want a value as wide as the key."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    q, k = _rotated(q, k, z, rotate)
-    (S, B), T = q.shape[:2], k.shape[0]
-    q, k, *values = (x.transpose(0, 1) for x in (q, k, *_values(v, z, average_state)))
-    if bounds is None:
-        o, *u = (flash_attn_func(q, k, value, causal=True) for value in values)
-    else:
-        first = torch.arange(T, device=q.device) == bounds[0]
-        k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
-        # Documents that end before the first query have no queries.
-        q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
-        q_longest, k_longest = (int(x.diff().max()) for x in (q_ends, k_ends))
-        q, k, ends = q.flatten(0, 1), k.flatten(0, 1), (q_ends.int(), k_ends.int())
-        o, *u = (
-            flash_attn_varlen_func(q, k, value.flatten(0, 1), *ends, q_longest, k_longest, causal=True).unflatten(
-                0, (B, S)
-            )
-            for value in values
-        )  # fmt: skip
-    return o.transpose(0, 1), u[0].transpose(0, 1) if u else None
-
-
-BACKENDS: dict[str, Callable] = {
-    "triton": triton_attention,
-    "tiled": tiled_attention,
-    "torch": torch_attention,
-    "flash_attn": flash_attention,
-    "naive": naive_attention,
-}
-
-
 def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Say in half a sentence why `backend` cannot run, or return None if it can."""
     if backend not in ("triton", "flash_attn"):
@@ -227,7 +129,7 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         return f"computes {str(dtype).removeprefix('torch.')} wrong where it is interpreted; interpret it in fp32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
-    types = (torch.bfloat16, torch.float16, *((torch.float32,) if backend == "triton" else ()))
+    types = [_TYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in types:
         names = " or ".join(str(kind).removeprefix("torch.") for kind in types)
         return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
@@ -254,25 +156,37 @@ def _interpreted() -> bool:
 
 
 def _interpreted_wrong(dtype: torch.dtype) -> bool:
-    """Tell what Triton's interpreter (3.6, 3.7) gets wrong: it cuts numbers off, and multiplies their bits."""
+    """Tell whether Triton's interpreter (3.6, 3.7) is wrong: it truncates to bf16, and multiplies the bits."""
     return dtype is torch.bfloat16
 
 
-def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, averages_state: bool) -> str:
-    """Return the backend for `wanted`.
+def choose_backend(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Set[str] = frozenset()
+) -> str:
+    """Return the backend for `wanted` that can do all of `needs`, what the positional encoding asks of attention.
 
-    `auto` takes, where the state is averaged, triton on a GPU, if it can run, and tiled on a CPU; where it is not,
-    flash_attn on a GPU, if it can run; else torch. Raises `ConfigError`, in one sentence, where one asked for by name
-    cannot run: it never becomes another.
+    `auto` takes the fastest that can: on a GPU triton where a state is averaged, flash_attn where none is, and torch
+    where neither can run; on a CPU tiled where a state is averaged, else torch; where there is a bias or a gate, tiled;
+    where positions depend on scores, naive. Raises `ConfigError`, in one sentence, where one asked for by name cannot
+    run or cannot do it: it never becomes another.
     """
     if wanted != "auto":
-        if why := unsupported(wanted, device, dtype, head_dim):
+        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim):
             raise ConfigError(f"model.attention_backend is {wanted}, which {why}; choose another, or auto")
         return wanted
-    if device.type == "cpu":
-        return "tiled" if averages_state else "torch"
-    fast = "triton" if averages_state else "flash_attn"
-    if why := unsupported(fast, device, dtype, head_dim):
-        logger.info("attention cannot run as %s, which %s", fast, why)
-        return "torch"
-    return fast
+    averages = AVERAGE in needs
+    if {BIAS, GATE} & needs:
+        order = ["tiled"]
+    elif device.type == "cpu":
+        order = ["tiled" if averages else "torch"]
+    else:
+        order = ["triton" if averages else "flash_attn", "torch"]
+    for name in (*order, "naive"):
+        if lacks(name, needs):
+            continue
+        if not (why := unsupported(name, device, dtype, head_dim)):
+            return name
+        logger.info("attention cannot run as %s, which %s", name, why)
+    raise ConfigError(
+        f"no attention backend can do all that this positional encoding needs: {', '.join(sorted(needs))}"
+    )

@@ -1,14 +1,15 @@
 """Whether kernels are right where they run: outputs and gradients beside float64, and beside plain torch's rounding."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.attention import attention, document_bounds
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -54,10 +55,24 @@ def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.
     return None
 
 
-def check_fused_kernels(
-    model: ModelConfig, tensor_parallel_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Run the fused kernels on `device` as `model` will, compiling them, and compare them with plain torch.
+@dataclass(frozen=True)
+class Shapes:
+    """What decides which kernels a model compiles: sizes of the whole model, and how it is cut."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    inner: int
+    """Width of the position MLP."""
+    averages: bool
+    """Whether the position state is averaged and updated."""
+    full_mixing: bool
+    fp32_state: bool
+    tensor_parallel_size: int = 1
+
+
+def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the fused kernels on `device` as a model of `shapes` will, compiling them, and compare them with plain torch.
 
     Raises `ConfigError` where they do not compile, do not fit or are not exact.
     """
@@ -66,18 +81,18 @@ def check_fused_kernels(
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
-    heads, groups, dim = model.num_attention_heads, model.query_groups, model.head_dim
-    H, G, P = heads // tensor_parallel_size, groups // tensor_parallel_size, model.position_mlp_width
-    averages = model.num_position_updates > 0
+    heads, groups, dim, P = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
+    H, G = heads // shapes.tensor_parallel_size, groups // shapes.tensor_parallel_size
+    averages = shapes.averages
     starts = [[3 * LENGTH // 8], [5 * LENGTH // 8 + 1]]
-    bounds = document_bounds(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
+    packing = Packing.of(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
     tensors = [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)]
     # The first layer's state needs no gradient, and the last layer's is not averaged: both are compiled apart.
     layers = {"": (averages, True), " in the first layer": (averages, False), " in the last layer": (False, averages)}
     checks = {
         f"attention{' of packed documents' * packed}{where}": (
             *(
-                partial(_attention, average, bounds if packed else None, backend, None if learned else tensors[3])
+                partial(_attention, average, packing if packed else None, backend, None if learned else tensors[3])
                 for backend in ("triton", "torch")
             ),
             tensors if learned else tensors[:3],
@@ -86,10 +101,14 @@ def check_fused_kernels(
         for where, (average, learned) in layers.items()
     }
     if averages and fits_fused(groups, heads, dim, P, dtype):
-        mixing = (groups, heads) if model.token_mixing == "full" else (heads,)
+        mixing = (groups, heads) if shapes.full_mixing else (heads,)
         matrices = [draw(*shape, scale=shape[-1] ** -0.5) for shape in (mixing, (P, groups), (groups, P))]
         states = [draw(48, groups, dim), draw(48, heads, dim), draw(48, P)]
-        checks["position update"] = (_only(fused_update), _only(plain_update), [*states, *matrices])
+        checks["position update"] = (
+            partial(_update, fused_update, shapes.fp32_state),
+            partial(_update, plain_update, shapes.fp32_state),
+            [*states, *matrices],
+        )
     for name, (ours, plain, inputs) in checks.items():
         try:
             why = inexact(ours, plain, inputs, dtype)
@@ -106,12 +125,13 @@ def check_fused_kernels(
 
 
 def _attention(
-    averages: bool, bounds: Tensor | None, backend: str, state: Tensor | None, *tensors: Tensor
+    averages: bool, packing: Packing | None, backend: str, state: Tensor | None, *tensors: Tensor
 ) -> Sequence[Tensor | None]:
     """Attend, with a `state` that needs no gradient or with one among `tensors`."""
     states = () if state is None else (state.to(tensors[0]),)
-    return attention(*tensors, *states, averages, bounds, backend)
+    return attention(*tensors, *states, averages, packing, backend)
 
 
-def _only(function: Callable[..., Tensor]) -> Function:
-    return lambda *tensors: [function(*tensors)]
+def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+    """Update a state, in fp32 where that is asked for and the rest is rounded more."""
+    return [function(z.float() if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]

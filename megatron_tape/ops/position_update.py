@@ -5,6 +5,9 @@ Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the 
 Forming M costs G*G*P and applying it G*G*D multiply-adds a token, against 2*P*G*D for projecting every frequency up and
 down, and the backward pass keeps G x G numbers a token instead of P x D. M for all tokens is one matrix product
 with the P x G*G table of the outer products of W_down's columns and W_up's rows.
+
+The state may be in fp32 where all else is in bf16: its additions are then in fp32, so that increments which bf16 would
+round away stay, and it is rounded only as a factor of a product.
 """
 
 import torch
@@ -35,7 +38,7 @@ def fused_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
     """Return the same from one Triton kernel; on GPUs, or where Triton is interpreted."""
-    from megatron_tape.ops.triton_position_update import update
+    from megatron_tape.ops.kernels.position_update import update
 
     return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
 
@@ -44,7 +47,10 @@ def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
     """Return z + A u, where `mixing` is A (G, H), or (H,) for one scale per head when G = H."""
     if mixing.dim() == 1:
         return torch.addcmul(z_NGD, u_NHD, mixing[:, None])
-    return torch.baddbmm(z_NGD, mixing.expand(u_NHD.shape[0], -1, -1), u_NHD)
+    for_all = mixing.expand(u_NHD.shape[0], -1, -1)
+    if z_NGD.dtype != u_NHD.dtype:
+        return z_NGD + torch.bmm(for_all, u_NHD)
+    return torch.baddbmm(z_NGD, for_all, u_NHD)
 
 
 def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
@@ -52,4 +58,6 @@ def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor
     G = z_NGD.shape[1]
     outer = (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
     M_NGG = (F.silu(gate_NP) @ outer).unflatten(1, (G, G))
+    if z_NGD.dtype != M_NGG.dtype:
+        return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -42,6 +43,18 @@ class ParallelLayout:
         told = torch.tensor([flag], dtype=torch.int32, device=self.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return bool(told.item())
+
+    @contextlib.contextmanager
+    def first_on_node(self) -> Iterator[None]:
+        """Run a block on the first rank of each node before the others, which then find what it cached; all call it."""
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        if not first:
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if first:
+                dist.barrier()
 
 
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:

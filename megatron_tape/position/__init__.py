@@ -1,10 +1,57 @@
-"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` chooses by name."""
+"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` chooses by name.
 
-from megatron_tape.position.base import PositionEncoding
+Importing this imports no torch. An encoding of another package becomes one of these by `register`, before a
+configuration that names it is checked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.tape import TapePosition
 
-ENCODINGS: dict[str, type[PositionEncoding]] = {"tape": TapePosition, "rope": RotaryPosition, "nope": NoPosition}
+if TYPE_CHECKING:
+    from megatron_tape.config.schema import ModelConfig
 
-__all__ = ["ENCODINGS", "PositionEncoding"]
+BUILT_IN: tuple[type[PositionEncoding], ...] = (TapePosition, RotaryPosition, NoPosition)
+"""A new file's class is added here; the settings of these are keys of `model`."""
+ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}
+
+
+def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
+    """Add an encoding without settings of its own; raises ValueError for a name that is taken."""
+    if ENCODINGS.setdefault(encoding.name, encoding) is not encoding:
+        raise ValueError(f"there is a positional encoding {encoding.name} already; choose another name")
+    return encoding
+
+
+def encoding_of(model: ModelConfig) -> PositionEncoding:
+    """Return the declared side of a model's encoding; raises `ConfigError` for a name that none has."""
+    if model.position_encoding not in ENCODINGS:
+        raise ConfigError(
+            f"model.position_encoding is {model.position_encoding!r}; choose one of {', '.join(ENCODINGS)}"
+        )
+    return ENCODINGS[model.position_encoding](model)
+
+
+def setting_classes() -> tuple[type, ...]:
+    """Return the dataclasses of settings of all built-in encodings, each once, those that extend others first."""
+    classes = [encoding.settings for encoding in BUILT_IN if encoding.settings is not object]
+    return tuple(a for i, a in enumerate(classes) if not any(issubclass(b, a) for b in classes[:i]))
+
+
+__all__ = [
+    "BUILT_IN",
+    "ENCODINGS",
+    "MicroBatch",
+    "Parameter",
+    "PositionEncoding",
+    "Positions",
+    "encoding_of",
+    "register",
+    "setting_classes",
+]

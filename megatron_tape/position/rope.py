@@ -1,16 +1,81 @@
 """Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions."""
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from megatron_tape.model.reference import rope_frequencies, rope_phases
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import ROTATION
 from megatron_tape.position.base import PositionEncoding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class RotarySettings:
+    """Frequencies of the rotation."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling_type: Literal["linear", "llama3"] = "linear"
+    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) those of slow frequencies alone."""
+    rope_scaling_factor: float = 1.0
+    """What positions are divided by; 2 stretches a trained context twofold."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: frequencies that turn less often than this in rope_original_seq_length tokens are scaled in full."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
+    rope_original_seq_length: int = 8192
+    """llama3: tokens of the context before it was stretched."""
 
 
 class RotaryPosition(PositionEncoding):
     """Every layer rotates by the same phases exp(i s theta_f)."""
 
-    def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    name = "rope"
+    settings = RotarySettings
+    needs = frozenset({ROTATION})
+    exports_to = "plain"
+
+    def check(self) -> None:
+        """Refuse llama3's bounds in the wrong order."""
+        low, high = self.model.rope_low_freq_factor, self.model.rope_high_freq_factor
+        refuse(
+            low >= high,
+            f"model.rope_low_freq_factor {low} is not below model.rope_high_freq_factor {high}; change either",
+        )
+
+    def state_size(self, layer: int) -> int:
+        """One head's phases serve all."""
+        return self.model.head_dim
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases (S, B or 1, 1, D), computed in float32."""
-        phases = rope_phases(positions_SB, rope_frequencies(self.model, self.model.head_dim))
-        return phases.to(dtype).unsqueeze(2)
+        import torch
+
+        angles = positions_SB.float()[..., None] * self._frequencies_on(positions_SB.device)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype).unsqueeze(2)
+
+    def _frequencies_on(self, device: "torch.device") -> "Tensor":
+        """Return the frequencies on `device`; computed on the CPU once, as a copy at every forward pass would wait."""
+        if getattr(self, "_frequencies", None) is None or self._frequencies.device != device:
+            self._frequencies = self.frequencies().to(device)
+        return self._frequencies
+
+    def frequencies(self) -> "Tensor":
+        """Return the angles per position theta_f, float32 (D/2,).
+
+        llama3 leaves fast frequencies alone and divides slow ones, by how often they turn in the original context.
+        """
+        import torch
+
+        model = self.model
+        frequencies = 1.0 / model.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
+        scaled = frequencies / model.rope_scaling_factor
+        if model.rope_scaling_type == "linear":
+            return scaled
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        turns = model.rope_original_seq_length / (2 * torch.pi / frequencies)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / model.rope_scaling_factor + kept * frequencies

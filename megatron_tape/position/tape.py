@@ -1,102 +1,171 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
 The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update nobody
-would read. Under sequence parallelism z is kept where the hidden states are, as (S/tp, B, G, D): the update mixes all
-heads of one token, attention all tokens of one head, and an all-to-all of S*B*C/tp numbers leads from one to the other.
+would read:
+    z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization"),
+where u is z averaged by the attention map. Under sequence parallelism z is kept where the hidden states are, as
+(s, B, G, D): the update mixes all heads of one token, attention all tokens of one head, and an all-to-all of S*B*C/tp
+numbers leads from one to the other.
 """
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from megatron.core.tensor_parallel.mappings import all_to_all
-from torch import Tensor
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import AVERAGE, ROTATION
+from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
-from megatron_tape.model.weights import initial_update
-from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
-from megatron_tape.position.rope import RotaryPosition
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 
-def tokens_to_heads(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Turn (S/tp, B, n, D), local tokens and all heads, into (S, B, n/tp, D), all tokens and local heads."""
-    size = group.size()
-    if size == 1:
-        return x
-    by_rank = x.unflatten(2, (size, -1)).movedim(2, 0)
-    return all_to_all(group, by_rank.contiguous()).flatten(0, 1)
+@dataclass(kw_only=True)
+class TapeSettings(RotarySettings):
+    """The position update."""
 
+    position_mlp_size: int | None = None
+    """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
+    gate_input: Literal["mlp", "attention"] = "mlp"
+    """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
+    token_mixing: Literal["full", "per_head"] = "full"
+    """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    position_state_precision: Literal["fp32", "bf16"] = "fp32"
+    """What TAPE's position state is added up in; attention reads it rounded to train.precision in any case. In bf16 an
+    update below 2^-9 of the state is lost. In an fp32 run it is fp32."""
 
-def heads_to_tokens(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Turn (S, B, n/tp, D), all tokens and local heads, into (S/tp, B, n, D), local tokens and all heads."""
-    size = group.size()
-    if size == 1:
-        return x
-    by_rank = x.unflatten(0, (size, -1))
-    return all_to_all(group, by_rank.contiguous()).movedim(0, 2).flatten(2, 3)
+    @property
+    def position_mlp_width(self) -> int:
+        """Inner width of TAPE's position MLP (P)."""
+        return 4 * self.num_attention_heads if self.position_mlp_size is None else self.position_mlp_size
 
 
 class TapePosition(RotaryPosition):
-    """RoPE whose phases are rewritten by content."""
-
-    def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this rank's tokens' phases for all groups, (S/tp, B or 1, G, D)."""
-        phases = super().initial_state(positions_SB, dtype)
-        tp = self.groups.tp
-        local = phases.chunk(tp.size(), dim=0)[tp.rank()]
-        return local.expand(-1, -1, self.model.query_groups, -1)
-
-    def state_for_attention(self, state: Tensor) -> Tensor:
-        """Return all tokens' state for this rank's groups."""
-        return tokens_to_heads(state, self.groups.tp)
-
-    def build_update(self, layer_number: int) -> torch.nn.Module | None:
-        """Return the layer's update; None in the last layer."""
-        return TapeUpdate(self, layer_number) if layer_number < self.config.num_layers else None
-
-
-class TapeUpdate(torch.nn.Module):
-    """z' = z + A u ("token mixing"), z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization").
+    """RoPE whose phases are rewritten by content.
 
     Parameters: `token_mixing` A (G, H), or (H,) one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
     `down_proj` W_down (G, P). A and W_down start at zero, so that the model starts as RoPE.
     """
 
-    def __init__(self, encoding: TapePosition, layer_number: int):
-        super().__init__()
-        self.group = encoding.groups.tp
-        model, dtype = encoding.model, encoding.config.params_dtype
-        sizes = (model.query_groups, model.num_attention_heads, model.head_dim, model.position_mlp_width)
-        self.fused = encoding.fused and fits_fused(*sizes, dtype)
-        if encoding.fused and not self.fused and layer_number == 1:
-            told = (
-                "%d groups, %d heads of %d and a position MLP of %d do not fit the fused position update; it runs plain"
-            )
-            logger.warning(told, *sizes)
-        for name, drawn in initial_update(encoding.model, layer_number, torch.initial_seed()).items():
-            weight = torch.nn.Parameter(drawn.to(dtype))
-            weight.sequence_parallel = encoding.config.sequence_parallel
-            self.register_parameter(name, weight)
-        self.record_norms = False
-        self.norms: Tensor | None = None
-        """When `record_norms` is set: [sum |z''|^2, sum |z'' - z|^2, complex numbers] of the local tokens."""
-        self.group_norms: Tensor | None = None
-        """The same by group (3, G)."""
+    name = "tape"
+    settings = TapeSettings
+    needs = frozenset({ROTATION, AVERAGE})
+    exports_to = "tape"
 
-    def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state, of `gate_input`'s tokens."""
-        u = heads_to_tokens(averaged, self.group)
+    def __init__(self, model, tokens=None, fused=False):
+        super().__init__(model, tokens, fused)
+        self._update = None
+
+    def check(self) -> None:
+        """Refuse a scale per head where heads share groups."""
+        super().check()
+        heads, groups = self.model.num_attention_heads, self.model.query_groups
+        refuse(
+            self.model.token_mixing == "per_head" and groups != heads,
+            f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
+            f"{heads}; use token_mixing full",
+        )
+
+    def updates(self, layer: int) -> bool:
+        """All but the last."""
+        return layer < self.model.num_layers - 1
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return those of the update."""
+        if not self.updates(layer):
+            return {}
+        model = self.model
+        heads, groups, inner = model.num_attention_heads, model.query_groups, model.position_mlp_width
+        return {
+            "token_mixing": Parameter((groups, heads) if model.token_mixing == "full" else (heads,)),
+            "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
+            "up_proj": Parameter((inner, groups), std=groups**-0.5),
+            "down_proj": Parameter((groups, inner)),
+        }
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the widened value, token mixing, and the collapsed position MLP: the gate, forming M, applying M."""
+        if not self.updates(layer):
+            return 0
+        model = self.model
+        heads, groups, dim, inner = (
+            model.num_attention_heads,
+            model.query_groups,
+            model.head_dim,
+            model.position_mlp_width,
+        )
+        averages = heads * dim * model.seq_length // 2
+        mixing = (heads * groups if model.token_mixing == "full" else heads) * dim
+        return averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+
+    def state_size(self, layer: int) -> int:
+        """Count all groups' states; the first layer's phases are RoPE's."""
+        return self.model.head_dim * (self.model.query_groups if layer > 0 else 1)
+
+    def state_bytes(self, layer: int, width: int) -> int:
+        """In fp32 where the state is added up in it."""
+        return self.state_size(layer) * (4 if self.model.position_state_precision == "fp32" else width)
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count what the update keeps: the gate and its input, the states, M, and the averages it was sent."""
+        if not self.updates(layer):
+            return 0
+        model, groups, inner = self.model, self.model.query_groups, self.model.position_mlp_width
+        received = model.num_attention_heads * model.head_dim if batch.tensor_size > 1 else 0
+        per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
+        return (batch.local_tokens * per_token + inner * groups * groups) * batch.width
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return this rank's tokens' phases, the same for all groups, (s, B or 1, 1, D)."""
+        import torch
+
+        dtype = torch.float32 if self.model.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
+        return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
+
+    def positions(
+        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+    ) -> Positions:
+        """Return all tokens' state for this rank's groups, rounded to the precision of the hidden states."""
+        rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
+        return Positions(self.tokens.to_heads(rounded), average_state=self.updates(layer))
+
+    def next_state(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        averaged_SBhD: "Tensor",
+        attention_output_sBC: "Tensor",
+        mlp_output_sBC: "Tensor",
+    ) -> "Tensor":
+        """Return z'' (s, B, G, D)."""
+        from torch.nn.functional import linear
+
+        u = self.tokens.to_tokens(averaged_SBhD)
         S, B, H, D = u.shape
-        z = state.expand(S, B, -1, D).reshape(S * B, -1, D)
-        gate = torch.nn.functional.linear(gate_input, self.x_proj).flatten(0, 1)
-        update = fused_update if self.fused else plain_update
-        updated = update(z, u.reshape(S * B, H, D), gate, self.token_mixing, self.up_proj, self.down_proj)
-        if self.record_norms:
-            with torch.no_grad():
-                new, old = updated.float(), z.float()
-                count = new.new_tensor(new.numel() / 2)
-                squares, changes = new.square(), (new - old).square()
-                self.norms = torch.stack([squares.sum(), changes.sum(), count])
-                by_group = [squares.sum((0, 2)), changes.sum((0, 2)), (count / new.shape[1]).expand(new.shape[1])]
-                self.group_norms = torch.stack(by_group)
-        return updated.view(S, B, -1, D)
+        z = state.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
+        gate_input = mlp_output_sBC if self.model.gate_input == "mlp" else attention_output_sBC
+        gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
+        matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
+        return self._update_function(u.dtype)(z, u.reshape(S * B, H, D), gate, *matrices).view(S, B, -1, D)
+
+    def _update_function(self, dtype: "torch.dtype"):
+        from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+
+        if self._update is None:
+            model = self.model
+            sizes = (model.query_groups, model.num_attention_heads, model.head_dim, model.position_mlp_width)
+            fits = fits_fused(*sizes, dtype)
+            if self.fused and not fits:
+                logger.warning(
+                    "%d groups, %d heads of %d and a position MLP of %d do not fit the fused position update; it runs "
+                    "in plain torch",
+                    *sizes,
+                )
+            self._update = fused_update if self.fused and fits else plain_update
+        return self._update

@@ -35,7 +35,7 @@ class PositionNorms(Hook):
         norms = [update.norms for update in trainer.model.position_updates()]
         if not norms or not trainer.logs(step):
             return Findings()
-        totals = torch.stack(norms)
+        totals = torch.stack(norms).sum(-1)
         dist.all_reduce(totals)
         means = (totals[:, :2] / totals[:, 2:]).sqrt().tolist()
         return Findings(
@@ -51,7 +51,7 @@ class PositionNorms(Hook):
         updates = trainer.model.position_updates()
         if not updates or not trainer.config.logging.tensorboard:
             return Findings()
-        totals = torch.stack([update.group_norms for update in updates])
+        totals = torch.stack([update.norms for update in updates])
         dist.all_reduce(totals)
         if trainer.writer is None:
             return Findings()

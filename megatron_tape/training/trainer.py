@@ -1,5 +1,6 @@
 """Training, from the newest checkpoint or the start to the last step, whatever is trained."""
 
+import dataclasses
 import logging
 import os
 import time
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from megatron_tape.checkpoint import state as checkpoints
 from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import load_run_tokenizer, warn_of_other_tokenizer
 from megatron_tape.errors import ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
+from megatron_tape.model.backend import verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
-from megatron_tape.ops.parity import check_fused_kernels
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
@@ -180,7 +182,7 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "lr": rate,
             "tokens_per_second": speed,
-            "tflops_per_second": speed * self.config.model.flops_per_token() / 1e12,
+            "tflops_per_second": speed * flops_per_token(self.config.model) / 1e12,
         }
         found = [("training", Findings(scalars=own)), *found]
         if self.evaluates(self.step):
@@ -206,19 +208,17 @@ class Trainer:
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
     """Return the run's model as drawn from the current seed, with its kernels checked; the weights are on the CPU."""
     ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
-    parameters = f"{config.model.parameter_count():,}"
+    parameters = f"{parameter_count(config.model):,}"
     encoding = config.model.position_encoding
     logger.info("building a %s model of %s parameters on %s", encoding, parameters, ranks)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
-    model = LanguageModel(config.model, translated, layout.groups, layout.device)
-    logger.info("attention runs as %s", model.attention_backend)
-    if model.attention_backend == "triton":
-        watch.progress("compiling and checking the fused kernels")
-        check_fused_kernels(config.model, layout.tensor_parallel_size, model.dtype, torch.device(layout.device))
-        logger.info("the fused kernels equal plain torch here")
-    return model
+    watch.progress("choosing the attention backend")
+    backend = verified_backend(config.model, layout, dtype)
+    logger.info("attention runs as %s", backend)
+    settings = dataclasses.replace(config.model, attention_backend=backend)
+    return LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
 
 
 def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
+from megatron_tape.costs import flops_per_token
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
 # Processes that each recipe is meant for, and others that it should bear as well.
@@ -59,6 +60,6 @@ def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked()
     # The paper's 321.10 GFLOPs are a forward pass over 1,024 tokens; it counts the masked half of the keys, too.
     model = recipe("tape_155m").model
     model.position_encoding = "rope"
-    forward = model.flops_per_token() // 3 * model.seq_length
+    forward = flops_per_token(model) // 3 * model.seq_length
     masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
     assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)

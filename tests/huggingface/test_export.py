@@ -257,7 +257,7 @@ def damage(step, how):
     [
         ("missing", "tensors-tp01-dp00000.safetensors is missing"),
         ("corrupted", "sha256"),
-        ("other sizes", "decoder.layers.2.position_update.token_mixing is missing"),
+        ("other sizes", "decoder.layers.2.position.token_mixing is missing"),
         ("other settings", "experts"),
         ("tokenizer", "gone.model"),
         ("no tokenizer", "--tokenizer"),

@@ -52,7 +52,8 @@ def compiled(dim, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_tape.ops import triton_attention, triton_position_update
+    from megatron_tape.ops.kernels import attention as triton_attention
+    from megatron_tape.ops.kernels import position_update as triton_position_update
 
     launches = []
 
@@ -64,7 +65,7 @@ def compiled(dim, capability):
 
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
-        mock.patch.object(triton_attention, "_roomy", lambda device: capability >= 90),
+        mock.patch.object(triton_attention, "_large_shared_memory", lambda device: capability >= 90),
         mock.patch.object(triton_attention, "_repeatable") as repeatable,
     ):
         # Triton compiles lengths and strides of 1, and those that 16 divides, apart.

@@ -10,8 +10,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops import attention as ops
-from megatron_tape.ops import tiled_attention
-from megatron_tape.ops.attention import attention, causal_mask, choose_backend, document_bounds
+from megatron_tape.ops.attention import attention, choose_backend
+from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.backends import tiled as tiled_attention
+from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
@@ -52,10 +54,10 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
     generator = torch.Generator().manual_seed(0)
     shapes = [(queries, 2, 6, 8)] + [(21, 2, 2, 8)] * 3
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    bounds = document_bounds(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
+    packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     results = []
     for name in (backend, "naive"):
-        outputs = [x for x in attention(*tensors, averages, bounds, name, queries == 21) if x is not None]
+        outputs = [x for x in attention(*tensors, averages, packing, name, queries == 21) if x is not None]
         assert len(outputs) == 1 + averages
         loss = sum(x.square().sum() for x in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
@@ -70,11 +72,11 @@ def test_decoding_with_a_cache_gives_the_rows_of_the_whole(flash_attn, backend, 
     q, k, v, z = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     # The second sequence is shorter, and so begins with padding.
     bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long()) if padding else None
-    whole = attention(q, k, v, z, True, bounds, "naive")
+    whole = attention(q, k, v, z, True, None if bounds is None else Packing(bounds), "naive")
     turned_q, turned_k = rotate_groups(q, z), rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
         cache = (x[:b] for x in (turned_k, v, z))
-        seen = bounds if bounds is None else bounds[:, :, :b].clamp(max=b)
+        seen = bounds if bounds is None else Packing(bounds[:, :, :b].clamp(max=b))
         ours = attention(turned_q[a:b], *cache, True, seen, backend, rotate=False)
         for x, y in zip(ours, whole, strict=True):
             torch.testing.assert_close(x, y[a:b])
@@ -107,18 +109,18 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backe
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match=f"model.attention_backend is {backend}, which {why}; "):
-        choose_backend(backend, device, dtype, dim, True)
+        choose_backend(backend, device, dtype, dim)
     if device is GPU:
-        assert choose_backend("auto", device, dtype, dim, backend == "triton") == "torch"
+        assert choose_backend("auto", device, dtype, dim, {AVERAGE} if backend == "triton" else set()) == "torch"
 
 
 def test_auto_takes_what_is_fast(monkeypatch):
     monkeypatch.setattr(ops, "_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for averages, on_gpu, on_cpu in ((True, "triton", "tiled"), (False, "flash_attn", "torch")):
-        assert choose_backend("auto", GPU, BF16, 64, averages) == on_gpu
-        assert choose_backend("auto", CPU, BF16, 64, averages) == on_cpu
-        assert choose_backend("torch", GPU, BF16, 64, averages) == "torch"
+    for needs, on_gpu, on_cpu in (({AVERAGE}, "triton", "tiled"), (set(), "flash_attn", "torch")):
+        assert choose_backend("auto", GPU, BF16, 64, needs) == on_gpu
+        assert choose_backend("auto", CPU, BF16, 64, needs) == on_cpu
+        assert choose_backend("torch", GPU, BF16, 64, needs) == "torch"
 
 
 def test_old_gpus_and_broken_packages_are_told(monkeypatch, tmp_path):
@@ -143,7 +145,10 @@ def test_what_does_not_fit_together_is_refused():
         ("3 and 4 axes, not 4", (five[0], five, five, None)),
         ("float64 do not go with values of type torch.float32", (five, five, five, five.double())),
         (r"have states \(5, 2, 2, 8\)", (five, five, five, five.expand(-1, 2, -1, -1))),
-        (r"document bounds \(2, 1, 6\), not \(2, 1, 5\)", (five, five, five, None, False, torch.zeros(2, 1, 6))),
+        (
+            r"document bounds \(2, 1, 6\), not \(2, 1, 5\)",
+            (five, five, five, None, False, Packing(torch.zeros(2, 1, 6))),
+        ),
         ("do not fit", (five[:, :, :1], five, five, None)),
         ("do not fit", (torch.zeros(5, 1, 3, 8), five, five, None)),
         ("do not fit", (torch.zeros(5, 2, 2, 8), five, five, None)),

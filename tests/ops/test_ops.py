@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_tape.model import reference
-from megatron_tape.ops.attention import attention, document_bounds
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import contextualize, mix_tokens
 from megatron_tape.ops.rotation import rotate, rotate_groups
 
@@ -29,7 +30,7 @@ def test_attention_averages_every_value_with_one_map(length, heads, groups, pack
     q, k = draw(length, 2, heads, 8), draw(length, 2, groups, 8, seed=1)
     v, z = draw(length, 2, groups, 8, seed=2), draw(length, 2, groups, 8, seed=3)
     documents = torch.tensor([[i // 5 for i in range(length)], [i // 11 for i in range(length)]]) if packed else None
-    ours = attention(q, k, v, z, True, None if documents is None else document_bounds(documents))
+    ours = attention(q, k, v, z, True, None if documents is None else Packing.of(documents))
     turned = rotate_groups(q, z), rotate(k, z)
     q_, k_, values = (x.transpose(0, 1) for x in (*turned, torch.cat([v, z], dim=-1)))
     theirs = reference.attend(q_, k_, values, documents).transpose(0, 1)

@@ -12,8 +12,11 @@ from ops_interpreter import DEVICE, rounding_to_nearest
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops import parity, triton_attention
-from megatron_tape.ops.attention import HEAD_DIMS, attention, document_bounds
+from megatron_tape.model.backend import kernel_shapes
+from megatron_tape.ops import parity
+from megatron_tape.ops.attention import HEAD_DIMS, attention
+from megatron_tape.ops.kernels import attention as triton_attention
+from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import check_fused_kernels, inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
@@ -45,7 +48,7 @@ def check_attention(length, batch, heads, groups, dim, dtype=FP32, state=None, w
     """Compare with torch's backend; `state` is the type of z if it is another."""
     shapes = [(heads, dtype), (groups, dtype), (groups, dtype), (groups, state or dtype)]
     inputs = [draw(length, batch, n, dim, dtype=kind, seed=i) for i, (n, kind) in enumerate(shapes)]
-    bounds = None if documents is None else document_bounds(documents.to(DEVICE))
+    bounds = None if documents is None else Packing.of(documents.to(DEVICE))
 
     def with_backend(backend):
         def call(q, k, v, z=None):
@@ -146,7 +149,7 @@ def test_strided_inputs_are_read_where_they_are():
 def test_a_few_queries_see_a_whole_cache(queries, keys, dim, dtype, packed):
     inputs = [draw(n, 2, h, dim, dtype=dtype, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))]
     at = torch.arange(keys, device=DEVICE)
-    bounds = document_bounds((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
+    bounds = Packing.of((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
     ours, torchs = (
         lambda *x, backend=backend: attention(*x, True, bounds, backend, rotate=False)
         for backend in ("triton", "torch")
@@ -206,10 +209,29 @@ def test_position_update(tokens, groups, heads, dim, inner, full, dtype):
     assert_as_exact_as_torch(lambda *x: [fused_update(*x)], lambda *x: [plain_update(*x)], inputs, dtype)
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_a_state_in_fp32_is_updated_in_fp32(full):
+    inputs = update_inputs(33, 4, 4, 32, 7, BF16, full)
+
+    def update(function):
+        return lambda z, *others: [function(z.float() if z.dtype is BF16 else z, *others)]
+
+    assert_as_exact_as_torch(update(fused_update), update(plain_update), inputs, BF16)
+    z, *others = inputs
+    small = [x * 1e-3 for x in others]
+    for function in (fused_update, plain_update):
+        new = function(z.float(), *small)
+        truth = plain_update(z.double(), *(x.double() for x in small))
+        assert new.dtype is FP32 and (new - truth).abs().max() < 1e-7
+        assert (function(z, *small) - truth).abs().max() > 1e-4
+
+
 def test_tensors_of_several_types_are_refused_by_the_update():
-    z, *others = update_inputs(3, 2, 4, 32, 6, BF16)
-    with pytest.raises(ValueError, match="one type, and got bfloat16, float32"):
-        fused_update(z.float(), *others)
+    z, u, *others = update_inputs(3, 2, 4, 32, 6, BF16)
+    with pytest.raises(ValueError, match="state in fp32, not bfloat16, float32"):
+        fused_update(z, u.float(), *others)
+    with pytest.raises(ValueError, match="state in fp32, not bfloat16, float16"):
+        fused_update(z.half(), u, *others)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -285,7 +307,7 @@ def test_a_model_with_kernels_equals_the_one_without(changes):
 def test_kernels_are_checked_before_they_train(monkeypatch, changes):
     model = ModelConfig(**(SMALL | changes))
     monkeypatch.setattr(parity, "LENGTH", 48)
-    check = partial(check_fused_kernels, model, 2, FP32, DEVICE)
+    check = partial(check_fused_kernels, kernel_shapes(model, 2), FP32, DEVICE)
     check()
     attend, backward = triton_attention.attend, triton_attention.attend_backward
     with monkeypatch.context() as broken:

@@ -15,7 +15,8 @@ from launch import environment, free_port
 from training_cases import RECIPE, option, packed
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.ops import parity, triton_attention
+from megatron_tape.ops import parity
+from megatron_tape.ops.kernels import attention as triton_attention
 from pretrain import train
 
 REPOSITORY = Path(__file__).parents[2]

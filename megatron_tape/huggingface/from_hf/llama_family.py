@@ -15,7 +15,8 @@ from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.imported import padded_vocabulary, write_imported
 from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sentence, open_directory, read_settings
-from megatron_tape.model.weights import from_megatron, initial_update
+from megatron_tape.model.weights import POSITION, from_megatron, initial_parameters
+from megatron_tape.position import encoding_of
 
 # What transformers takes where config.json is silent, as far as it is needed and does not follow from the rest.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -97,14 +98,15 @@ class _ZeroStart(Mapping):
     def __getitem__(self, name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
             return self._weights[name]
-        drawn = initial_update(self._model, int(match[1]) + 1, self._seed)[match[2]]
-        return from_megatron(f"decoder.layers.{match[1]}.position_update.{match[2]}", drawn, self._model)[name]
+        drawn = initial_parameters(encoding_of(self._model), int(match[1]), self._seed)[match[2]]
+        return from_megatron(f"decoder.layers.{match[1]}.{POSITION}{match[2]}", drawn, self._model)[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights
-        for layer in range(self._model.num_position_updates):
-            for name in initial_update(self._model, layer + 1, self._seed):
-                yield f"model.layers.{layer}.position.{name}"
+        encoding = encoding_of(self._model)
+        for layer in range(self._model.num_layers):
+            for name in encoding.parameters(layer):
+                yield f"model.layers.{layer}.{POSITION}{name}"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

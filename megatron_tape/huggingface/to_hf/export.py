@@ -23,6 +23,7 @@ from megatron_tape.huggingface.to_hf.model_card import final_losses, model_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.model.weights import from_megatron, parameter_shapes
+from megatron_tape.position import ENCODINGS, encoding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
@@ -51,15 +52,17 @@ def export(
             path = find_checkpoint(checkpoint, command_line.say)
             saved = open_weights(path)
         model, state = saved.model, saved.state
-        if model.position_encoding not in ("tape", "rope"):
+        kind = encoding_of(model).exports_to
+        if kind is None:
+            exported = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.exports_to)
             raise ValueError(
                 f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
-                "has; tape and rope can be exported"
+                f"has; {exported} can be exported"
             )
-        if model.position_encoding == "rope" and model.qkv_bias and model.qk_norm:
+        if kind == "plain" and model.qkv_bias and model.qk_norm:
             raise ValueError(
-                f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers with rope has "
-                "both; tape has them"
+                f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers combines "
+                "with plain rope; import or train it as tape to export both"
             )
         pieces = _write_tokenizer(saved, tokenizer, directory)
         rows = vocabulary_rows(model, pieces)
@@ -67,12 +70,12 @@ def export(
         config = huggingface_config(model, rows, dtype)
         _write_json(directory / "config.json", config | ids)
         _write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-        if model.position_encoding == "tape":
+        if kind == "tape":
             for name in _CODE:
                 shutil.copyfile(Path(__file__).parents[1] / name, directory / name)
         losses = final_losses(path, state)
-        name, kind = Path(output).resolve().name, config["model_type"]
-        card = model_card(name, kind, model, state, losses, rows, dtype, pieces is not None)
+        name = Path(output).resolve().name
+        card = model_card(name, config["model_type"], model, state, losses, rows, dtype, pieces is not None)
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size)
         for file in directory.iterdir():
@@ -82,7 +85,7 @@ def export(
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
-    tape = model.position_encoding == "tape"
+    tape = encoding_of(model).exports_to == "tape"
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
         # The same model; only Llama insists on dividing its width by its heads.

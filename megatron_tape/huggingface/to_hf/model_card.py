@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from megatron_tape.config.schema import ModelConfig, blend
+from megatron_tape.costs import parameter_count
 
 _PAPER = "https://arxiv.org/abs/2501.00712"
 
@@ -49,7 +50,7 @@ def model_card(
     """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`."""
     tape = kind == "tape"
     origin = state["progress"].get("origin")
-    parameters = model.parameter_count() - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
+    parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
     facts = {
         "Parameters": f"{parameters:,}",

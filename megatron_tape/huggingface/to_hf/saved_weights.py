@@ -15,7 +15,7 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.weights import WRAPPED, parameter_shapes, unshard
+from megatron_tape.model.weights import WRAPPED, current_name, parameter_shapes, unshard
 
 _WEIGHT = f"weight/{WRAPPED}"
 
@@ -27,8 +27,8 @@ class SavedWeights:
     path: Path
     state: dict
     model: ModelConfig
-    files: list[dict[str, Path]]
-    """For each tensor-parallel rank, the file that holds a parameter."""
+    files: list[dict[str, tuple[Path, str]]]
+    """For each tensor-parallel rank, the file that holds a parameter, and its key there."""
     source: SavedWeights | None = None
     """The checkpoint with the frozen parameters, where this one leaves them out."""
 
@@ -41,8 +41,9 @@ class SavedWeights:
             return self.source.read(name)
         parts = []
         for files in self.files:
-            with safe_open(files[name], "pt") as file:
-                parts.append(file.get_tensor(_WEIGHT + name))
+            path, key = files[name]
+            with safe_open(path, "pt") as file:
+                parts.append(file.get_tensor(key))
         cut = self.state["sharded"].get(WRAPPED + name)
         if cut is None:
             return parts[0]
@@ -98,7 +99,7 @@ def open_weights(path: Path) -> SavedWeights:
         validate_model(model)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
-    files: list[dict[str, Path]] = []
+    files: list[dict[str, tuple[Path, str]]] = []
     shapes: list[dict[str, list[int]]] = []
     for rank in range(size):
         paths = sorted(path.glob(f"tensors-tp{rank:02d}-*.safetensors"))
@@ -114,8 +115,8 @@ def open_weights(path: Path) -> SavedWeights:
                 with safe_open(file_path, "pt") as file:
                     for key in file.keys():
                         if key.startswith(_WEIGHT):
-                            name = key.removeprefix(_WEIGHT)
-                            files[-1][name] = file_path
+                            name = current_name(key.removeprefix(_WEIGHT))
+                            files[-1][name] = file_path, key
                             shapes[-1][name] = file.get_slice(key).get_shape()
             except SafetensorError as error:
                 raise ValueError(f"{file_path} is not a safetensors file: {error}") from error

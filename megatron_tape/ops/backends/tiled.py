@@ -1,8 +1,8 @@
 """Causal attention that averages several values with one map, in plain torch, a tile of scores at a time.
 
 torch's SDPA wants a value as wide as the key, and so runs once for each value. Here the values lie side by side, and
-the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and a pack of documents needs
-no S x S mask. Flash attention (Dao, 2023) without a kernel. The plain form is `megatron_tape.model.reference.attend`.
+the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and neither a pack of
+documents nor a bias needs S x S numbers. Flash attention (Dao, 2023) without a kernel. The plain form is `naive.py`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
 tokens), D head dimension.
 """
@@ -13,25 +13,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.inputs import AttentionInputs
+
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
 
 
-def tiled_attention(
-    q_BGRSD: Tensor, k_BGTD: Tensor, values_BGTD: tuple[Tensor, ...], starts_BT: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Average each value with softmax(q k^T / sqrt(D)): (B, G, R, S, D) for each.
-
-    `starts_BT` says for each token where its document, which alone it sees, starts. bf16 and fp16 are computed in fp32.
-    """
-    return _TiledAttention.apply(q_BGRSD, k_BGTD, starts_BT, *values_BGTD)
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the average of each value, (S, B, H, D). bf16 and fp16 are computed in fp32."""
+    q, k = x.rotated()
+    q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
+    starts = None if x.packing is None else x.packing.bounds_2BT[0]
+    tensors = () if x.bias is None else x.bias.tensors
+    q_BGRSD = q.unflatten(1, (k.shape[1], -1))
+    averages = _TiledAttention.apply(len(values), x.bias, starts, q_BGRSD, k, *values, *tensors)
+    return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
 
 class _Tiles:
     """The tiles that hold scores of keys that are seen, and what of them is not."""
 
-    def __init__(self, S: int, T: int, R: int, starts: Tensor | None, device: torch.device):
-        self.S, self.R = S, R
+    def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, device: torch.device):
+        self.B, self.S, self.R = B, S, R
         self.keys = torch.arange(T, device=device)
         # Queries are counted from 0, keys from the start of the cache.
         self.offset = T - S
@@ -40,12 +44,22 @@ class _Tiles:
         # The first key that any sequence of the batch sees from each block of queries on.
         self.first = [0] * S if starts is None else self.starts.amin(0).tolist()
 
+    def of_tokens(self, rows: slice) -> slice:
+        """Return which tokens a block of queries is."""
+        return slice(rows.start + self.offset, rows.stop + self.offset)
+
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yield each block of queries, with the blocks of keys that it sees."""
         for a in range(0, self.S, QUERIES):
             b = min(a + QUERIES, self.S)
             low, high = self.first[a] // KEYS * KEYS, b + self.offset
             yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
+
+    def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """Add a bias (B or 1, H or 1, rows, columns) to scores (B*G, R*rows, columns), in place."""
+        whole = scores.view(self.B, -1, *bias.shape[2:])
+        whole.add_(bias.expand(whole.shape))
+        return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
         """Overwrite what is not seen of scores (B*G, R*rows, columns)."""
@@ -61,10 +75,11 @@ class _Tiles:
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, starts, *values):
+    def forward(ctx, count: int, bias: Bias | None, starts, q, k, *tensors):
+        values, of_bias = tensors[:count], tensors[count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(S, k.shape[2], R, starts, q.device)
+        tiles = _Tiles(B, S, k.shape[2], R, starts, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         outputs = [torch.empty(B, G, R, S, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
@@ -74,6 +89,8 @@ class _TiledAttention(torch.autograd.Function):
             total, averaged = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], wide.shape[-1])
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
+                if bias is not None:
+                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *of_bias))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A row that has seen nothing yet has no largest score to subtract.
@@ -86,19 +103,21 @@ class _TiledAttention(torch.autograd.Function):
             for output, part in zip(outputs, parts):
                 output[:, :, :, rows] = part
             lse[:, :, :, rows] = total.log_().add_(largest).view(B, G, R, -1)
-        ctx.save_for_backward(q, k, lse, starts, *values, *outputs)
+        ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
+        ctx.count, ctx.bias = count, bias
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         q, k, lse, starts, *rest = ctx.saved_tensors
-        values, outputs = rest[: len(gradients)], rest[len(gradients) :]
+        values, outputs, of_bias = rest[: ctx.count], rest[ctx.count : 2 * ctx.count], rest[2 * ctx.count :]
         B, G, R, S, D = q.shape
-        dtype, tiles = lse.dtype, _Tiles(S, k.shape[2], R, starts, q.device)
+        dtype, tiles = lse.dtype, _Tiles(B, S, k.shape[2], R, starts, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         dq, dk, dwide = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(wide)
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
+        bias = None if ctx.bias is None else _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
         for rows, blocks in tiles.blocks():
             queries, gradient = (
                 _rows(q, rows, dtype) * D**-0.5,
@@ -107,15 +126,49 @@ class _TiledAttention(torch.autograd.Function):
             of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
             dqueries = torch.zeros_like(queries)
             for columns in blocks:
-                p = (queries @ keys[:, columns].mT).sub_(of_row[0]).exp_()
+                scores = queries @ keys[:, columns].mT
+                if bias is not None:
+                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
+                p = scores.sub_(of_row[0]).exp_()
                 tiles.hide(p, rows, columns, 0.0)
                 dwide[:, columns].baddbmm_(p.mT, gradient)
                 ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
+                if bias is not None:
+                    bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
                 dqueries.baddbmm_(ds, keys[:, columns])
                 dk[:, columns].baddbmm_(ds.mT, queries)
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
         dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
-        return dq, dk.view_as(k).to(k.dtype), None, *(dv.to(v.dtype) for dv, v in zip(dvalues, values))
+        return (
+            *(None, None, None, dq, dk.view_as(k).to(k.dtype)),
+            *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
+            *(() if bias is None else bias.gradients),
+        )
+
+
+class _BiasGradient:
+    """Computes a bias's tiles again in the backward pass, and adds up the gradients of what it is computed from."""
+
+    def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
+        self._bias = bias
+        self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
+        self._learned = [i for i, need in enumerate(needed) if need]
+        self.gradients = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        with torch.enable_grad():
+            self._tile = self._bias.tile(rows, columns, *self._leaves)
+        return self._tile.detach()
+
+    def add(self, ds_BHrc: Tensor) -> None:
+        """Take the gradient of the scores of the tile computed last."""
+        if self._learned and self._tile.requires_grad:
+            leaves = [self._leaves[i] for i in self._learned]
+            ds = ds_BHrc.sum_to_size(self._tile.shape).to(self._tile.dtype)
+            parts = torch.autograd.grad(self._tile, leaves, ds, allow_unused=True)
+            for i, part in zip(self._learned, parts):
+                if part is not None:
+                    self.gradients[i] += part
 
 
 def _rows(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `triton_rotation.py` has the rotation.
+"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `rotation.py` beside this has the rotation.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension. Flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D multiply-adds
@@ -6,7 +6,7 @@ forward instead of D + D, and backward 7D instead of 5D, or 8D where heads are w
 then added up by all blocks of keys, in whatever order they come, so that their last bits differ from run to run; under
 `torch.use_deterministic_algorithms` a kernel of their own takes care of them, at 10D. What is saved for the backward
 pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
-`megatron_tape.model.reference.attend`.
+`ops.backends.naive`.
 """
 
 import math
@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_tape.ops.triton_rotation import last_contiguous, load_rows, rotated, rotated_backward, store_rows, strides
+from megatron_tape.ops.kernels.rotation import (
+    last_contiguous,
+    load_rows,
+    rotated,
+    rotated_backward,
+    store_rows,
+    strides,
+)
 
 MAX_HEADS = 65535
 """Of all sequences together: the second axis of a grid goes no further."""
@@ -276,7 +283,7 @@ _TILES = {
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
 
-def _roomy(device: torch.device) -> bool:
+def _large_shared_memory(device: torch.device) -> bool:
     """Whether the GPU has 227 KiB of shared memory a program, not 99: compute capability 9 and 10."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -284,7 +291,9 @@ def _roomy(device: torch.device) -> bool:
 def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
     fp32 = any(x.dtype is torch.float32 for x in tensors)
-    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[_roomy(tensors[0].device)][kernel])[D > 64]
+    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[_large_shared_memory(tensors[0].device)][kernel])[
+        D > 64
+    ]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
     return queries, keys, {"num_warps": warps, "num_stages": stages}
 
@@ -296,7 +305,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
         q, k, v = (last_contiguous(x) for x in (q, k, v))
         z = None if z is None else last_contiguous(z)
-        o, u, lse = attend(*_turned(q, k, z, rotate), v, z if wide else None, starts)
+        o, u, lse = attend(*_rotated(q, k, z, rotate), v, z if wide else None, starts)
         ctx.save_for_backward(q, k, v, z, o, u, lse, starts, ends)
         ctx.rotate, ctx.wide = rotate, wide
         return (o, u) if wide else o
@@ -305,17 +314,17 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
-        turned_q, turned_k = _turned(q, k, z, ctx.rotate)
+        rotated_q, rotated_k = _rotated(q, k, z, ctx.rotate)
         needed = ctx.needs_input_grad[3]
         dq, dk, dv, dz = attend_backward(
-            turned_q, turned_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends, needed
+            rotated_q, rotated_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends, needed
         )
         if ctx.rotate:
             dq, dz = rotated_backward(q, k, z, dq, dk, dz, needed)
         return dq.to(q.dtype), dk, dv, dz, None, None, None, None
 
 
-def _turned(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tensor, Tensor]:
     return (rotated(q, z), rotated(k, z)) if rotate else (q, k)
 
 
@@ -409,12 +418,12 @@ def attention(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     rotate: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, ...]:
     """Rotate q (S, B, H, D) and k (T, B, G, D) by z, if asked for, and average v and, if `average_state`, z.
 
     z (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document begins and the
-    next one does. Returns o (S, B, H, D) and u, its like, or None. Only where S = T can z rotate. Raises ValueError for
-    more heads of all sequences together than a launch takes.
+    next one does. Returns o (S, B, H, D) and, if asked for, u, its like. Only where S = T can z rotate. Raises
+    ValueError for more heads of all sequences together than a launch takes.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:
@@ -423,4 +432,4 @@ def attention(
     starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
     with torch.cuda.device_of(q):
         out = _Attention.apply(q, k, v, z, starts, ends, rotate and z is not None, average_state)
-    return out if average_state else (out, None)
+    return out if average_state else (out,)

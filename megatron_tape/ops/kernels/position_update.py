@@ -99,8 +99,9 @@ def _backward(
         u = _matrix(U + token * H * D, heads, columns, H, D)
         dout = _matrix(DOUT + token * G * D, groups, columns, G, D)
         mixed = _mixed(z, u, mixing, FULL, PRECISION).to(dtype)
-        dM = tl.dot(dout, tl.trans(mixed), input_precision=PRECISION)
-        dmixed = dout.to(tl.float32) + tl.dot(tl.trans(M).to(dtype), dout, input_precision=PRECISION)
+        factor = dout.to(dtype)
+        dM = tl.dot(factor, tl.trans(mixed), input_precision=PRECISION)
+        dmixed = dout.to(tl.float32) + tl.dot(tl.trans(M).to(dtype), factor, input_precision=PRECISION)
         _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
         if FULL:
             du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision=PRECISION)
@@ -159,7 +160,7 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
 
     kernel[(triton.cdiv(N, tokens),)](
         z, u, gate, mixing, *tensors, N, tokens, G, H, D, P, block(G), block(H), block(D), block(P),
-        mixing.dim() == 2, "ieee" if z.dtype is torch.float32 else "tf32",
+        mixing.dim() == 2, "ieee" if u.dtype is torch.float32 else "tf32",
         num_warps=8 if block(G) * block(P) > 2048 else 4,
     )  # fmt: skip
 
@@ -167,7 +168,8 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
 def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
-    Raises ValueError for tensors of several types, as the kernel multiplies equal ones, and for shapes that do not fit.
+    z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other mixtures of types, as the kernel
+    multiplies equal ones, and for shapes that do not fit.
     """
     (N, G, D), H, P = z_NGD.shape, u_NHD.shape[1], gate_NP.shape[1]
     matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
@@ -175,9 +177,9 @@ def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG:
     shapes = tuple(tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP))
     if shapes != wanted or (mixing.dim() == 1 and G != H):
         raise ValueError(f"a state {tuple(z_NGD.shape)} does not fit u, gate, mixing, up and down {shapes}")
-    types = {x.dtype for x in (z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)}
-    if len(types) > 1:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
-        raise ValueError(f"the fused position update wants tensors of one type, and got {names}")
+    types = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
+    if len(types) > 1 or z_NGD.dtype not in (*types, torch.float32):
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in {*types, z_NGD.dtype}))
+        raise ValueError(f"the fused position update takes tensors of one type, but for a state in fp32, not {names}")
     with torch.cuda.device_of(z_NGD):
         return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)

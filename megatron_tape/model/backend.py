@@ -1,0 +1,64 @@
+"""Which attention backend a model runs, and whether its kernels are right where they run. Needs torch, not Megatron."""
+
+import logging
+
+import torch
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import ConfigError
+from megatron_tape.ops.attention import choose_backend
+from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.parity import Shapes, check_fused_kernels
+from megatron_tape.position import encoding_of
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return what `model.attention_backend` means on `device`; raises `ConfigError` where that cannot run."""
+    return choose_backend(model.attention_backend, device, dtype, model.head_dim, encoding_of(model).needs)
+
+
+def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
+    """Return what decides which fused kernels a model compiles."""
+    encoding = encoding_of(model)
+    return Shapes(
+        heads=model.num_attention_heads,
+        groups=model.query_groups,
+        head_dim=model.head_dim,
+        inner=model.position_mlp_width,
+        averages=AVERAGE in encoding.needs and encoding.num_updates > 0,
+        full_mixing=model.token_mixing == "full",
+        fp32_state=model.position_state_precision == "fp32",
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
+    """Return the backend that all ranks of `layout` train with; all call this together.
+
+    The fused kernels are compiled and compared with plain torch first, on one rank of each node before the others,
+    which find the compiled kernels in its cache. Where they are not exact, or do not compile, `auto` becomes torch with
+    a warning; `ConfigError` is raised where triton was asked for by name.
+    """
+    device = torch.device(layout.device)
+    backend, error = chosen_backend(model, dtype, device), None
+    if backend != "triton":
+        return backend
+    with layout.first_on_node():
+        try:
+            check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
+        except ConfigError as caught:
+            error = caught
+    if not layout.any_rank(error is not None):
+        logger.info("the fused kernels equal plain torch here")
+        return backend
+    if model.attention_backend != "auto":
+        raise error or ConfigError(
+            "the fused kernels do not work on another rank; set model.attention_backend to torch"
+        )
+    logger.warning(
+        "WARNING: training goes on with slower attention in plain torch: %s",
+        error or "the fused kernels do not work on another rank",
+    )
+    return "torch"

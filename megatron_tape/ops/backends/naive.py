@@ -1,0 +1,24 @@
+"""Attention with explicit scores, S x T of them for each head: to compare with, and for what needs whole rows."""
+
+import torch
+from torch import Tensor
+
+from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.packing import causal_mask
+
+
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the average of each value, (S, B, H, D)."""
+    q, k = x.rotated()
+    S, T, D = q.shape[0], k.shape[0], q.shape[3]
+    per_group = q.shape[2] // k.shape[2]
+    k, *values = (y.repeat_interleave(per_group, dim=2) for y in (k, *x.values()))
+    q_BHSD, k_BHTD = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+    seen = causal_mask(S, T, None if x.packing is None else x.packing.bounds_2BT, q.device)
+    scores = q_BHSD @ k_BHTD.mT / D**0.5
+    if x.rescore is not None:
+        scores = x.rescore(scores, q_BHSD, k_BHTD, seen)
+    if x.bias is not None:
+        scores = scores + x.bias.of(slice(T - S, T), slice(0, T))
+    p = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
+    return tuple(torch.einsum("bhst,tbhe->sbhe", p, value) for value in values)

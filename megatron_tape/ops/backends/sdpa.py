@@ -1,0 +1,42 @@
+"""torch's scaled_dot_product_attention, once for each value: with a wider value it leaves its fast path.
+
+That is 2x RoPE's attention instead of the 1.5x that one pass over a widened value takes.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.packing import additive_mask
+
+
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the average of each value, (S, B, H, D)."""
+    q, k = x.rotated()
+    values = x.values()
+    mask = _mask(x)
+    heads_per_group = q.shape[2] // k.shape[2]
+    if mask is not None and heads_per_group > 1:
+        # SDPA's kernels that take a mask know no groups; its fallback would hold all S x S scores.
+        k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
+    q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
+    return tuple(
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            value.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[2] > 1,
+            enable_gqa=q.shape[1] != k.shape[1],
+        ).permute(2, 0, 1, 3)
+        for value in values
+    )
+
+
+def _mask(x: AttentionInputs) -> Tensor | None:
+    S, T, dtype, device = x.q_SBHD.shape[0], x.k_TBGD.shape[0], x.q_SBHD.dtype, x.q_SBHD.device
+    if x.bias is None and x.packing is None and S in (1, T):
+        # One query sees all keys; as many queries as keys are the case that SDPA knows itself.
+        return None
+    mask = additive_mask(S, T, None, device, dtype) if x.packing is None else x.packing.mask(S, dtype)
+    return mask if x.bias is None else x.bias.of(slice(T - S, T), slice(0, T)).to(dtype) + mask

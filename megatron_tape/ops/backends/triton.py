@@ -1,0 +1,13 @@
+"""Our kernels for GPUs: all values in one pass, rotation beside it."""
+
+from torch import Tensor
+
+from megatron_tape.ops.inputs import AttentionInputs
+
+
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the average of each value, (S, B, H, D)."""
+    from megatron_tape.ops.kernels.attention import attention
+
+    starts, ends = (None, None) if x.packing is None else x.packing.bounds_2BT
+    return attention(x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD, x.average_state, starts, ends, x.rotate)

@@ -1,0 +1,43 @@
+"""What is added to attention's scores, computed for the tile of queries and keys that is asked for.
+
+Axes: T tokens, B batch, H query heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bias:
+    """`tile(rows, columns, *tensors)` returns what is added to the scores of these queries and keys.
+
+    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows, columns), and differentiable
+    in `tensors`, the only ones that may need a gradient.
+    """
+
+    tile: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+    def of(self, rows: slice, columns: slice) -> Tensor:
+        """Return a tile, with its gradient."""
+        return self.tile(rows, columns, *self.tensors)
+
+
+def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
+    """Turn forget gates f into what they add to the scores of query s and key t, sum of log f over t < j <= s.
+
+    Forgetting Transformer (Lin et al., 2025), equation 5; the sums are in float32 at least. Another
+    bias is added to it.
+    """
+    # Differences of one running sum: what lies before a document cancels out.
+    dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
+    sums_BHT = log_gate_TBH.to(dtype).cumsum(0).permute(1, 2, 0)
+
+    def tile(rows: slice, columns: slice, sums: Tensor, *rest: Tensor) -> Tensor:
+        gates = sums[..., rows, None] - sums[..., None, columns]
+        return gates if bias is None else gates + bias.tile(rows, columns, *rest)
+
+    return Bias(tile, (sums_BHT, *(() if bias is None else bias.tensors)))

@@ -1,0 +1,35 @@
+"""What a backend of attention is given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rotation import rotate_groups
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Checked inputs of one attention; see `ops.attention.attention`, whose gates have become part of the bias."""
+
+    q_SBHD: Tensor
+    k_TBGD: Tensor
+    v_TBGD: Tensor
+    z_TBGD: Tensor | None
+    average_state: bool
+    packing: Packing | None
+    rotate: bool
+    bias: Bias | None
+    rescore: Callable[..., Tensor] | None
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, rotated by the state where that is asked for."""
+        if not self.rotate or self.z_TBGD is None:
+            return self.q_SBHD, self.k_TBGD
+        return rotate_groups(self.q_SBHD, self.z_TBGD), rotate_groups(self.k_TBGD, self.z_TBGD)
+
+    def values(self) -> tuple[Tensor, ...]:
+        """Return what is averaged: the value, and the state where that is asked for."""
+        return (self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)) if self.average_state else (self.v_TBGD,)
