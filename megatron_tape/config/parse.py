@@ -16,6 +16,7 @@ from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.config.values import accept, describe, shown
 from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.position import encoding_of
 
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
@@ -62,6 +63,7 @@ def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
     config = _build(values, kinds, files)
     try:
         fill_directories(config, Path(files[-1]).stem if files else "unnamed")
+        encoding_of(config.model)
         if arguments.print_config:
             validate(config, world_size=config.parallel.tensor_model_parallel_size)
     except ConfigError as error:

@@ -1,0 +1,105 @@
+"""A positional encoding is one file: three toys that a test registers train, resume and are counted right."""
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from launch import run_group
+from models import build, random_tokens, small_model
+from position_cases import TOYS, register_toys
+from test_costs import counted, on_cpu
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.costs import flops_per_token, parameter_count, parameters_per_rank
+from megatron_tape.errors import ConfigError
+from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, register
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    data = tmp_path_factory.mktemp("data")
+    write_all(data)
+    register_toys()
+    yield run_group("position_cases", 2, data)
+    for name in TOYS:
+        ENCODINGS.pop(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    register_toys()
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_plugged_in_encoding_trains_and_resumes_under_tensor_parallelism(trained, name):
+    rows = trained[name]["rows"]
+    assert [row["step"] for row in rows["whole"]] == [1, 2]
+    for key in ("loss", "grad_norm", "validation_loss"):
+        for whole, continued, alone in zip(rows["whole"], rows["continued"], rows["alone"], strict=True):
+            assert whole.get(key) == continued.get(key)
+            assert key not in whole or math.isclose(whole[key], alone[key], rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_plugged_in_encoding_is_counted(trained, name):
+    model = small_model(position_encoding=name)
+    held, saved = trained[name]["costs"]
+    assert held == parameters_per_rank(model, 2)
+    assert on_cpu(model, 2, "fp32", tensor_size=2, sequence_parallel=True) == pytest.approx(saved, rel=0.02)
+    for recompute in ("none", "full"):
+        built, _ = build(model, recompute=recompute)
+        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
+    assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
+    nope = small_model(position_encoding="nope")
+    added = sum(ENCODINGS[name](model).multiply_adds(layer) for layer in range(model.num_layers))
+    assert added > 0 and flops_per_token(model) == flops_per_token(nope) + 6 * added
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_plugged_in_encoding_keeps_packed_documents_apart(name, recompute):
+    built, _ = build(small_model(position_encoding=name), recompute=recompute)
+    ids = random_tokens(1)
+    documents = torch.tensor([[0] * 5 + [1] * 11])
+    packed = built(ids, documents=documents)
+    torch.testing.assert_close(packed[:, 5:], built(ids[:, 5:], positions=torch.arange(5, 16)), atol=1e-5, rtol=1e-5)
+    assert (built(ids) - packed)[:, 5:].abs().max() > 1e-3
+
+
+def test_what_no_backend_or_layout_can_do_is_refused_by_name():
+    model = small_model(position_encoding="toy_gate", attention_backend="triton")
+    with pytest.raises(
+        ConfigError, match="attention_backend is triton, which cannot weigh keys down by forget gates, as"
+    ):
+        validate_model(model)
+    assert ENCODINGS["toy_gate"](model).needs_sharded_tokens
+    assert not ENCODINGS["toy_bias"](model).needs_sharded_tokens
+    with pytest.raises(ValueError, match="there is a positional encoding nope already"):
+        register(type("Other", (PositionEncoding,), {"name": "nope"}))
+    assert ENCODINGS["nope"] is NoPosition
+
+
+def compared_names(path):
+    """Where a module compares the name of an encoding: `x == "tape"`, or a `position_encoding` with anything."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Compare, ast.match_case)):
+            for part in ast.walk(node if isinstance(node, ast.Compare) else node.pattern):
+                named = isinstance(part, ast.Constant) and part.value in ("tape", "rope", "nope")
+                if named or (isinstance(part, ast.Attribute) and part.attr == "position_encoding"):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_nothing_outside_compares_the_name_of_an_encoding():
+    folders = ("megatron_tape", "pretrain", "tools")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    exempt = (ROOT / "megatron_tape" / "position", ROOT / "megatron_tape" / "huggingface")
+    searched = [path for path in modules if not any(folder in path.parents for folder in exempt)]
+    assert len(searched) > 40
+    assert [place for path in searched for place in compared_names(path)] == []
+    example = next(path for path in modules if path.name == "llama_family.py")
+    assert list(compared_names(example))

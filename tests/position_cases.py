@@ -1,0 +1,39 @@
+"""Trains the toy encodings on two processes, for position/test_plugging_in.py. Every value returned is checked there."""
+
+import importlib
+import shutil
+
+import torch.distributed as dist
+from models import build, small_model
+from test_costs import counted
+from training_cases import option, run, tp, zero
+
+TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
+
+
+def register_toys():
+    for file in TOYS.values():
+        importlib.import_module(f"toy_encodings.{file}")
+
+
+def train(folder, data, name):
+    """Two steps under two layouts, and the second step again from the checkpoint of the first."""
+    both = [option("data.prefix", f"{data}/a"), option("model.position_encoding", name)]
+    both += [option("train.steps", 2), option("train.eval_interval", 2), option("checkpoint.interval", 1)]
+    alone = run(folder, f"{name}-alone", *both, tp(1), zero(1))
+    whole = run(folder, name, *both, tp(2), zero(2))
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{folder}/{name}/checkpoints/step-00000002")
+    dist.barrier()
+    return {"alone": alone, "whole": whole, "continued": run(folder, name, *both, tp(2), zero(2))}
+
+
+def costs(name):
+    """What this process holds and saves of a model shared by two."""
+    built, _ = build(small_model(position_encoding=name), tp=2)
+    return sum(p.numel() for p in built.parameters()), counted(built, small_model(position_encoding=name))
+
+
+def main(folder, data):
+    register_toys()
+    return {name: {"rows": train(folder, data, name), "costs": costs(name)} for name in TOYS}

@@ -1,0 +1,31 @@
+"""A toy: forget gates from the hidden states, one for each head and token."""
+
+from megatron_tape.ops.backends import GATE
+from megatron_tape.position import Parameter, PositionEncoding, Positions, register
+
+
+@register
+class ToyGate(PositionEncoding):
+    name = "toy_gate"
+    needs = frozenset({GATE})
+
+    def parameters(self, layer):
+        model = self.model
+        return {
+            "gate": Parameter((model.num_attention_heads, model.hidden_size), std=model.init_std),
+            "start": Parameter((model.num_attention_heads,), value=1.0, decay=False),
+        }
+
+    def multiply_adds(self, layer):
+        return self.model.num_attention_heads * self.model.hidden_size
+
+    def saved_bytes(self, layer, batch):
+        heads = self.model.num_attention_heads
+        # Inputs of the log-sigmoid and what it keeps; the running sums in fp32.
+        return 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 4
+
+    def positions(self, layer, parameters, state, hidden_states_sBC):
+        from torch.nn.functional import linear, logsigmoid
+
+        gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"], parameters["start"]))
+        return Positions(log_gate_TBH=self.tokens.to_heads(gates))
