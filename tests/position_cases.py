@@ -1,4 +1,4 @@
-"""Trains the toy encodings on two processes, for position/test_plugging_in.py. Every value returned is checked there."""
+"""Trains the toy encodings on two processes; position/test_plugging_in.py checks every value returned."""
 
 import importlib
 import shutil
@@ -19,7 +19,12 @@ def register_toys():
 def train(folder, data, name):
     """Two steps under two layouts, and the second step again from the checkpoint of the first."""
     both = [option("data.prefix", f"{data}/a"), option("model.position_encoding", name)]
-    both += [option("train.steps", 2), option("train.eval_interval", 2), option("checkpoint.interval", 1)]
+    both += [
+        option("train.steps", 2),
+        option("schedule.warmup_steps", 1),
+        option("train.eval_interval", 2),
+        option("checkpoint.interval", 1),
+    ]
     alone = run(folder, f"{name}-alone", *both, tp(1), zero(1))
     whole = run(folder, name, *both, tp(2), zero(2))
     if dist.get_rank() == 0:

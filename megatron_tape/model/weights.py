@@ -41,7 +41,7 @@ def _split_layer(name: str) -> tuple[str, str, str]:
 
 def kind_of(name: str) -> str:
     """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
-    if re.search(r"layers\.\d+\.position", name):
+    if f".{POSITION}" in name:
         return "position"
     if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
         return "embeddings"

@@ -33,7 +33,7 @@ def test_every_parameter_has_one_of_the_kinds_by_either_name():
         "gpt.decoder.final_layernorm.weight": "norms",
         f"{layer}self_attention.k_layernorm.weight": "norms",
         f"{layer}self_attention.linear_qkv.bias": "biases",
-        f"{layer}position_update.down_proj": "position",
+        f"{layer}position.down_proj": "position",
         f"{layer}mlp.linear_fc1.weight": "matrices",
     }.items():
         assert kinds[name] == kind
@@ -59,11 +59,11 @@ def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(to
 def test_a_parameter_that_says_whether_it_decays_is_obeyed():
     built, _ = build(small_model())
     parameters = dict(built.named_parameters())
-    still, moving = "gpt.decoder.layers.0.position_update.up_proj", "gpt.decoder.final_layernorm.weight"
+    still, moving = "gpt.decoder.layers.0.position.up_proj", "gpt.decoder.final_layernorm.weight"
     parameters[still].decay, parameters[moving].decay = False, True
     plain, given = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
     assert (plain[still], plain[moving]) == (given[still], given[moving]) == (0.0, 0.1)
-    assert given["gpt.decoder.layers.1.position_update.up_proj"] == 0.3
+    assert given["gpt.decoder.layers.1.position.up_proj"] == 0.3
 
 
 def test_kinds_are_given_in_a_recipe_or_on_the_command_line(tmp_path):

@@ -81,7 +81,9 @@ class _TiledAttention(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        outputs = [torch.empty(B, G, R, S, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
+        # Laid out with the sequence first, as the next projection wants them: otherwise it would keep a copy.
+        laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
+        outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
         for rows, blocks in tiles.blocks():
             queries = _rows(q, rows, dtype) * D**-0.5
