@@ -1,39 +1,16 @@
 """tools/convert_checkpoint.py, run in this process."""
 
-import io
 import resource
-import runpy
-import signal
-import sys
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from contextlib import contextmanager
 
-from tool_runs import ROOT
+from tool_runs import ROOT, run_here
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
 
-@dataclass
-class Done:
-    returncode: int
-    stderr: str
-
-
 def convert(*arguments):
     """Run the tool in this process, which has spent the seconds to import torch already."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    messages, argv = io.StringIO(), sys.argv
-    sys.argv = [str(TOOL), *map(str, arguments)]
-    try:
-        with redirect_stderr(messages):
-            runpy.run_path(str(TOOL), run_name="__main__")
-    except SystemExit as stop:
-        return Done(stop.code, messages.getvalue())
-    finally:
-        sys.argv = argv
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return run_here("convert_checkpoint", *arguments)
 
 
 def refused(tmp_path, part, *arguments):

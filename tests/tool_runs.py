@@ -1,12 +1,34 @@
+import io
 import json
+import runpy
+import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def command(tool, *arguments):
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
+
+
+def run_here(tool, *arguments):
+    """Run a tool in this process, which has spent the time on imports already; it must not start processes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    output, messages, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = command(tool, *arguments)[1:]
+    try:
+        with redirect_stdout(output), redirect_stderr(messages):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        return CompletedProcess(sys.argv, stop.code, output.getvalue(), messages.getvalue())
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def write_lines(path, texts):

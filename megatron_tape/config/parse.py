@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import sys
 import textwrap
@@ -179,6 +180,7 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
     return parser
 
 
+@functools.cache
 def _explanations(section: type) -> dict[str, str]:
     """Return the text that follows every field of a dataclass."""
     found = {}
