@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -31,12 +32,9 @@ def versions() -> dict[str, str]:
 
 def code_digest() -> str:
     """Return a short sha256 of the Python files of this project that would be imported here."""
-    import megatron_tape
-    import pretrain
-
     hasher = hashlib.sha256()
-    for package in (megatron_tape, pretrain):
-        root = Path(package.__path__[0])
+    for package in ("megatron_tape", "pretrain"):
+        root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
         for path in sorted(root.rglob("*.py")):
             hasher.update(f"{root.name}/{path.relative_to(root)}\n".encode() + path.read_bytes())
     return hasher.hexdigest()[:12]

@@ -102,7 +102,7 @@ def test_the_code_digest_follows_the_code(monkeypatch, tmp_path):
     copy = tmp_path / "pretrain"
     shutil.copytree(pretrain.__path__[0], copy)
     before = nodes.code_digest()
-    monkeypatch.setattr(pretrain, "__path__", [str(copy)])
+    monkeypatch.setattr(pretrain.__spec__, "submodule_search_locations", [str(copy)])
     assert nodes.code_digest() == before
     (copy / "train.py").write_text("another version")
     assert nodes.code_digest() != before
