@@ -131,7 +131,7 @@ class Progress:
         line = message(elapsed)
         if self._total and done:
             share = min(done / self._total, 1.0)
-            line += f", {share:.1%}, {_duration(elapsed * (1 - share) / share)} left"
+            line += f", {share:.1%}, {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         else:
@@ -143,7 +143,9 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
+def duration(seconds: float) -> str:
+    """Write seconds as days, hours, minutes and seconds, `1d 2:03:04`; fewer than 0, of a clock set back, are 0."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    days, hours = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,17 +1,19 @@
 """Output files that exist under their final name only when they are complete.
 
-While `data.bin` is being written it is called `data.bin.partial`. Whoever writes holds a lock on that file, so two
-writers cannot meet, and a file that a killed process left behind is simply taken over by the next run.
+While the output `data.bin` is being written it is called `data.bin.partial`. Whoever writes holds a lock on that file,
+so two writers cannot meet, and a file that a killed process left behind is taken over by the next run. Small files
+that programs leave for each other have no lock: of several writers the last one wins (`write_whole`).
 """
 
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,7 +127,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         if not ours:
             raise ValueError(f"another process is writing {path}; wait for it or choose another output")
         for leftover in partial.iterdir():
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+            remove(leftover)
         with _named(path):
             yield partial
         refuse_existing(path, fix=fix)
@@ -182,3 +184,38 @@ def sync_directory(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: str | Path) -> None:
+    """Remove a file, a directory with all it holds, or a link, whose target stays; do nothing where there is none."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_whole(
+    path: str | Path, chunks: Iterable[bytes], *, staging: Path | None = None, durable: bool = True
+) -> None:
+    """Put a file of `chunks` in the place of `path`, whole or not at all; of several writers the last one wins.
+
+    It is made in `staging` (default: beside `path`), which must be on the same file system. A `durable` file survives
+    a power cut. Raises OSError; the old file is then left as it is.
+    """
+    path = Path(path)
+    # Its name says nothing of the final one: TensorBoard reads whatever has "tfevents" in its name.
+    partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
+    try:
+        with open(partial, "xb") as file:
+            file.writelines(chunks)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import errno
 import importlib.util
-import json
 import os
 import random
 import shlex
@@ -23,22 +22,16 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_tape.checkpoint.directories import list_checkpoints, problems, what_to_resume
+from megatron_tape.checkpoint.directories import STATE, checkpointed_step, newest_whole, what_to_resume
 from megatron_tape.checkpoint.settings import check_same_model
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.run.attempts import (
-    Attempt,
-    checkpointed_step,
-    crash_loop,
-    decide,
-    last_error,
-    read_attempts,
-    write_record,
-)
+from megatron_tape.files import SUFFIX, atomic_directory, remove
+from megatron_tape.records import write_record
+from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, read_attempts
 
 EXIT_TRY_AGAIN = 75
 """A file system that does not answer, where a configuration that cannot work ends with 2."""
@@ -83,9 +76,9 @@ def main(argv: list[str] | None = None) -> int:
             judge(Path(options.run), options.checkpoints, options.attempt)
         else:
             begin(options)
-    except (ConfigError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else EXIT_TRY_AGAIN
+        return EXIT_TRY_AGAIN if isinstance(error, OSError) else 2
     return 0
 
 
@@ -105,22 +98,22 @@ def begin(options: argparse.Namespace) -> None:
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
     # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
-    mine = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
+    of_job = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
     resume = what_to_resume(config.checkpoint.resume, checkpoints)
-    if mine and checkpointed_step(checkpoints) > mine[0].facts.get("checkpoint_step", 0):
-        resume = "auto"  # what the job was told to start from is behind it
+    if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
+        resume = "auto"  # the job has passed what it was to start from
     config.checkpoint.resume = resume
     validate(config, options.processes)
     check_inputs(config)
     check_datasets(config)
     _check_directories(config)
     start = _start(config)
-    if start is not None and (start / "state.json").is_file():
+    if start is not None and (start / STATE).is_file():
         check_same_model(start, config)
     _refuse_other_job(run, attempts, options.job)
-    if mine:
-        last = mine[-1]
-        if loop := crash_loop(mine, checkpointed_step(checkpoints), options.job):
+    if of_job:
+        last = of_job[-1]
+        if loop := crash_loop(of_job, checkpointed_step(checkpoints), options.job):
             raise ConfigError(f"{loop}; the last: {last_error(last)}")
         if last.verdict is None:
             print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
@@ -128,8 +121,8 @@ def begin(options: argparse.Namespace) -> None:
     if not requeued:
         _copy(Path(options.source), directory, config)
         link.parent.mkdir(parents=True, exist_ok=True)
-        partial = link.with_name(f".{link.name}.partial")
-        partial.unlink(missing_ok=True)
+        partial = link.with_name(f".{link.name}{SUFFIX}")
+        remove(partial)
         partial.symlink_to(directory.resolve())
         os.replace(partial, link)
     facts = {
@@ -191,8 +184,7 @@ def _start(config: RunConfig) -> Path | None:
     """Return the checkpoint that the run will start from, as far as its files' sizes tell."""
     if config.checkpoint.resume != "auto":
         return None if config.checkpoint.resume == "none" else Path(config.checkpoint.resume)
-    found = list_checkpoints(config.checkpoint.directory)
-    return next((path for _, path in found if not problems(path, deep=False)), None)
+    return newest_whole(config.checkpoint.directory, deep=False)
 
 
 def _check_directories(config: RunConfig) -> None:
@@ -206,8 +198,9 @@ def _check_directories(config: RunConfig) -> None:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-                told = f"{key} is {directory}, which cannot be made ({error.strerror}); choose another"
-                raise ConfigError(told) from None
+                raise ConfigError(
+                    f"{key} is {directory}, which cannot be made ({error.strerror}); choose another"
+                ) from None
             raise
 
 
@@ -217,39 +210,38 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
     if other in (None, job) or attempts[-1].verdict is not None:
         return
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             ["squeue", "--noheader", "--jobs", other, "--format", "%T"], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return
     refuse(
-        told.returncode == 0 and told.stdout.strip() != "",
-        f"{run} belongs to job {other}, which is {told.stdout.strip().lower()}; cancel that job, or choose another "
+        answer.returncode == 0 and answer.stdout.strip() != "",
+        f"{run} belongs to job {other}, which is {answer.stdout.strip().lower()}; cancel that job, or choose another "
         "logging.directory",
     )
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:
     """Copy the code and the resolved configuration of a job, whole or not at all."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    for old in (partial, directory):
-        shutil.rmtree(old, ignore_errors=True)
+    remove(directory)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
-    for name in CODE:
-        path = source / name
-        if path.is_dir():
-            shutil.copytree(path, partial / "code" / name, ignore=ignored)
-        elif path.is_file():
-            shutil.copy2(path, partial / "code" / name)
-    if (source / ".venv").exists():
-        (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
-    (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    commit = ""
-    with contextlib.suppress(OSError):  # no git
-        command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    (partial / "job.json").write_text(json.dumps({"commit": commit or None}) + "\n", encoding="utf-8")
-    partial.rename(directory)
+    with atomic_directory(directory) as partial:
+        (partial / "code").mkdir()
+        for name in CODE:
+            path = source / name
+            if path.is_dir():
+                shutil.copytree(path, partial / "code" / name, ignore=ignored)
+            elif path.is_file():
+                shutil.copy2(path, partial / "code" / name)
+        if (source / ".venv").exists():
+            (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
+        (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        commit = ""
+        with contextlib.suppress(OSError):  # no git
+            command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
+            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        write_record(partial / "job.json", {"commit": commit or None})
 
 
 def _free_ports(count: int) -> list[int]:

@@ -3,20 +3,23 @@
     python -m pretrain.status RUN
 
 RUN is the run's directory (logging.directory). The exit status is 0 while the run goes on, waits in the queue, was
-interrupted by hand or is finished; 1 when it is stuck, failed or gone, or its job has left it; 2 when RUN is no run.
+interrupted by hand or is finished; 1 when it is stuck, failed or gone, or its job has left it; 2 when RUN is not a run,
+or cannot be read.
 """
 
 import argparse
 import contextlib
-import json
+import logging
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from megatron_tape.checkpoint.directories import list_checkpoints, problems
+from megatron_tape.checkpoint.directories import newest_whole, read_manifest
+from megatron_tape.command_line import duration
+from megatron_tape.records import parse_record, read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED, AttemptRecord, last_error, read_attempts
 
 SILENT_SECONDS = 60
@@ -24,6 +27,29 @@ STARTING_SECONDS = 180
 TAIL_BYTES = 1 << 18
 SHOWN = 8
 LONGEST = 120
+
+logger = logging.getLogger(__name__)
+
+
+class _Step(TypedDict):
+    step: int
+
+
+class Row(_Step, total=False):
+    """What the screen shows of a row of `metrics.jsonl`; null is a number that was not finite."""
+
+    time: float
+    loss: float | None
+    tokens_per_second: float | None
+    validation_loss: float | None
+
+
+class _Train(TypedDict, total=False):
+    steps: int
+
+
+class _Config(TypedDict, total=False):
+    train: _Train
 
 
 @dataclass(frozen=True)
@@ -42,6 +68,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     run = Path(parser.parse_args(argv).run)
+    try:
+        return show(run)
+    except OSError as error:
+        print(f"error: {run} cannot be read: {error}", file=sys.stderr)
+        return 2
+
+
+def show(run: Path) -> int:
+    """Print the screen of a run and return the exit status. Raises OSError where the run cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
         print(
@@ -61,14 +96,14 @@ def queue_state(job: str | None) -> str | None:
     if job is None:
         return None
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             ["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True, timeout=20
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: of a name with a null byte
         return None
-    if told.returncode != 0:
-        return "" if "Invalid job id" in told.stderr else None
-    return told.stdout.strip()
+    if answer.returncode != 0:
+        return "" if "Invalid job id" in answer.stderr else None
+    return answer.stdout.strip()
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
@@ -109,16 +144,17 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     total = config.get("train", {}).get("steps")
     step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
     lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
-    share = f" of {total:,} ({min(1, step / total):.1%})" if total else ""
+    share = f" of {total:,} ({min(1, step / total):.1%})" if total and total > 0 else ""
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]
-        loss = f"loss        {_number(row['loss'])} at step {row['step']:,}"
-        checked = next((r for r in reversed(rows) if "validation_loss" in r), None)
-        if checked:
-            loss += f"; validation {_number(checked['validation_loss'])} at step {checked['step']:,}"
+        loss = f"loss        {_number(row.get('loss'))} at step {row['step']:,}"
+        evaluated = next((r for r in reversed(rows) if "validation_loss" in r), None)
+        if evaluated:
+            loss += f"; validation {_number(evaluated['validation_loss'])} at step {evaluated['step']:,}"
         lines.append(loss)
-        lines.append(f"speed       {row['tokens_per_second']:,.0f} tokens/s{_eta(rows, last, total, state)}")
+        speed = row.get("tokens_per_second") or 0
+        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
     lines.append(f"checkpoint  {_last_checkpoint(last.facts.get('checkpoint_directory', run / 'checkpoints'))}")
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
@@ -132,13 +168,16 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
 
 
 def _line(attempt: AttemptRecord, alive: bool) -> str:
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts.get("started", 0)))
+    try:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts.get("started", 0)))
+    except (ValueError, OverflowError, OSError):  # of a year that no calendar has
+        started = "at an unknown time"
     job = attempt.facts.get("job")
     where = f"{f'job {job} on ' if job else ''}{_nodes(attempt.facts.get('nodes', []))}"
     where += f", from step {attempt.facts.get('checkpoint_step', 0):,}"
     if attempt.outcome is not None:
-        told = last_error(attempt) if attempt.crashed else attempt.message
-        end = f"{attempt.outcome}: {told if len(told) <= LONGEST else told[:LONGEST] + ' ...'}"
+        reason = last_error(attempt) if attempt.crashed else attempt.message
+        end = f"{attempt.outcome}: {reason if len(reason) <= LONGEST else reason[:LONGEST] + ' ...'}"
     elif attempt.stop_reason:
         end = f"ended by {attempt.stop_reason}"
     else:
@@ -151,15 +190,18 @@ def _nodes(names: list[str]) -> str:
 
 
 def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
-    import yaml
-
-    for path in (run / "jobs" / str(last.facts.get("job")) / "config.yaml", run / "config.yaml"):
-        if path.is_file():
-            return yaml.safe_load(path.read_text(encoding="utf-8"))
+    job = Path(str(last.facts.get("job"))).name
+    for path in (run / "jobs" / job / "config.yaml", run / "config.yaml"):
+        try:
+            return read_yaml(path, _Config)
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            logger.warning("warning: %s", error)
     return {}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> list[Row]:
     """Read the last rows of a file that may be growing."""
     if not path.is_file():
         return []
@@ -169,37 +211,33 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         try:
-            rows.append(json.loads(line))
+            rows.append(parse_record(line, Row))
         except ValueError:  # the first line is cut, the last may be half written
             continue
     return rows
 
 
-def _eta(rows: list[dict[str, Any]], last: AttemptRecord, total: int | None, state: State) -> str:
-    recent = [row for row in rows if row.get("time", 0) >= last.facts.get("started", 0)][-20:]
-    if state.word != "running" or len(recent) < 2 or not total:
+def _eta(rows: list[Row], last: AttemptRecord, total: int | None, state: State) -> str:
+    recent = [row for row in rows if "time" in row and row["time"] >= last.facts.get("started", 0)][-20:]
+    if state.word != "running" or len(recent) < 2 or not total or recent[-1]["step"] <= recent[0]["step"]:
         return ""
     seconds = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
     return f", ETA {duration(seconds * (total - recent[-1]['step']))}"
 
 
 def _last_checkpoint(root: str | Path) -> str:
-    for step, path in list_checkpoints(root):
-        if not problems(path, deep=False):
-            return f"step {step:,}, {duration(time.time() - path.stat().st_mtime)} ago: {path}"
-    return "none yet"
+    try:
+        path = newest_whole(root, deep=False)
+        if path is None:
+            return "none yet"
+        step, age = read_manifest(path)["step"], time.time() - path.stat().st_mtime
+    except (ValueError, OSError) as error:
+        return str(error)
+    return f"step {step:,}, {duration(age)} ago: {path}"
 
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as days, hours, minutes and seconds."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from megatron_tape.files import PartialFile, atomic_directory, atomic_output
+from megatron_tape.command_line import duration
+from megatron_tape.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):
@@ -90,3 +91,45 @@ def test_a_full_disk_names_the_output(tmp_path):
     with pytest.raises(OSError, match="No space left") as error, atomic_directory(tmp_path / "directory"):
         full.write(b"x")
     assert error.value.filename == str(tmp_path / "directory") and os.listdir(tmp_path) == []
+
+
+def test_a_small_file_is_replaced_whole_or_not_at_all_and_a_failure_leaves_nothing(tmp_path):
+    path, staging = tmp_path / "file", tmp_path / "staging"
+    staging.mkdir()
+    write_whole(path, [b"o", b"ld"])
+
+    def half():
+        yield b"new"
+        assert len(os.listdir(staging)) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, half(), staging=staging)
+    assert path.read_bytes() == b"old" and os.listdir(staging) == []
+    write_whole(path, [b"new"], staging=staging, durable=False)
+    assert path.read_bytes() == b"new" and sorted(os.listdir(tmp_path)) == ["file", "staging"]
+    staging.rmdir()
+    with pytest.raises(FileNotFoundError):
+        write_whole(path, [b"late"], staging=staging)
+    assert path.read_bytes() == b"new"
+
+
+def test_removing_follows_no_link(tmp_path):
+    kept = tmp_path / "kept"
+    (kept / "deep").mkdir(parents=True)
+    for name, target in (("link", kept), ("dangling", tmp_path / "nowhere")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+    (tmp_path / "tree" / "inner" / "link").symlink_to(kept)
+    (tmp_path / "file").write_text("")
+    for name in ("link", "dangling", "tree", "file", "absent"):
+        remove(tmp_path / name)
+    assert os.listdir(tmp_path) == ["kept"] and os.listdir(kept) == ["deep"]
+
+
+@pytest.mark.parametrize(
+    "seconds, written",
+    [(0, "0:00:00"), (-3, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90_061, "1d 1:01:01")],
+)
+def test_a_duration_is_written_one_way(seconds, written):
+    assert duration(seconds) == written

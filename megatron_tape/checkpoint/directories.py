@@ -5,26 +5,88 @@ into a staging directory, brought to disk, and only then renamed; nothing is del
 So a process may be killed at any moment. While a checkpoint of the same step is being replaced, the old one is called
 `step-00000100.replaced`, which readers accept as well: at no moment are both gone.
 
-Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that a manifest does
-not name are ignored. The functions are for one process at a time; several may write files into one staging directory.
-torch is imported only where tensors are read or written.
+A checkpoint may be a symbolic link to a directory elsewhere: it is read as any other, and only the link is ever
+removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that a manifest
+does not name are ignored. The functions are for one process at a time; several may write files into one staging
+directory. torch is imported only where tensors are read or written.
 """
 
 import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from megatron_tape.errors import CheckpointError
+from megatron_tape.files import remove, sync_directory
+from megatron_tape.records import check_shape, read_record, write_record
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+class Entry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """What `manifest.json` holds."""
+
+    format_version: int
+    step: int
+    files: dict[str, Entry]
+
+
+class Cut(TypedDict):
+    """How a parameter is cut over the tensor-parallel ranks: along `dim`, in `stride` interleaved pieces."""
+
+    dim: int
+    stride: int
+
+
+class Progress(TypedDict, total=False):
+    """What a run counts beside its steps: those in a row, up to now, that were skipped; `origin` is an import's."""
+
+    bad_steps: int
+    origin: str
+
+
+class Source(TypedDict):
+    """Which checkpoint keeps the weights of frozen parameters that another leaves out."""
+
+    path: str
+    manifest_sha256: str
+
+
+class _OptionalState(TypedDict, total=False):
+    consumed_samples: int
+    frozen: list[str]
+    frozen_from: Source | None
+
+
+class State(_OptionalState):
+    """What `state.json` holds of a run; `config` is its settings, by section."""
+
+    step: int
+    optimizer_steps: int
+    progress: Progress
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    sharded: dict[str, Cut]
+    config: dict[str, dict[str, Any]]
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a later version of this project wrote: whole, perhaps, but not readable here."""
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
@@ -33,8 +95,7 @@ def staging_directory(home: str | Path, step: int) -> Path:
     `home` must exist, on the file system that the checkpoint will be on; without it nothing can be staged.
     """
     staging = Path(home) / _name(step)
-    if staging.exists():
-        shutil.rmtree(staging)
+    remove(staging)
     staging.mkdir()
     return staging
 
@@ -45,8 +106,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], metadata: M
 
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(on_host, path, metadata=dict(metadata or {}))
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync_directory(path)
 
 
 def read_tensors(path: str | Path) -> dict[str, "Tensor"]:
@@ -64,14 +124,6 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as JSON and bring it to disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def digest(path: str | Path) -> tuple[int, str]:
     """Size in bytes and sha256 in hexadecimal of a file."""
     hasher, size = hashlib.sha256(), 0
@@ -82,80 +134,103 @@ def digest(path: str | Path) -> tuple[int, str]:
     return size, hasher.hexdigest()
 
 
-def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Path:
+def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Entry]) -> Path:
     """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; returns its path.
 
     `files` maps names to `{"bytes": ..., "sha256": ...}` (see `digest`). When this returns, the checkpoint
     survives a power cut.
     """
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
-    write_json(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
-    _fsync_directory(staging)
+    write_record(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
+    sync_directory(staging)
     root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
-    if final.exists():
+    if os.path.lexists(final):
         if replaced.exists() and problems(final, deep=False):
             _discard(final)
         else:
             _discard(replaced)
             os.rename(final, replaced)
     os.rename(staging, final)
-    _fsync_directory(root)
+    sync_directory(root)
     _discard(replaced)
     return final
 
 
 def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Steps and paths of the checkpoints in `root`, whole or not, newest first; a replaced one follows its heir."""
+    """Steps and paths of the checkpoints in `root`, whole or not, newest first; a replaced one follows the new one."""
     root = Path(root)
     names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     found = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
     return [(-negative_step, root / name) for negative_step, _, name in found]
 
 
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest: `format_version`, `step` and `files`.
+def read_manifest(path: str | Path) -> Manifest:
+    """Read a checkpoint's manifest.
 
     Raises:
-        ValueError: if it is malformed, of another format version, or of another step than the directory's name says.
+        NewerFormat: if a later version wrote it.
+        ValueError: if it is malformed, or of another step than the directory's name says.
     """
-    try:
-        manifest = json.loads((Path(path) / MANIFEST).read_text(encoding="utf-8"))
-        version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
-        entries = [(entry["bytes"], entry["sha256"]) for entry in files.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is malformed ({type(error).__name__}: {error})") from error
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{MANIFEST} has format version {version}, and {FORMAT_VERSION} is the one read here")
-    name = _NAME.fullmatch(Path(path).name)
-    if name and step != int(name[1]):
-        raise ValueError(f"{MANIFEST} says step {step}")
-    if not entries:
+    path = Path(path)
+    version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise NewerFormat(
+            f"{path} was written by a newer version of this project (checkpoint format {version}; this one reads "
+            f"{FORMAT_VERSION}); update this one, or move that checkpoint away"
+        )
+    manifest = read_record(path / MANIFEST, Manifest)
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"{MANIFEST} has format version {version}, which never was")
+    name = _NAME.fullmatch(path.name)
+    if name and manifest["step"] != int(name[1]):
+        raise ValueError(f"{MANIFEST} says step {manifest['step']}")
+    if not manifest["files"]:
         raise ValueError(f"{MANIFEST} names no file")
+    for name in manifest["files"]:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{MANIFEST} names {name}, which is not in this directory")
     return manifest
 
 
+def read_state(path: str | Path) -> State:
+    """Read a checkpoint's `state.json`; ValueError, in one sentence, where it cannot be one."""
+    state = read_record(Path(path) / STATE, State)
+    for key, least in (("step", 0), ("tensor_model_parallel_size", 1), ("data_parallel_size", 1)):
+        if state[key] < least:
+            raise ValueError(f"{Path(path) / STATE} cannot be used: {key} is {state[key]}")
+    check_shape(state["config"].get("model"), dict[str, Any], "config.model")
+    return state
+
+
 def problems(path: str | Path, deep: bool = True) -> list[str]:
-    """Say, file by file, why a checkpoint is not whole; empty if it is. Only `deep` reads the files' contents."""
-    path = Path(path)
-    if not (path / MANIFEST).is_file():
-        return [f"{MANIFEST} is missing"]
+    """Say, file by file, why a checkpoint is not whole; empty if it is. Only `deep` reads the tensors' bytes."""
     try:
-        files = read_manifest(path)["files"]
-    except (ValueError, OSError) as error:
+        return _problems(Path(path), deep)
+    except NewerFormat as error:
         return [str(error)]
-    found = (_file_problem(path / name, name, entry, deep) for name, entry in files.items())
-    return [problem for problem in found if problem]
 
 
-def newest_whole(root: str | Path, warn: Callable[[str], None]) -> Path | None:
-    """Path of the newest checkpoint that is whole, every byte read; `warn` is told of each broken one passed over."""
+def newest_whole(
+    root: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True
+) -> Path | None:
+    """Path of the newest checkpoint that is whole; `warn` hears of each broken one passed over.
+
+    `deep` reads every byte; without it a checkpoint counts whose files have the right sizes. Raises NewerFormat rather
+    than pass over a checkpoint that a later version wrote: going on from an older one would replace it.
+    """
     for _, path in list_checkpoints(root):
-        found = problems(path)
+        found = _problems(path, deep)
         if not found:
             return path
         warn(f"checkpoint {path} is passed over: {'; '.join(found)}")
     return None
+
+
+def checkpointed_step(root: str | Path) -> int:
+    """Return the step of the newest checkpoint whose files have the right sizes, 0 without one."""
+    path = newest_whole(root, deep=False)
+    return 0 if path is None else read_manifest(path)["step"]
 
 
 def what_to_resume(resume: str, root: str | Path) -> str:
@@ -171,7 +246,7 @@ def prune(root: str | Path, keep: int) -> None:
     """Remove what is older than the newest `keep` checkpoints of complete size, and leftovers of killed processes.
 
     Broken checkpoints do not count, and stay while they are newer than the oldest one kept. A replaced checkpoint that
-    stands in for a missing or broken heir gets its name back.
+    stands in for a missing or broken successor gets its name back.
 
     Raises:
         ValueError: if `keep` is below 1.
@@ -189,14 +264,30 @@ def prune(root: str | Path, keep: int) -> None:
                 _discard(root / _name(step))
                 os.rename(path, root / _name(step))
     for path in root.glob(".step-*.partial"):
-        shutil.rmtree(path)
+        remove(path)
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _file_problem(path: Path, name: str, entry: Mapping[str, Any], deep: bool) -> str | None:
+def _problems(path: Path, deep: bool) -> list[str]:
+    if not (path / MANIFEST).is_file():
+        return [f"{MANIFEST} is missing"]
+    try:
+        manifest = read_manifest(path)
+        listed = (_file_problem(path / name, name, entry, deep) for name, entry in manifest["files"].items())
+        found = [problem for problem in listed if problem]
+        if not found and STATE in manifest["files"] and (step := read_state(path)["step"]) != manifest["step"]:
+            found.append(f"{STATE} says step {step}, and {MANIFEST} says {manifest['step']}")
+    except NewerFormat:
+        raise
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return found
+
+
+def _file_problem(path: Path, name: str, entry: Entry, deep: bool) -> str | None:
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != entry["bytes"]:
@@ -212,19 +303,10 @@ def _file_problem(path: Path, name: str, entry: Mapping[str, Any], deep: bool) -
 
 def _discard(path: Path) -> None:
     """Delete a checkpoint, if it is there, under a name that nobody takes for one."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    doomed = path.with_name(f".{path.name}.discarded.partial")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.rename(path, doomed)
-    _fsync_directory(path.parent)
-    shutil.rmtree(doomed)
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    discarded = path.with_name(f".{path.name}.discarded.partial")
+    remove(discarded)
+    os.rename(path, discarded)
+    sync_directory(path.parent)
+    remove(discarded)

@@ -1,17 +1,17 @@
 """How a run's settings differ from those of the checkpoint that it continues. Imports no torch."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
+from megatron_tape.checkpoint.directories import read_state
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import refuse
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
     """Raise `ConfigError` where the checkpoint at `path` is of another model; lengths and backends may differ."""
-    saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["config"]["model"]
+    saved = read_state(path)["config"]["model"]
     now = dataclasses.asdict(config.model)
     # A checkpoint from before a setting existed is of a model with its default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
@@ -32,10 +32,10 @@ def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """
 
     def derived(model: dict[str, Any]) -> dict[str, Any]:
-        heads = model.get("num_attention_heads")
-        defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads if heads else None}
-        if heads and model.get("hidden_size"):
-            defaults["kv_channels"] = model["hidden_size"] // heads
+        heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
+        if type(heads) is not int or type(hidden) is not int or heads < 1:
+            return model
+        defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads, "kv_channels": hidden // heads}
         return {key: defaults.get(key) if value is None else value for key, value in model.items()}
 
     open_in_both = {key for key in a if a[key] is None and b.get(key, "absent") is None}

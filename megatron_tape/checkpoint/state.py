@@ -17,23 +17,25 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.torch  # noqa: F401  (checkpoint_files imports it at the first save, when it may be gone)
+import safetensors.torch  # noqa: F401  (directories.py imports it at the first save, when it may be gone)
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.frozen import find_source, source_record
 from megatron_tape.checkpoint.settings import check_same_model
+from megatron_tape.checkpoint.shares import Shares, check_shares
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, refuse
-from megatron_tape.model.weights import current_name, shard, unshard
+from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.records import parse_record, write_record
 
 if TYPE_CHECKING:
     from megatron_tape.run.attempts import Attempt
@@ -72,24 +74,20 @@ class Checkpoint:
         Under the tensor-parallel size that saved it a share is read as it is; under another it is cut from the whole.
         """
         size = self.state["tensor_model_parallel_size"]
-        opened: list[dict[str, tuple[safe_open, str]]] = []
-        for rank in range(size):
-            handles = [safe_open(path, "pt") for path in sorted(self.path.glob(f"tensors-tp{rank:02d}-*"))]
-            opened.append({current_name(key): (handle, key) for handle in handles for key in handle.keys()})
-
-        def whole_or_share(rank: int, key: str) -> Tensor:
-            handle, stored = opened[rank][key]
-            return handle.get_tensor(stored)
-
+        shares = [Shares(self.path, rank) for rank in range(size)]
+        # Every rank looks at all of them, so that all ranks refuse what is wrong with one.
+        check_shares(self.path, shares, parameters, layout.tensor_parallel_size)
         left_out = None if self.source is None else self.source.reader(parameters, layout)
 
         def read(key: str) -> Tensor:
-            if left_out is not None and key not in opened[0]:
+            if key not in shares[0]:
+                if left_out is None:
+                    raise CheckpointError(f"{self.path} holds no {key}; choose another checkpoint")
                 return left_out(key)
             if size == layout.tensor_parallel_size:
-                return whole_or_share(layout.tensor_parallel_rank, key)
+                return shares[layout.tensor_parallel_rank].read(key)
             parameter = parameters[key.partition("/")[2]]
-            whole = unshard([whole_or_share(rank, key) for rank in range(size)], parameter)
+            whole = unshard([held.read(key) for held in shares], parameter)
             return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
         return read
@@ -152,8 +150,8 @@ def _save(
     with _agreement(layout, attempt) as agreement:
         if layout.rank == 0:
             written = {name: entry for part in entries for name, entry in part.items()}
-            files.write_json(staging / "state.json", _state(engine, config, step, progress, frozen_from))
-            written["state.json"] = _entry(staging / "state.json")
+            write_record(staging / files.STATE, _state(engine, config, step, progress, frozen_from))
+            written[files.STATE] = _entry(staging / files.STATE)
             attempt.check_owner()
             files.publish(staging, root, step, written)
             files.prune(root, config.checkpoint.keep)
@@ -212,7 +210,15 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     engine.load_training_state(checkpoint.reader(engine.trained, engine.layout), updates)
     path = checkpoint.path / f"random-{engine.layout.rank:05d}.safetensors"
     if path.is_file():
-        _set_random_state(files.read_tensors(path), files.read_metadata(path))
+        try:
+            _set_random_state(files.read_tensors(path), files.read_metadata(path))
+        except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            # The generators themselves check what they are given, each in its own way.
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{path} holds no random states that can be restored ({type(error).__name__}: {reason}); choose "
+                "another checkpoint"
+            ) from None
 
 
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> dict[str, str] | None:
@@ -242,7 +248,7 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
 
 def _open(path: Path, deep: bool) -> Checkpoint:
     """Open a whole checkpoint, and the one with what it leaves out, of which `deep` reads every byte."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = files.read_state(path)
     _check_ranks_files(path, state)
     source = find_source(path, state)
     if source is None:
@@ -259,10 +265,10 @@ def _choose(resume: str, directory: Path) -> str | None:
             raise CheckpointError(f"no checkpoint in {directory} is whole; move them away to start afresh")
         return None if path is None else str(path)
     path = Path(resume)
-    found = files.problems(path) if path.is_dir() else ["it is no directory"]
+    found = files.problems(path) if path.is_dir() else ["it is not a directory"]
     if found:
         advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
-        raise CheckpointError(f"checkpoint.resume {path} is no whole checkpoint: {'; '.join(found)}{advice}")
+        raise CheckpointError(f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice}")
     return str(path)
 
 
@@ -280,12 +286,10 @@ def _check_ranks_files(path: Path, state: dict) -> None:
 def _refuse_later(directory: Path, chosen: str | None) -> None:
     """Refuse a start before a checkpoint already there: the run's own would be taken for old ones and removed."""
     start = 0 if chosen is None else files.read_manifest(chosen)["step"]
-    later = [
-        step for step, path in files.list_checkpoints(directory) if step > start and not files.problems(path, False)
-    ]
-    if later:
+    newest = files.checkpointed_step(directory)
+    if newest > start:
         raise CheckpointError(
-            f"checkpoint.directory {directory} holds checkpoints up to step {later[0]}, beyond step {start} where this "
+            f"checkpoint.directory {directory} holds checkpoints up to step {newest}, beyond step {start} where this "
             "run would start; move them away, choose another directory, or continue with checkpoint.resume: auto"
         )
 
@@ -347,9 +351,9 @@ def _set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
     get_cuda_rng_tracker().set_states(trackers)
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
-    version, words, gauss = json.loads(text["python"])
+    version, words, gauss = parse_record(text["python"], list[Any])
     random.setstate((version, tuple(words), gauss))
-    kind, *rest = json.loads(text["numpy"])
+    kind, *rest = parse_record(text["numpy"], list[Any])
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
 
 

@@ -9,17 +9,19 @@ imports torch.
 """
 
 import contextlib
-import json
+import logging
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.errors import StaleAttempt
-from megatron_tape.files import SUFFIX, sync_directory
+from megatron_tape.checkpoint.directories import checkpointed_step
+from megatron_tape.errors import CheckpointError, StaleAttempt
+from megatron_tape.files import remove, sync_directory
+from megatron_tape.records import RECORD_BYTES, read_record, read_small, write_record
+
+logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
 """Crashes in a row without a new checkpointed step after which a job stops."""
@@ -27,9 +29,50 @@ IDLE_LIMIT = 10
 """The same for attempts that ended in whatever way: one can be interrupted for ever before its first step."""
 
 RECORDS = 32
-"""Ranks whose end is noted, beside rank 0: of a thousand that fail the others only echo the first."""
+"""Ranks whose end is recorded, beside rank 0: of a thousand that fail the others only echo the first."""
+STOP_BYTES = 1000
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
+
+
+class Facts(TypedDict, total=False):
+    """What `attempt.json` says of an attempt: what began it, and where."""
+
+    job: str | None
+    started: float
+    checkpoint_directory: str
+    checkpoint_step: int
+    nodes: list[str]
+    log: str
+
+
+class End(TypedDict):
+    """How a rank ended: `rank-RRRRR.json`."""
+
+    rank: int
+    outcome: Literal["finished", "interrupted", "refused", "failed", "hung", "stale"]
+    message: str
+    detail: str
+    time: float
+
+
+class Verdict(TypedDict):
+    """What a batch script was to do after an attempt: `verdict.json`."""
+
+    verdict: Literal["done", "again", "stop"]
+    reason: str
+
+
+class _Beat(TypedDict):
+    time: float
+    since: float
+    stage: str
+    step: int | None
+    hang_timeout: float | None
+
+
+class Heartbeat(_Beat, total=False):
+    """When rank 0 last gave a sign of life, and what it had been doing since when: `heartbeat.json`."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +88,11 @@ class Attempt:
         """Begin the next attempt and take the run over from every earlier one.
 
         `facts` (JSON: job, nodes, ...) are kept in `attempt.json`, with the step of the newest checkpoint. When this
-        returns no earlier attempt can publish a checkpoint any more.
+        returns no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
+        anything, where the newest checkpoint is of a newer version.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
+        checkpointed_step(root)
         attempts.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
         while True:
@@ -64,7 +109,8 @@ class Attempt:
                 _revoke(root / f".attempt-{earlier:06d}")
         sync_directory(root)
         for revoked in root.glob(".revoked-*"):
-            shutil.rmtree(revoked, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(revoked)
         started = {
             "attempt": number,
             "started": time.time(),
@@ -95,18 +141,18 @@ class Attempt:
         (self.directory / "stop").write_text(reason + "\n", encoding="utf-8")
 
     def stop_reason(self) -> str | None:
-        """Return what `request_stop` was told, if it was called."""
-        try:
-            return (self.directory / "stop").read_text(encoding="utf-8").strip() or "a request to stop"
-        except FileNotFoundError:
-            return None
+        """Return the reason that `request_stop` was given, if it was called."""
+        return _stop_reason(self.directory)
 
     def heartbeat(self, **facts: Any) -> None:
-        """Say that the attempt lives, and where it stands."""
+        """Record that the attempt is alive, and where it stands."""
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_end(self, rank: int, outcome: str, message: str, detail: str = "") -> None:
-        """Note how `rank` ended; `detail` is a traceback. The first note of a rank stays, and enough are enough."""
+        """Record how `rank` ended; `detail` is a traceback.
+
+        A rank's first record stays. Beside rank 0's at most RECORDS are written.
+        """
         path = self.directory / f"rank-{rank:05d}.json"
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
             end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
@@ -118,14 +164,14 @@ class AttemptRecord:
     """What the records say of an attempt. `outcome` is None while it runs, and for ever if it was killed."""
 
     number: int
-    facts: dict[str, Any]
+    facts: Facts
     outcome: str | None = None
     message: str = ""
     detail: str = ""
     rank: int | None = None
     stop_reason: str | None = None
-    verdict: dict[str, Any] | None = None
-    heartbeat: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    heartbeat: Heartbeat | dict = field(default_factory=dict)
 
     @property
     def lost_peer(self) -> bool:
@@ -148,21 +194,15 @@ def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
     return [_read(attempts / f"{number:06d}", number) for number in sorted(_numbers(attempts, ""))]
 
 
-def checkpointed_step(checkpoint_directory: str | Path) -> int:
-    """Return the step of the newest checkpoint of complete size, 0 without one; contents are not read."""
-    found = checkpoint_files.list_checkpoints(checkpoint_directory)
-    return next((step for step, path in found if not checkpoint_files.problems(path, deep=False)), 0)
-
-
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
     """Say why no further attempt is worth starting, or return None.
 
-    So it is when the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in whatever way, without
+    None is when the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in whatever way, without
     a checkpoint beyond the first one's start; `step` is the newest checkpointed step now.
     """
-    mine = [attempt for attempt in attempts if attempt.facts.get("job") == job]
+    of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
-        last = mine[-limit:]
+        last = of_job[-limit:]
         counts = len(last) == limit and (limit == IDLE_LIMIT or all(attempt.crashed for attempt in last))
         if counts and step <= last[0].facts.get("checkpoint_step", 0):
             return f"{limit} attempts in a row {what} without a checkpoint beyond step {step}"
@@ -176,23 +216,26 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
     """
     attempts = read_attempts(run_directory)
     attempt = next(record for record in attempts if record.number == number)
-    step = checkpointed_step(checkpoint_directory)
     if attempt.outcome == FINISHED:
         return "done", attempt.message
     if attempt.outcome == REFUSED:
         return "stop", attempt.message
+    try:
+        step = checkpointed_step(checkpoint_directory)
+    except CheckpointError as error:
+        return "stop", str(error)
     if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
-    told = last_error(attempt)
+    ended = last_error(attempt)
     if loop := crash_loop(attempts, step, attempt.facts.get("job")):
-        return "stop", f"{loop}; the last: {told}"
+        return "stop", f"{loop}; the last: {ended}"
     if not attempt.crashed:
-        return "again", f"{told}; the newest checkpoint is of step {step}"
-    return "again", f"{told}; continuing from the checkpoint of step {step}"
+        return "again", f"{ended}; the newest checkpoint is of step {step}"
+    return "again", f"{ended}; continuing from the checkpoint of step {step}"
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Tell in one sentence how an attempt that did not finish ended."""
+    """Say in one sentence how an attempt that did not finish ended."""
     if not attempt.crashed:
         return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
     if attempt.lost_peer:
@@ -202,35 +245,22 @@ def last_error(attempt: AttemptRecord) -> str:
     return f"rank {attempt.rank}: {attempt.message}"
 
 
-def write_record(path: Path, value: dict[str, Any], durable: bool = True) -> None:
-    """Write a small JSON file, whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
 def _read(directory: Path, number: int) -> AttemptRecord:
-    ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _json(path))]
+    ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
     order = {FINISHED: 0, REFUSED: 1, HUNG: 2, FAILED: 2, STALE: 3, INTERRUPTED: 4}
     # The cause comes first; what fails on other ranks a moment later is its consequence.
     ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
     first = ends[0] if ends else {}
-    stop = directory / "stop"
     return AttemptRecord(
         number=number,
-        facts=_json(directory / "attempt.json"),
+        facts=_read_advisory(directory / "attempt.json", Facts),
         outcome=first.get("outcome"),
         message=first.get("message", ""),
         detail=first.get("detail", ""),
         rank=first.get("rank"),
-        stop_reason=stop.read_text(encoding="utf-8").strip() if stop.is_file() else None,
-        verdict=_json(directory / "verdict.json") or None,
-        heartbeat=_json(directory / "heartbeat.json"),
+        stop_reason=_stop_reason(directory),
+        verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
+        heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
     )
 
 
@@ -238,11 +268,25 @@ def _is_echo(message: str) -> bool:
     return any(told in message for told in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
+    """Read a record that a run can do without: one that cannot be used is as good as none, with a warning."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return read_record(path, shape, RECORD_BYTES >> 6)
+    except FileNotFoundError:
         return {}
+    except ValueError as error:
+        logger.warning("warning: %s", error)
+        return {}
+
+
+def _stop_reason(directory: Path) -> str | None:
+    try:
+        reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except ValueError:  # whatever it holds, somebody put it there
+        reason = ""
+    return " ".join(reason.split()) or "a request to stop"
 
 
 def _numbers(directory: Path, prefix: str) -> list[int]:

@@ -31,11 +31,10 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.image import metadata as images
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_tape.files import sync_directory
+from megatron_tape.files import SUFFIX, write_whole
 
 logger = logging.getLogger(__name__)
 
-TEMPORARY = "rewritten.partial"  # TensorBoard reads whatever has "tfevents" in its name
 TEXT_SUFFIX = "/text_summary"
 
 
@@ -110,21 +109,13 @@ def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) ->
         OSError: naming `path`, if there is no room for the copy; the old file is left as it is.
     """
     try:
-        near = staging is None or staging.stat().st_dev != path.parent.stat().st_dev
-        temporary = path.with_name(TEMPORARY) if near else staging / TEMPORARY
-        # Not truncated but unlinked: a stale process may have been stopped while writing it.
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
+            staging = None
+        for leftover in path.parent.glob(f".*{SUFFIX}"):  # of a process that was killed here
+            leftover.unlink(missing_ok=True)
+        write_whole(path, chunks, staging=staging)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}, while copying what a run continues", str(path)) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 class EventFile:

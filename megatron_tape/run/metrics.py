@@ -14,9 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
 from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
 
+from megatron_tape.command_line import duration
+from megatron_tape.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -161,7 +164,7 @@ class MetricsWriter:
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [form.format(values[name]) for name, form in formats.items() if name in values]
-        parts.append(f"ETA {_duration(self._seconds_left(step))}")
+        parts.append(f"ETA {duration(self._seconds_left(step))}")
         if "validation_loss" in values:
             loss, perplexity = values["validation_loss"], values["validation_perplexity"]
             parts.append(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}")
@@ -180,10 +183,14 @@ def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
                 yield line.removesuffix(b"\n") + b"\n"
 
 
+class _Row(TypedDict):
+    step: float
+
+
 def _step_of(line: bytes) -> float:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return parse_record(line, _Row)["step"]
+    except ValueError:
         return math.inf
 
 
@@ -230,10 +237,3 @@ def _exp(value: float) -> float:
         return math.exp(value)
     except OverflowError:
         return math.inf
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{seconds:02d}"

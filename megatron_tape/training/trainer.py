@@ -15,7 +15,7 @@ from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import load_run_tokenizer, warn_of_other_tokenizer
-from megatron_tape.errors import ConfigError, TrainingStopped
+from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
 from megatron_tape.model.backend import verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
@@ -111,7 +111,7 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             checkpoints.load_training_state(self.checkpoint, self.engine)
-            self.progress = self.checkpoint.state["progress"]
+            self.progress |= self.checkpoint.state["progress"]
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
         self.hooks = build_hooks(config.train.evaluations)
@@ -242,7 +242,7 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
         facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
         try:
             outcome[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             outcome[1] = str(error)
     dist.broadcast_object_list(outcome, src=0)
     number, problem = outcome

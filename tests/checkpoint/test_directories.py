@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from megatron_tape.checkpoint import directories as files
+from megatron_tape.errors import CheckpointError
+from megatron_tape.files import sync_directory
+from megatron_tape.records import write_record
 
-HOME = ".attempt-000001"
+HOME, MANIFEST = ".attempt-000001", "manifest.json"
 
 
 def save(root, step, value=None, keep=None):
@@ -23,7 +27,8 @@ def save(root, step, value=None, keep=None):
     value = float(step if value is None else value)
     for name in ("model", "optimizer"):
         files.write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
-    files.write_json(staging / "run.json", {"value": value})
+    (staging / "run.json").write_text(json.dumps({"value": value}))
+    sync_directory(staging / "run.json")
     named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
     path = files.publish(staging, root, step, named)
     if keep is not None:
@@ -85,7 +90,7 @@ def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
 
     def recorded_fsync(descriptor):
-        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        events.append(("fsync", os.fstat(descriptor).st_ino))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
@@ -93,9 +98,16 @@ def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_
     monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(("remove", path.name)), rmtree(path)))
     save(tmp_path, 1)
     named = events.index(("rename", "step-00000001"))
-    written = {"model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "step-00000001"}
-    assert {name for kind, name in events[:named] if kind == "fsync"} == written
-    assert events[named + 1] == ("fsync", tmp_path.name)
+    path = tmp_path / "step-00000001"
+    assert {file.name for file in path.iterdir()} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "run.json",
+        MANIFEST,
+    }
+    written = {file.stat().st_ino for file in (path, *path.iterdir())}
+    assert {inode for kind, inode in events[:named] if kind == "fsync"} == written
+    assert events[named + 1] == ("fsync", tmp_path.stat().st_ino)
     assert [name for kind, name in events if kind == "remove"] == [".step-00000001.replaced.discarded.partial"]
     assert events[-1][0] == "remove"
 
@@ -165,16 +177,107 @@ def test_any_flipped_bit_and_any_truncation_of_the_manifest_is_noticed(tmp_path)
             assert files.problems(path), f"bit {bit} of byte {position}"
     for length in range(len(content) - 1):
         manifest.write_bytes(content[:length])
-        assert files.problems(path)[0].startswith("manifest.json is malformed")
+        assert files.problems(path)[0].startswith(f"{manifest} cannot be used: it is not JSON")
     manifest.unlink()
     assert files.problems(path) == ["manifest.json is missing"]
 
 
-def test_a_manifest_of_another_format_says_so(tmp_path):
+def change(path, name, **changes):
+    """Rewrite a JSON file of a checkpoint with some keys changed, or, given None, removed."""
+    value = json.loads((path / name).read_text()) | changes
+    write_record(path / name, {key: item for key, item in value.items() if item is not None})
+    if name != MANIFEST:
+        entries = json.loads((path / MANIFEST).read_text())["files"]
+        change(path, MANIFEST, files=entries | {name: dict(zip(("bytes", "sha256"), files.digest(path / name)))})
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_older_one(tmp_path):
+    save(tmp_path, 1)
+    newer = save(tmp_path, 2)
+    change(newer, MANIFEST, format_version=2, files=None, parts=["another layout"])
+    told = f"{newer} was written by a newer version of this project (checkpoint format 2; this one reads 1); update"
+    assert files.problems(newer)[0].startswith(told)
+    for search in (files.newest_whole, files.checkpointed_step):
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            search(tmp_path)
+    shutil.rmtree(newer)
+    assert files.checkpointed_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format_version": 0},
+        {"format_version": "1"},
+        {"step": [1]},
+        {"step": None},
+        {"files": [1, 2]},
+        {"files": {}},
+        {"files": {"run.json": 5}},
+        {"files": {"run.json": {"bytes": "5", "sha256": "0"}}},
+        {"files": {"../step-00000002/run.json": {"bytes": 5, "sha256": "0"}}},
+        {"files": {"/etc/passwd": {"bytes": 5, "sha256": "0"}}},
+    ],
+)
+def test_a_manifest_of_the_wrong_shape_is_a_problem_in_one_sentence(tmp_path, changes):
     path = save(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    files.write_json(path / "manifest.json", {**manifest, "format_version": 2})
-    assert files.problems(path) == ["manifest.json has format version 2, and 1 is the one read here"]
+    change(path, MANIFEST, **changes)
+    (told,) = files.problems(path)
+    assert MANIFEST in told and "\n" not in told
+    assert files.newest_whole(tmp_path) is None
+
+
+STATE = {
+    "step": 1,
+    "optimizer_steps": 1,
+    "progress": {},
+    "tensor_model_parallel_size": 1,
+    "data_parallel_size": 1,
+    "sharded": {"weight": {"dim": 0, "stride": 1}},
+    "config": {"model": {"hidden_size": 8}},
+}
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({}, None),
+        ({"step": 2}, "state.json says step 2, and manifest.json says 1"),
+        ({"step": "1"}, "step is '1', where a whole number belongs"),
+        ({"config": {}}, "config.model is None, where an object belongs"),
+        ({"config": {"model": [8]}}, "config.model is a list, where an object belongs"),
+        ({"sharded": {"weight": 0}}, "sharded.weight is 0, where an object belongs"),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0"),
+        ({"progress": None}, "progress is missing"),
+    ],
+)
+def test_a_state_of_the_wrong_shape_or_another_step_is_a_problem_behind_a_right_manifest(tmp_path, changes, told):
+    path = save(tmp_path, 1)
+    write_record(path / "state.json", {})
+    change(path, "state.json", **STATE)
+    change(path, "state.json", **changes)
+    for deep in (False, True):
+        found = files.problems(path, deep)
+        assert (found == []) if told is None else (len(found) == 1 and told in found[0])
+
+
+def test_links_are_read_and_replaced_and_what_they_point_to_stays(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    targets = [save(elsewhere, step) for step in (1, 2, 3)]
+    root.mkdir()
+    for target in targets:
+        (root / target.name).symlink_to(target)
+    (root / ".step-00000001.discarded.partial").symlink_to(targets[0])
+    (root / "step-00000004").symlink_to(tmp_path / "nowhere")
+    assert value_of(files.newest_whole(root)) == 3.0
+    assert value_of(save(root, 3, value=7)) == 7.0
+    assert value_of(save(root, 4, value=8, keep=2)) == 8.0
+    assert sorted(os.listdir(root)) == [HOME, "step-00000003", "step-00000004"]
+    assert not any((root / name).is_symlink() for name in os.listdir(root))
+    assert [value_of(target) for target in targets] == [1.0, 2.0, 3.0]
+    staged = root / HOME / "step-00000005"
+    staged.symlink_to(elsewhere)
+    assert list(files.staging_directory(root / HOME, 5).iterdir()) == [] and len(os.listdir(elsewhere)) == 4
 
 
 def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named(tmp_path):
@@ -220,7 +323,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000005"]
 
 
-def test_a_replaced_checkpoint_stands_in_while_its_heir_is_missing_or_broken(tmp_path):
+def test_a_replaced_checkpoint_stands_in_while_its_successor_is_missing_or_broken(tmp_path):
     save(tmp_path, 4)
     (save(tmp_path, 5, value=1)).rename(tmp_path / "step-00000005.replaced")
     assert value_of(files.newest_whole(tmp_path, warn=pytest.fail)) == 1.0

@@ -1,10 +1,26 @@
 """Saves that fail on one rank, and sums of many micro-batches; continued runs are in test_resuming.py."""
 
+import json
+import shutil
+
+import pytest
+import safetensors.torch
 import torch
 from launch import run_group
 from models import build, random_tokens, small_model
 
-from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, OptimizerConfig, RunConfig, TrainConfig
+from megatron_tape.checkpoint import directories
+from megatron_tape.checkpoint.state import Checkpoint, load_training_state, load_weights, save_checkpoint
+from megatron_tape.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_tape.errors import CheckpointError
+from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
 
 
@@ -39,3 +55,93 @@ def test_bf16_adds_up_micro_batches_in_fp32_at_stages_2_and_3():
     exact = summed_gradient("fp32", 1)
     errors = [(summed_gradient("bf16", stage) - exact).norm() / exact.norm() for stage in (1, 2, 3)]
     assert errors[1] < 0.8 * errors[0] and errors[2] < 0.8 * errors[0]
+
+
+TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random-00000.safetensors"
+NAME = "weight/gpt.output_layer.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An engine after one step, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = RunConfig(
+        model=small_model(),
+        data=DataConfig(prefix="unused"),
+        train=TrainConfig(steps=2, global_batch_size=1, precision="fp32"),
+        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints")),
+    )
+    model, layout = build(config.model)
+    engine = Engine(model, config, layout)
+    tokens = random_tokens(batch=1, length=17, seed=0)
+    engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.0)
+    return engine, save_checkpoint(engine, config, 1, {}, Attempt.claim(folder, folder / "checkpoints", {}))
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """Return a function that rewrites a tensor file of a copy of the checkpoint, and its manifest, and opens it."""
+    path = tmp_path / "step-00000001"
+    shutil.copytree(saved[1], path)
+
+    def rewrite(name, change=lambda tensors: None, metadata=None, content=None):
+        tensors, kept = directories.read_tensors(path / name), directories.read_metadata(path / name)
+        change(tensors)
+        (path / name).write_bytes(content or safetensors.torch.save(tensors, kept | (metadata or {})))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][name] = dict(zip(("bytes", "sha256"), directories.digest(path / name)))
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        assert directories.problems(path) == []
+        return Checkpoint(path, directories.read_state(path))
+
+    return rewrite
+
+
+def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
+    checkpoint = damaged(TENSORS)
+    load_weights(checkpoint, saved[0].module, saved[0].layout)
+    load_training_state(checkpoint, saved[0])
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda t: t.update({NAME: t[NAME].T.contiguous()}), r"holds {} as F32 of shape \[32, 64\], and the model's"),
+        (lambda t: t.update({NAME: t[NAME][:1].clone()}), r"holds {} as F32 of shape \[1, 32\], and the model's"),
+        (lambda t: t.update({NAME: t[NAME].bfloat16()}), r"holds {} as BF16 of shape \[64, 32\], and the model's"),
+        (lambda t: t.pop(NAME), "holds no {}; choose another"),
+        (lambda t: t.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
+    ],
+)
+def test_tensors_of_another_shape_or_type_behind_a_right_manifest_are_refused_by_name(saved, damaged, change, sentence):
+    checkpoint = damaged(TENSORS, change)
+    with pytest.raises(CheckpointError, match=sentence.format(NAME)) as caught:
+        load_weights(checkpoint, saved[0].module, saved[0].layout)
+        load_training_state(checkpoint, saved[0])
+    assert "\n" not in str(caught.value) and str(checkpoint.path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 64, (100).to_bytes(8, "little") + b"[" * 100, b"x"])
+def test_a_file_that_is_not_safetensors_behind_a_right_manifest_is_refused_by_name(saved, damaged, content):
+    checkpoint = damaged(TENSORS, content=content)
+    with pytest.raises(CheckpointError, match=f"{TENSORS} is not a safetensors file"):
+        load_weights(checkpoint, saved[0].module, saved[0].layout)
+
+
+@pytest.mark.parametrize(
+    "change, metadata",
+    [
+        (lambda t: t.pop("torch"), None),
+        (lambda t: t.update(torch=t["torch"][:-1].clone()), None),
+        (lambda t: t.update(numpy=t["numpy"][:3].clone()), None),
+        (lambda t: None, {"python": "[]"}),
+        (lambda t: None, {"python": "[3, [1, 2], null]"}),
+        (lambda t: None, {"python": "[" * 100_000}),
+        (lambda t: None, {"numpy": '{"kind": 1}'}),
+    ],
+)
+def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved, damaged, change, metadata):
+    checkpoint = damaged(RANDOM, change, metadata)
+    with pytest.raises(CheckpointError, match=f"{RANDOM} holds no random states that can be restored") as caught:
+        load_training_state(checkpoint, saved[0])
+    assert "\n" not in str(caught.value)

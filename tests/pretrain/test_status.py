@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from megatron_tape.run.attempts import Attempt, AttemptRecord, write_record
+from megatron_tape.records import write_record
+from megatron_tape.run.attempts import Attempt, AttemptRecord
 from pretrain import status
 
 NOW = 1_800_000_000.0
@@ -80,6 +81,62 @@ def test_a_failed_run_exits_with_1_and_tells_the_last_error(run, capsys):
     assert "failed" in told.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in told
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
+ROWS = [
+    b'{"step": 12}',
+    b'{"step": 12, "loss": "low"}',
+    b'{"step": "12", "loss": 1}',
+    b'{"step": 12, "loss": null, "tokens_per_second": null, "time": 1e300}',
+    b"[1, 2]",
+    b"[" * 100_000,
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_of_the_wrong_shape_are_left_out(run, capsys, row):
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\n" + row + b"\n")
+    assert status.main([str(run)]) == 0
+    assert "validation 4.7500 at step 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a list", "train: 5", "train: {steps: many}", "train: {steps: -4}", "[" * 5000, "&a [*a]", "x: \0", "\t:"],
+)
+def test_a_configuration_of_the_wrong_shape_costs_the_total_only(run, capsys, text):
+    (run / "config.yaml").write_text(text)
+    assert status.main([str(run)]) == 0
+    assert "step        12\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "facts", [{"started": 1e18}, {"started": -1e18}, {"job": "7\0"}, {"job": "../../x"}, {"checkpoint_directory": "\0"}]
+)
+def test_facts_that_cannot_be_are_shown_without_a_traceback(run, capsys, facts):
+    path = run / "attempts" / "000001" / "attempt.json"
+    write_record(path, json.loads(path.read_text()) | facts)
+    assert status.main([str(run)]) in (0, 1)
+    assert "attempts    1:" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):
+    path = run / "checkpoints" / "step-00000010"
+    path.mkdir()
+    write_record(path / "manifest.json", {"format_version": 2})
+    assert status.main([str(run)]) == 0
+    assert "written by a newer version of this project" in capsys.readouterr().out
+
+
+def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys, monkeypatch):
+    def fails(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(status, "read_attempts", fails)
+    assert status.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {run} cannot be read: ")
+
+
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2
     assert "holds no attempt" in capsys.readouterr().err

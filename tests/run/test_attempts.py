@@ -6,8 +6,9 @@ import os
 import pytest
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.errors import StaleAttempt
-from megatron_tape.run.attempts import Attempt, checkpointed_step, crash_loop, decide, read_attempts
+from megatron_tape.checkpoint.directories import checkpointed_step
+from megatron_tape.errors import CheckpointError, StaleAttempt
+from megatron_tape.run.attempts import Attempt, crash_loop, decide, read_attempts
 
 
 @pytest.fixture
@@ -114,13 +115,13 @@ def test_verdicts_follow_what_the_ranks_recorded(run):
         assert "why" in verdict(run)[1]
 
 
-def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_told_to_stop_is_no_crash(run):
+def test_an_attempt_that_vanished_is_tried_again_and_one_that_was_asked_to_stop_did_not_crash(run):
     claim(run)
     assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
     attempt = claim(run)
     attempt.request_stop("USR1")
-    told = "USR1 came before the first step, or left no time to save; the newest checkpoint is of step 0"
-    assert verdict(run) == ("again", told)
+    reason = "USR1 came before the first step, or left no time to save; the newest checkpoint is of step 0"
+    assert verdict(run) == ("again", reason)
 
 
 def test_an_attempt_that_was_taken_over_stops(run):
@@ -129,7 +130,7 @@ def test_an_attempt_that_was_taken_over_stops(run):
     assert decide(run, run / "checkpoints", first.number) == ("stop", "attempt 2 has taken over this run")
 
 
-def test_the_first_error_is_told_not_its_echo_on_other_ranks(run):
+def test_the_first_error_is_reported_not_its_echo_on_other_ranks(run):
     attempt = claim(run)
     attempt.record_end(1, "failed", "the cause")
     attempt.record_end(0, "failed", "connection closed by peer")
@@ -156,9 +157,9 @@ def test_three_crashes_without_a_new_checkpoint_are_a_loop(run):
     crash(run)
     assert verdict(run)[0] == "again"
     crash(run)
-    told = verdict(run)
-    assert told[0] == "stop" and told[1].startswith("3 attempts in a row crashed without a checkpoint beyond step 0")
-    assert told[1].endswith("the last: rank 0: error 3")
+    word, reason = verdict(run)
+    assert word == "stop" and reason.startswith("3 attempts in a row crashed without a checkpoint beyond step 0")
+    assert reason.endswith("the last: rank 0: error 3")
 
 
 @pytest.mark.parametrize("when", [0, 1, 2])
@@ -188,7 +189,7 @@ def test_a_job_that_is_always_interrupted_before_its_first_step_stops_in_the_end
     assert "the last: USR1 came before the first step" in verdict(run)[1]
 
 
-def test_a_rank_that_fails_after_a_warning_is_no_crash_and_a_run_that_was_taken_from_nobody_is(run):
+def test_a_rank_that_fails_after_a_warning_did_not_crash_and_a_stale_attempt_without_a_newer_one_did(run):
     attempt = claim(run)
     attempt.request_stop("TERM")
     attempt.record_end(1, "failed", "connection closed by peer")
@@ -197,7 +198,7 @@ def test_a_rank_that_fails_after_a_warning_is_no_crash_and_a_run_that_was_taken_
     assert verdict(run)[0] == "again" and read_attempts(run)[-1].crashed
 
 
-def test_of_many_ranks_that_fail_enough_are_noted_and_rank_0_always(run):
+def test_of_many_ranks_that_fail_only_some_are_recorded_and_rank_0_always(run):
     attempt = claim(run)
     for rank in range(99, -1, -1):
         attempt.record_end(rank, "failed", "x")
@@ -205,15 +206,66 @@ def test_of_many_ranks_that_fail_enough_are_noted_and_rank_0_always(run):
     assert (attempt.directory / "rank-00000.json").exists()
 
 
-def test_torn_records_are_as_good_as_none(run):
+DEEP = "[" * 100_000
+UNUSABLE = ["", "[]", "null", "3", DEEP, b"\xff"]
+
+
+@pytest.mark.parametrize(
+    "name, contents",
+    [
+        ("rank-00000.json", ['{"outcome": "fin', '{"outcome": "finished"}', '{"rank": 0, "outcome": 7}', *UNUSABLE]),
+        ("heartbeat.json", ['{"time": "now"}', '{"time": 1}', *UNUSABLE]),
+        ("verdict.json", ['{"verdict": "stop"}', '{"verdict": "told", "reason": ""}', *UNUSABLE]),
+        ("attempt.json", ['{"checkpoint_step": "5"}', '{"nodes": "a,b"}', '{"job": 7}', *UNUSABLE]),
+    ],
+)
+def test_records_that_cannot_be_used_are_as_good_as_none_and_named(run, caplog, name, contents):
+    path = claim(run).directory / name
+    for content in contents:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        caplog.clear()
+        (record,) = read_attempts(run)
+        assert record.outcome is None and record.heartbeat == {} and record.verdict is None
+        assert verdict(run)[0] == "again"
+        assert f"{path} cannot be used: " in caplog.text
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    assert read_attempts(run)[0].outcome is None and "is larger than" in caplog.text
+
+
+def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_record(run, monkeypatch):
     attempt = claim(run)
-    (attempt.directory / "rank-00000.json").write_text('{"outcome": "fin')
-    (attempt.directory / "heartbeat.json").write_text("")
-    (record,) = read_attempts(run)
-    assert record.outcome is None and record.heartbeat == {}
+    attempt.record_end(0, "finished", "all steps")
+
+    def fails(path, limit):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("megatron_tape.records.read_small", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        verdict(run)
 
 
-def test_the_first_note_of_a_rank_stays(run):
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000, b"two\nlines"])
+def test_a_request_to_stop_counts_whatever_its_file_holds(run, content):
+    attempt = claim(run)
+    (attempt.directory / "stop").write_bytes(content)
+    reason = attempt.stop_reason()
+    assert reason and "\n" not in reason and len(reason) < 100
+    assert read_attempts(run)[0].stop_reason == reason
+
+
+def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(run):
+    first = claim(run)
+    manifest = save(first, 5) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CheckpointError, match="newer version"):
+        claim(run)
+    assert first.is_owner() and len(read_attempts(run)) == 1
+    word, reason = verdict(run)
+    assert word == "stop" and "newer version" in reason
+
+
+def test_the_first_record_of_a_rank_stays(run):
     attempt = claim(run)
     attempt.record_end(0, "hung", "first")
     attempt.record_end(0, "failed", "second")

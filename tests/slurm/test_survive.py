@@ -14,7 +14,8 @@ from cluster import REPOSITORY, rows, wait_until
 from filelock import FileLock
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.run.attempts import checkpointed_step, read_attempts
+from megatron_tape.checkpoint.directories import checkpointed_step
+from megatron_tape.run.attempts import read_attempts
 
 STEPS, INTERVAL = 60, 5
 INJECTED = Path(__file__).parent / "injected"

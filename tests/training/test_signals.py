@@ -112,16 +112,16 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
 
 
 def test_a_save_that_fails_is_told_and_the_next_interval_saves(run, monkeypatch, capfd):
-    original, calls = checkpoint_files.write_json, []
+    original, calls = checkpoint.write_record, []
 
-    def write_json(path, value):
+    def write_record(path, value):
         if path.name == "state.json":
             calls.append(value["step"])
             if value["step"] in (2, 4):
                 raise OSError(28, "No space left on device")
         return original(path, value)
 
-    monkeypatch.setattr(checkpoint_files, "write_json", write_json)
+    monkeypatch.setattr(checkpoint, "write_record", write_record)
     assert run("--checkpoint.interval=2") == 0
     assert calls == [2, 4, 6, 8, 10]
     assert steps_saved(run.folder) == [6, 8, 10]

@@ -16,6 +16,7 @@ from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
 from megatron_tape.model.weights import WRAPPED, parameter_shapes, to_megatron, whole_shapes
+from megatron_tape.records import write_record
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,15 +103,15 @@ def write_imported(
             "sharded": {},
             "config": {"model": dataclasses.asdict(model)},
         }
-        checkpoint_files.write_json(directory / "state.json", state)
+        write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
         copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
         entries = {}
-        for name in (TENSORS, "state.json", "model.yaml", *copied):
+        for name in (TENSORS, checkpoint_files.STATE, "model.yaml", *copied):
             size, sha256 = checkpoint_files.digest(directory / name)
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
-        checkpoint_files.write_json(directory / checkpoint_files.MANIFEST, manifest)
+        write_record(directory / checkpoint_files.MANIFEST, manifest)
     tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
     command_line.say(
         f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "

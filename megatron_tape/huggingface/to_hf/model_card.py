@@ -1,10 +1,11 @@
 """README.md of an exported model: what it is, how it was trained, what it reached, and how to load it."""
 
-import json
 from pathlib import Path
+from typing import TypedDict
 
 from megatron_tape.config.schema import ModelConfig, blend
 from megatron_tape.costs import parameter_count
+from megatron_tape.records import parse_record
 
 _PAPER = "https://arxiv.org/abs/2501.00712"
 
@@ -23,17 +24,25 @@ def final_losses(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
     return {}
 
 
+class _Step(TypedDict):
+    step: int
+
+
+class _Row(_Step, total=False):
+    loss: float | None
+    validation_loss: float | None
+
+
 def _last(path: Path, last_step: int) -> dict[str, tuple[int, float]]:
     found: dict[str, tuple[int, float]] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
-                step = row["step"]
-            except (ValueError, KeyError, TypeError):  # a line that a killed process left unfinished
+                row = parse_record(line, _Row)
+            except ValueError:  # a line that a killed process left unfinished
                 continue
-            if step <= last_step:
-                found |= {k: (step, row[k]) for k in ("loss", "validation_loss") if row.get(k) is not None}
+            if row["step"] <= last_step:
+                found |= {k: (row["step"], row[k]) for k in ("loss", "validation_loss") if row.get(k) is not None}
     return found
 
 
@@ -115,14 +124,22 @@ def _training(state: dict, origin: str | None) -> list[str]:
     config = state["config"]
     if "train" not in config:
         return [f"Imported from {origin}; not trained further."]
+    try:
+        return _table(({} if origin is None else {"Started from": origin}) | _settings(state, config))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
+        ) from None
+
+
+def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
     tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
     prefixes, weights = blend(config["data"]["prefix"])
     names = [Path(prefix).name for prefix in prefixes]
     shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
-    facts = {} if origin is None else {"Started from": origin}
-    facts |= {
+    return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
         "Data": ", ".join(shares),
@@ -134,7 +151,6 @@ def _training(state: dict, origin: str | None) -> list[str]:
         f"ZeRO stage {config['deepspeed']['zero_stage']}",
         "Seed": train["seed"],
     }
-    return _table(facts)
 
 
 def _results(losses: dict[str, tuple[int, float]]) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypedDict
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -16,8 +16,17 @@ from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.weights import WRAPPED, current_name, parameter_shapes, unshard
+from megatron_tape.records import read_yaml
 
 _WEIGHT = f"weight/{WRAPPED}"
+
+
+class _Checkpoints(TypedDict):
+    directory: str
+
+
+class _Config(TypedDict):
+    checkpoint: _Checkpoints
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist; give a run, its checkpoints or one step")
-    if (path / checkpoint_files.MANIFEST).exists() or (path / "state.json").exists():
+    if (path / checkpoint_files.MANIFEST).exists() or (path / checkpoint_files.STATE).exists():
         if found := checkpoint_files.problems(path):
             raise ValueError(f"checkpoint {path} is not whole: {'; '.join(found)}; choose another step")
         return path
@@ -76,13 +85,9 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
 
 def _configured(run: Path) -> Path | None:
     """Return where a run keeps its checkpoints, as its configuration says."""
-    import yaml
-
-    if not (run / "config.yaml").is_file():
-        return None
     try:
-        return Path(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"])
-    except (yaml.YAMLError, KeyError, TypeError):
+        return Path(read_yaml(run / "config.yaml", _Config)["checkpoint"]["directory"])
+    except (OSError, ValueError):
         return None
 
 
@@ -91,13 +96,12 @@ def open_weights(path: Path) -> SavedWeights:
 
     Raises ValueError, in one sentence, where the parameters are not those of the model that it says it is of.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = checkpoint_files.read_state(path)
+    size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
     try:
-        size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
-        state["sharded"].items()
         model = ModelConfig(**settings)
         validate_model(model)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = []
     shapes: list[dict[str, list[int]]] = []
@@ -139,7 +143,8 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
             if name not in expected:
                 raise ValueError(f"{where} is not one that this model has")
             shape = list(found[name])
-            if cut := saved.state["sharded"].get(WRAPPED + name):
+            cut = saved.state["sharded"].get(WRAPPED + name)
+            if cut and cut["dim"] < len(shape):
                 shape[cut["dim"]] *= len(shapes)
             if tuple(shape) != expected[name]:
                 raise ValueError(f"{where} has shape {tuple(shape)} instead of {expected[name]}")

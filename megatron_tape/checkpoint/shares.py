@@ -1,0 +1,69 @@
+"""The tensor files of a checkpoint: where each rank's share of a parameter is, checked against the model's shapes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megatron_tape.errors import CheckpointError
+from megatron_tape.model.weights import current_name
+
+
+class Shares:
+    """The shares of one tensor-parallel rank, by keys such as `exp_avg/NAME`, of today's names; its files stay open."""
+
+    def __init__(self, checkpoint: Path, rank: int):
+        """Open the files. Raises CheckpointError where one is not a safetensors file."""
+        self._places: dict[str, tuple[Path, safe_open, str]] = {}
+        for path in sorted(checkpoint.glob(f"tensors-tp{rank:02d}-*")):
+            try:
+                file = safe_open(path, "pt")
+                self._places |= {current_name(key): (path, file, key) for key in file.keys()}
+            except (SafetensorError, OSError) as error:
+                reason = " ".join(str(error).split())
+                message = f"{path} is not a safetensors file ({reason}); choose another checkpoint"
+                raise CheckpointError(message) from None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def read(self, key: str) -> Tensor:
+        """Return a tensor that is there."""
+        _, file, stored = self._places[key]
+        return file.get_tensor(stored)
+
+    def check(self, key: str, shape: list[int]) -> None:
+        """Raise CheckpointError where the tensor is not fp32 of `shape`."""
+        path, file, stored = self._places[key]
+        found = file.get_slice(stored)
+        if (found.get_dtype(), found.get_shape()) != ("F32", shape):
+            raise CheckpointError(
+                f"{path} holds {key} as {found.get_dtype()} of shape {found.get_shape()}, and the model's is F32 of "
+                f"shape {shape}; choose another checkpoint"
+            )
+
+    @property
+    def kinds(self) -> set[str]:
+        """What is kept of parameters: `weight`, and Adam's moments by their names."""
+        return {key.partition("/")[0] for key in self._places}
+
+
+def check_shares(
+    checkpoint: Path, shares: list[Shares], parameters: Mapping[str, nn.Parameter], tensor_parallel_size: int
+) -> None:
+    """Raise CheckpointError where a share is of another shape or type than the model's, or some ranks' are missing.
+
+    `shares` are those of all ranks that saved; `parameters` are cut over `tensor_parallel_size` ranks now.
+    """
+    kinds = sorted({kind for held in shares for kind in held.kinds})
+    for name, parameter in parameters.items():
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 leaves a parameter no shape of its own
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] = shape[parameter.partition_dim] * tensor_parallel_size // len(shares)
+        for key in (f"{kind}/{name}" for kind in kinds):
+            holders = [held for held in shares if key in held]
+            if len(holders) not in (0, len(shares)):
+                raise CheckpointError(f"{checkpoint} holds {key} of some tensor-parallel ranks only; choose another")
+            for held in holders:
+                held.check(key, shape)

@@ -1,0 +1,100 @@
+"""Records: whatever a file holds, its value has the shape that was asked for, or one sentence says why not."""
+
+import os
+from typing import Any, Literal, TypedDict
+
+import pytest
+
+from megatron_tape.records import parse_record, read_record, read_yaml, write_record
+
+
+class Needed(TypedDict):
+    step: int
+    sizes: dict[str, list[int]]
+
+
+class Shape(Needed, total=False):
+    seconds: float | None
+    outcome: Literal["failed", "finished"]
+    rest: Any
+
+
+GOOD = '{"step": 3, "sizes": {"a": [1, 2]}, "seconds": 2, "outcome": "failed", "rest": [{}], "unknown": 1}'
+
+
+def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
+    assert parse_record(GOOD, Shape)["sizes"] == {"a": [1, 2]}
+    assert parse_record('{"step": 3, "sizes": {}, "seconds": null}', Shape)["seconds"] is None
+    write_record(tmp_path / "record.json", {"step": 1, "sizes": {}})
+    assert read_record(tmp_path / "record.json", Shape) == {"step": 1, "sizes": {}}
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("[1, 2]", "it is a list, where an object belongs"),
+        ('{"sizes": {}}', "step is missing"),
+        ('{"step": "3", "sizes": {}}', "step is '3', where a whole number belongs"),
+        ('{"step": true, "sizes": {}}', "step is True, where a whole number belongs"),
+        ('{"step": 3.0, "sizes": {}}', "step is 3.0, where a whole number belongs"),
+        ('{"step": 99999999999999999999, "sizes": {}}', "step is 99999999999999999999, where a whole number belongs"),
+        ('{"step": 3, "sizes": {"a": [1, null]}}', r"sizes.a\[1\] is None, where a whole number belongs"),
+        ('{"step": 3, "sizes": {"a": 1}}', "sizes.a is 1, where a list belongs"),
+        ('{"step": 3, "sizes": {}, "seconds": NaN}', "seconds is nan, where a number or null belongs"),
+        ('{"step": 3, "sizes": {}, "seconds": 1e999}', "seconds is inf, where a number or null belongs"),
+        ('{"step": 3, "sizes": {}, "outcome": "told"}', "outcome is 'told', where one of failed, finished belongs"),
+        ('{"step": 3, "sizes"', "it is not JSON"),
+        ("", "it is not JSON"),
+        (b"\xff\xfe\xfa", "it is not JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"a":' * 100_000, "it is nested too deeply"),
+        ("1" * 10_000, "it is not JSON"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(text, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}") as caught:
+        parse_record(text, Shape)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_named_and_its_size_and_kind_are_known_before_it_is_read(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=f"{path} cannot be used: it is a list"):
+        read_record(path, Shape)
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(ValueError, match=f"{path} cannot be used: it is larger than 1,000 bytes"):
+        read_record(path, Shape, limit=1000)
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
+    for other in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="it is not a regular file"):
+            read_record(other, Shape)
+    with pytest.raises(FileNotFoundError):
+        read_record(tmp_path / "absent", Shape)
+
+
+BOMB = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("step: 3", "sizes is missing"),
+        ("step: [3\n", "it is not YAML"),
+        ("\0", "it is not YAML"),
+        ("step: 2001-99-99", "month must be in"),
+        ("[" * 5000, "it is nested too deeply"),
+        (BOMB, "it has aliases"),
+        ("&a [*a]", "it has aliases"),
+    ],
+)
+def test_yaml_is_checked_alike(tmp_path, text, sentence):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} cannot be used: {sentence}") as caught:
+        read_yaml(path, Shape)
+    assert "\n" not in str(caught.value)
+    path.write_text("step: 3\nsizes: {}\n")
+    assert read_yaml(path, Shape)["step"] == 3
