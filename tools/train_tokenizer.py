@@ -18,7 +18,7 @@ from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
 from megatron_tape.files import atomic_output
 
-# SentencePiece drops longer sentences; pieces are learnt from a few lines at a time.
+# SentencePiece drops sentences that are too long, so it gets a few lines at a time.
 _SENTENCE_CHARACTERS = 1000
 
 
@@ -48,7 +48,7 @@ def sample_texts(paths: list[str], text_key: str, max_bytes: int, seed: int) -> 
     draw, progress = random.Random(seed), command_line.Progress(None)
     kept: list[tuple[float, int, int, str]] = []
     size = 0
-    # Only documents that draw less than the smallest that was turned away can still be among the first `max_bytes`.
+    # A document whose number exceeds that of one already dropped cannot be among the smallest `max_bytes`.
     limit = 1.0
     for order, (text, position) in enumerate(read_texts(paths, text_key)):
         if len(text.encode("utf-8")) > max_bytes:

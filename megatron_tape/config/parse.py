@@ -138,6 +138,10 @@ def _has_no_default(item: dataclasses.Field) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
+def _default(item: dataclasses.Field) -> Any:
+    return item.default if item.default is not dataclasses.MISSING else item.default_factory()
+
+
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
     """Return the error for a key that does not exist, with the existing one that is spelt most like it."""
     close = difflib.get_close_matches(key, kinds, n=1)
@@ -175,7 +179,7 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
         group = parser.add_argument_group(section.name, inspect.getdoc(section.type))
         for item in dataclasses.fields(section.type):
             key = f"{section.name}.{item.name}"
-            default = "required" if _has_no_default(item) else f"default: {shown(item.default)}"
+            default = "required" if _has_no_default(item) else f"default: {shown(_default(item))}"
             add(group, key, item.name.upper(), f"{explanations[item.name]} ({describe(kinds[key])}; {default})")
     return parser
 

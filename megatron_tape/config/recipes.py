@@ -63,9 +63,19 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which text is quoted wherever this module's loader or another would read something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 for _name, (_pattern, _number) in _NUMBERS.items():
     _tag = f"tag:yaml.org,2002:{_name}"
-    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
     _Loader.add_constructor(_tag, lambda loader, node, number=_number: number(loader.construct_scalar(node)))
 
 
@@ -75,6 +85,11 @@ def parse_value(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def dump(settings: dict[str, dict[str, Any]]) -> str:
+    """Return sections of settings as a recipe that `read_recipe` and other readers of YAML understand alike."""
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
 def read_recipe(path: str) -> list[Given]:

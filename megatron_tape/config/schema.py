@@ -218,7 +218,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """What a run tells about itself."""
+    """What a run reports, and where."""
 
     directory: str | None = None
     """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
@@ -254,9 +254,9 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Every setting as YAML that `--config` reads back."""
-    import yaml
+    from megatron_tape.config.recipes import dump
 
-    return yaml.safe_dump(config_dict(config), sort_keys=False)
+    return dump(config_dict(config))
 
 
 def blend(prefix: dict[str, float] | list[float | str] | str) -> tuple[list[str], list[float] | None]:

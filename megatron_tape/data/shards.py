@@ -82,7 +82,7 @@ def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
 def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, on_error: str) -> dict[str, Any]:
     """Return all that a dataset's content depends on, as JSON knows it.
 
-    Raises ValueError for an input that is no regular file, since it cannot be cut.
+    Raises ValueError for an input that is not a regular file, since it cannot be cut.
     """
     inputs = {}
     for path in paths:
@@ -121,14 +121,14 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     dataset with an origin left behind is not in the way.
     """
     bin_path, idx_path = dataset_paths(prefix)
-    theirs = read_origin(prefix)
-    if idx_path.exists() and theirs == origin:
+    found = read_origin(prefix)
+    if idx_path.exists() and found == origin:
         return True
     if not overwrite:
-        if theirs is None:
+        if found is None:
             refuse_existing(idx_path, bin_path)
         if idx_path.exists():
-            reason = difference(origin, theirs)
+            reason = difference(origin, found)
             raise FileExistsError(f"{prefix} was made differently ({reason}); remove it or pass --overwrite")
     return False
 

@@ -74,11 +74,13 @@ def test_print_config_refuses_what_would_not_run(parse, capsys):
     assert "train.steps is 0" in refusal(capsys, parse, "--print_config", "--train.steps", "0")
 
 
-def test_yaml_keeps_every_setting(tmp_path):
-    config = make(data__prefix={"a/b.c": 0.5, "d": 2.0}, logging__sample_prompt="def é:\n ", optimizer__lr=1e-5)
-    fill_directories(config, "name")
+@pytest.mark.parametrize("text", ["def é:\n ", "1e-3", "08", "1:30", "2024-01-01", "null", "yes", "*a", "&b", "", " "])
+def test_yaml_keeps_every_setting(tmp_path, text):
+    config = make(data__prefix={"a/b.c": 0.5, "d": 2.0}, logging__sample_prompt=text, optimizer__lr=1e-5)
+    fill_directories(config, text)
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert parse_run_config(["--config", str(tmp_path / "written.yaml")]) == config
+    assert yaml.safe_load(to_yaml(config)) == config_dict(config)
 
 
 def test_help_shows_every_key_with_its_explanation(capsys):
@@ -90,6 +92,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
     for section in dataclasses.fields(RunConfig):
         for item in dataclasses.fields(section.type):
             assert f"--{section.name}.{item.name} " in shown
+    assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
     explanation = '"""Share one matrix between the input and the output embedding."""'
     assert explanation in strings and explanation.strip('"') in shown
 

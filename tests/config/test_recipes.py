@@ -8,7 +8,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import flops_per_token
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
-# Processes that each recipe is meant for, and others that it should bear as well.
+# Numbers of processes: what each recipe is meant for, then others that must work as well.
 WORLD_SIZES = {
     "tape_demo": (1, 2),
     "rope_demo": (1, 2),
