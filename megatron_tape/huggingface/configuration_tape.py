@@ -11,6 +11,7 @@ if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     )
 
 GATE_INPUTS = ("mlp", "attention")
+STATE_PRECISIONS = ("fp32", "bf16")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -25,6 +26,8 @@ class TapeConfig(transformers.PreTrainedConfig):
     position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
     gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
         block's output before its residual).
+    position_state_precision: what the position state is added up in: `fp32`, or `bf16` for the model's own type, which
+        models without this key have.
 
     Raises ValueError for settings that the model cannot have.
     """
@@ -56,6 +59,7 @@ class TapeConfig(transformers.PreTrainedConfig):
         qk_norm: bool = False,
         position_mlp_size: int | None = None,
         gate_input: str = "mlp",
+        position_state_precision: str = "bf16",
         **kwargs,
     ):
         self.vocab_size = vocab_size
@@ -76,6 +80,11 @@ class TapeConfig(transformers.PreTrainedConfig):
         self.qk_norm = qk_norm
         self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
         self.gate_input = gate_input
+        self.position_state_precision = position_state_precision
+        if position_state_precision not in STATE_PRECISIONS:
+            raise ValueError(
+                f"position_state_precision is {position_state_precision!r}; choose one of {', '.join(STATE_PRECISIONS)}"
+            )
         if gate_input not in GATE_INPUTS:
             raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
         if num_attention_heads % self.num_key_value_heads:

@@ -111,11 +111,16 @@ class TapePosition(nn.Module):
         B, S, G, D = state.shape
         N = B * S
         mixing = self.token_mixing.expand(N, -1, -1)
-        mixed = torch.baddbmm(state.reshape(N, G, D), mixing, averaged.reshape(N, -1, D))
+        state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
+        # A state in fp32 is added up in fp32, and rounded only as a factor.
+        wider = state.dtype != averaged.dtype
+        mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
         gate = F.silu(F.linear(gate_input, self.x_proj)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
         outer = (self.down_proj.T.unsqueeze(2) * self.up_proj.unsqueeze(1)).flatten(1)
-        return torch.baddbmm(mixed, (gate @ outer).view(N, G, G), mixed).view(B, S, G, D)
+        M = (gate @ outer).view(N, G, G)
+        new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
+        return new.view(B, S, G, D)
 
 
 class TapeAttention(nn.Module):
@@ -152,6 +157,7 @@ class TapeAttention(nn.Module):
         value = self.v_proj(hidden_states).view(B, S, G, D)
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
+        state = state.to(query.dtype)
         query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
         key = rotate(key, state)
         if average_state:
@@ -329,7 +335,9 @@ class TapeModel(TapePreTrainedModel):
             **({"cache_position": cache_position} if _MASK_WANTS_CACHE_POSITION else {}),
         )
 
-        phases = self.phases(position_ids).to(hidden_states.dtype)
+        phases = self.phases(position_ids)
+        if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
+            phases = phases.to(hidden_states.dtype)
         state = phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position

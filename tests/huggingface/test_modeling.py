@@ -559,3 +559,27 @@ def test_auto_classes_know_a_registered_tape():
     AutoModelForCausalLM.register(TapeConfig, TapeForCausalLM, exist_ok=True)
     config = AutoConfig.for_model("tape", **SMALL)
     assert type(AutoModelForCausalLM.from_config(config)) is TapeForCausalLM
+
+
+def moved_state(directory, dtype, precision):
+    """How far small updates move the position state of a model."""
+    model = TapeForCausalLM.from_pretrained(directory, dtype=dtype, position_state_precision=precision).eval()
+    states = []
+    for layer in model.model.layers[:-1]:
+        layer.position.token_mixing.data.mul_(0.002)
+        layer.position.down_proj.data.mul_(0.002)
+        layer.position.register_forward_hook(lambda _module, _input, state: states.append(state))
+    with torch.no_grad():
+        model(torch.arange(3, 40)[None])
+        start = model.model.phases(torch.arange(37)[None])[:, :, None]
+    return states[-1].double() - (start if precision == "fp32" else start.to(dtype)).double()
+
+
+def test_a_position_state_in_fp32_keeps_small_updates_of_a_bf16_model(exports):
+    from transformers import AutoConfig
+
+    directory = exports["tape"].directory
+    assert AutoConfig.from_pretrained(directory, trust_remote_code=True).position_state_precision == "fp32"
+    exact = moved_state(directory, torch.float64, "bf16")
+    fp32, bf16 = (moved_state(directory, torch.bfloat16, precision) for precision in ("fp32", "bf16"))
+    assert (fp32 - exact).norm() < 0.1 * exact.norm() and (bf16 - exact).norm() > 0.5 * exact.norm()

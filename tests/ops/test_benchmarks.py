@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, position_update, timing
+from benchmarks import attention, position_update, state_precision, timing
 
 
 def run(monkeypatch, module, *arguments):
@@ -112,3 +112,11 @@ def test_the_update_is_timed_beside_its_floor_and_recorded(recorded, monkeypatch
     for direction in ("forward", "forward+backward"):
         timing = result[direction]["timings"]["torch"]
         assert timing["of_floor"] == timing["seconds"] / result[direction]["floor_seconds"]
+
+
+def test_a_state_in_bf16_loses_small_updates_and_one_in_fp32_does_not():
+    layers = [state_precision.draw_layer(torch.Generator().manual_seed(i)) for i in range(8)]
+    for size, lost in ((1e-3, 0.5), (1e-1, 0.01)):
+        found = state_precision.drift(layers, size)
+        assert found["bf16"]["update_error"] > lost and found["fp32"]["update_error"] < 0.01
+        assert found["fp32"]["score_error"] < found["bf16"]["score_error"]

@@ -150,7 +150,7 @@ def _model(
         for key, value in changes.items():
             if value not in (None, settings.get(key)):
                 raise ValueError(f"{path} has {key} {settings.get(key)!r}, which cannot become {value!r}; leave it out")
-        changes = {key: settings.get(key) for key in changes}
+        changes = {key: settings.get(key) for key in (*changes, "position_state_precision")}
     heads = settings["num_attention_heads"]
     model = ModelConfig(
         position_encoding=position_encoding,

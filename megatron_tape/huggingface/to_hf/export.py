@@ -137,6 +137,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "qk_norm": model.qk_norm,
         "position_mlp_size": model.position_mlp_width,
         "gate_input": model.gate_input,
+        "position_state_precision": model.position_state_precision,
     }
 
 
