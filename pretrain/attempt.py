@@ -22,12 +22,12 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_tape.checkpoint.directories import STATE, checkpointed_step, newest_whole, what_to_resume
+from megatron_tape.checkpoint.directories import STATE, checkpointed_step, newest_whole, read_state, what_to_resume
 from megatron_tape.checkpoint.settings import check_same_model
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.data.inputs import check_datasets, check_inputs
+from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.files import SUFFIX, atomic_directory, remove
 from megatron_tape.records import write_record
@@ -110,6 +110,9 @@ def begin(options: argparse.Namespace) -> None:
     start = _start(config)
     if start is not None and (start / STATE).is_file():
         check_same_model(start, config)
+        state, tokenizer = read_state(start), load_run_tokenizer(config)
+        if tokenizer is not None and state["step"] < config.train.steps:
+            check_same_vocabulary(start, state, tokenizer, config)
     _refuse_other_job(run, attempts, options.job)
     if of_job:
         last = of_job[-1]

@@ -54,9 +54,14 @@ class Cut(TypedDict):
 
 
 class Progress(TypedDict, total=False):
-    """What a run counts beside its steps: those in a row, up to now, that were skipped; `origin` is an import's."""
+    """What a run keeps beside its steps.
+
+    `bad_steps` were skipped in a row, up to now; `vocabulary` is the digest of the tokenizer's; an import has its
+    `origin`.
+    """
 
     bad_steps: int
+    vocabulary: str
     origin: str
 
 

@@ -1,12 +1,34 @@
 """How a run's settings differ from those of the checkpoint that it continues. Imports no torch."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import read_state
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import refuse
+
+FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
+"""Settings of a model that may change while its weights stay."""
+ORDER_KEYS = (
+    "data.prefix",
+    "data.split",
+    "train.seed",
+    "train.steps",
+    "train.global_batch_size",
+    "model.seq_length",
+)
+"""Settings that decide which tokens come when."""
+WITHOUT_EFFECT = (
+    "logging.",
+    "checkpoint.",
+    "model.attention_backend",
+    "data.cache_directory",
+    "data.num_workers",
+    "train.hang_timeout",
+)
+"""Settings, or their beginnings, that decide nothing of what a run computes."""
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
@@ -15,7 +37,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     now = dataclasses.asdict(config.model)
     # A checkpoint from before a setting existed is of a model with its default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
-    free = {"seq_length": None, "attention_backend": None, "position_state_precision": None}
+    free = dict.fromkeys(FREE_IN_A_MODEL)
     differences = model_differences({**defaults, **saved, **free}, {**now, **free})
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
@@ -23,6 +45,37 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         f"checkpoint {path} is of another model: {'; '.join(differences)}; {settings}, or choose another "
         "checkpoint.directory",
     )
+
+
+def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
+    """Say, `key: was X, is now Y`, what is set otherwise than in the settings `saved` with a checkpoint of this model.
+
+    Settings without effect on what is computed are left out. One that a checkpoint does not know, as it is older, had
+    its default. The last sentence, where there is one, says that the data comes in another order.
+    """
+    found = []
+    for section, now in json.loads(json.dumps(config_dict(config))).items():
+        defaults = {field.name: _default(field) for field in dataclasses.fields(getattr(config, section))}
+        for name, value in now.items():
+            key, before = f"{section}.{name}", saved.get(section, {}).get(name, defaults.get(name))
+            same_model = section == "model" and name not in FREE_IN_A_MODEL
+            if before != value and not same_model and not key.startswith(WITHOUT_EFFECT):
+                found.append((key, f"{key}: was {_shown(before)}, is now {_shown(value)}"))
+    sentences = [sentence for _, sentence in found]
+    if reordered := [key for key, _ in found if key in ORDER_KEYS]:
+        sentences.append(f"{', '.join(reordered)}: the data comes in another order than in an uninterrupted run")
+    return sentences
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _shown(value: Any) -> str:
+    text = "unset" if value is None else json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -43,16 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ORDER_KEYS = (
-    ("data", "prefix"),
-    ("data", "split"),
-    ("train", "seed"),
-    ("train", "steps"),
-    ("train", "global_batch_size"),
-    ("model", "seq_length"),
-)
-"""Settings that decide which tokens come when."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -180,8 +170,7 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
     checkpoint = None
     with _agreement(layout) as agreement:
         checkpoint = _open(Path(found[0]), deep=layout.rank == 0)
-        state = checkpoint.state
-        _check_settings(checkpoint.path, state["config"], config, warn=layout.rank == 0 and state["step"] > 0)
+        check_same_model(checkpoint.path, config)
     agreement.check("cannot continue")
     return checkpoint
 
@@ -294,21 +283,6 @@ def _refuse_later(directory: Path, chosen: str | None) -> None:
         )
 
 
-def _check_settings(path: Path, saved: dict, config: RunConfig, warn: bool) -> None:
-    try:
-        check_same_model(path, config)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    now = config_dict(config)
-    changed = [f"{a}.{b}" for a, b in ORDER_KEYS if saved.get(a, {}).get(b) != now[a][b]]
-    if changed and warn:
-        logger.warning(
-            "%s changed since checkpoint %s: from here on the data comes in another order than in an uninterrupted run",
-            ", ".join(changed),
-            path,
-        )
-
-
 def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: dict[str, str] | None) -> dict:
     sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
@@ -371,7 +345,7 @@ class _agreement:
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception):
             return False
-        self._error = str(error) if isinstance(error, CheckpointError) else f"{kind.__name__}: {error}"
+        self._error = str(error) if isinstance(error, (CheckpointError, ConfigError)) else f"{kind.__name__}: {error}"
         return True
 
     def check(self, what: str) -> None:

@@ -31,15 +31,29 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def warn_of_other_tokenizer(checkpoint: Path, path: str) -> None:
-    """Warn where an import brought a tokenizer, and the run's gives other ids."""
-    text = "def f(x):\n    return 2 * x  # Grüße, 你好 1234"
-    if (checkpoint / "tokenizer").is_dir():
-        brought, used = (load_tokenizer(source).encode(text) for source in (checkpoint / "tokenizer", path))
-        if brought != used:
-            logger.warning(
-                "data.tokenizer %s gives other ids than %s, which the model came with", path, checkpoint / "tokenizer"
-            )
+def check_same_vocabulary(checkpoint: Path, state: dict, tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Raise `ConfigError` where a run would go on with another vocabulary than its checkpoint was saved with.
+
+    A checkpoint that does not say, as it is older or an import, is compared with the tokenizer that it came with, or
+    that its settings name, as far as that is there: then a difference is a warning.
+    """
+    used, digest = config.data.tokenizer, tokenizer.vocabulary_digest()
+    named = state["config"].get("data", {}).get("tokenizer")
+    saved = state["progress"].get("vocabulary")
+    refuse(
+        saved is not None and saved != digest,
+        f"data.tokenizer {used} has another vocabulary than that which checkpoint {checkpoint} was trained with "
+        f"({named}); give that one, or begin another run with checkpoint.resume: none",
+    )
+    source = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else named
+    if saved is None and source is not None:
+        try:
+            same = load_tokenizer(source).vocabulary_digest() == digest
+        except (ValueError, OSError):
+            return
+        if not same:
+            message = "data.tokenizer %s has another vocabulary than %s, which the model of %s came with"
+            logger.warning(message, used, source, checkpoint)
 
 
 def check_datasets(config: RunConfig) -> None:

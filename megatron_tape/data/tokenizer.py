@@ -1,7 +1,8 @@
 """One small interface over SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,9 @@ class Tokenizer(Protocol):
     @property
     def bos(self) -> int | None:
         """The id that begins a text, or None."""
+
+    def vocabulary_digest(self) -> str:
+        """Return a sha256, in hexadecimal, of the pieces and their ids."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -71,6 +75,9 @@ class _SentencePiece:
         self.eod = _id_or_none(self._model.eos_id())
         self.bos = _id_or_none(self._model.bos_id())
 
+    def vocabulary_digest(self) -> str:
+        return _digest((self._model.id_to_piece(index), index) for index in range(self.vocab_size))
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
@@ -104,6 +111,9 @@ class _HuggingFace:
         ids = (self._model.token_to_id(token) for token in (*named, *usual) if token is not None)
         return next((i for i in ids if i is not None), None)
 
+    def vocabulary_digest(self) -> str:
+        return _digest(self._model.get_vocab(with_added_tokens=True).items())
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 
@@ -113,6 +123,11 @@ class _HuggingFace:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _digest(pieces: Iterable[tuple[str, int]]) -> str:
+    lines = (f"{index} {piece!r}\n" for piece, index in sorted(pieces, key=lambda item: item[::-1]))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _id_or_none(index: int) -> int | None:

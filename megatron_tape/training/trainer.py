@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.checkpoint.settings import changes
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import load_run_tokenizer, warn_of_other_tokenizer
+from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
 from megatron_tape.model.backend import verified_backend
@@ -61,8 +62,6 @@ class Trainer:
         watch.progress("reading the checkpoint")
         self.tokenizer = load_run_tokenizer(config)
         self.checkpoint = checkpoints.find_checkpoint(config, self.layout)
-        if self.checkpoint is not None and self.tokenizer is not None and self.layout.rank == 0:
-            warn_of_other_tokenizer(self.checkpoint.path, config.data.tokenizer)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
 
     def run(self) -> str | None:
@@ -74,6 +73,8 @@ class Trainer:
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
             return None
+        if self.checkpoint is not None:
+            self._compare_settings(self.checkpoint)
         self._build()
         try:
             stopped = self._train()
@@ -91,6 +92,14 @@ class Trainer:
         """Whether the model is evaluated after `step`."""
         interval, last = self.config.train.eval_interval, step == self.config.train.steps
         return bool(self.hooks) and interval is not None and (step % interval == 0 or last)
+
+    def _compare_settings(self, checkpoint: checkpoints.Checkpoint) -> None:
+        """Say what is set otherwise than when the checkpoint was saved; ConfigError for another vocabulary."""
+        if self.tokenizer is not None:
+            check_same_vocabulary(checkpoint.path, checkpoint.state, self.tokenizer, self.config)
+        if checkpoint.step > 0:
+            for change in changes(checkpoint.state["config"], self.config):
+                logger.info("since %s: %s", checkpoint.path.name, change)
 
     def _build(self) -> None:
         config, layout = self.config, self.layout
@@ -114,6 +123,8 @@ class Trainer:
             self.progress |= self.checkpoint.state["progress"]
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
+        if self.tokenizer is not None:
+            self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
         self.hooks = build_hooks(config.train.evaluations)
         self.writer = self._open_writer() if layout.rank == 0 else None
 

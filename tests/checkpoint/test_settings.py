@@ -1,25 +1,32 @@
-import dataclasses
+"""What is said of settings that changed since a checkpoint was saved."""
 
-from configurations import MODEL
+import copy
 
-from megatron_tape.checkpoint.settings import model_differences
-from megatron_tape.config.schema import ModelConfig
+from models import small_model
 
-
-def test_differences_between_models_are_named_with_both_values():
-    saved = dataclasses.asdict(ModelConfig(**MODEL))
-    assert model_differences(saved, dict(saved)) == []
-    assert model_differences(saved, saved | {"hidden_size": 512, "token_mixing": "per_head"}) == [
-        "model.hidden_size: checkpoint 64, configuration 512",
-        "model.token_mixing: checkpoint full, configuration per_head",
-    ]
-    assert model_differences(saved, saved | {"new": 1}) == ["model.new: checkpoint absent, configuration 1"]
-    assert model_differences(saved | {"old": None}, saved) == ["model.old: checkpoint None, configuration absent"]
+from megatron_tape.checkpoint.settings import changes
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig, config_dict
 
 
-def test_a_default_spelled_out_is_no_difference():
-    saved = dataclasses.asdict(ModelConfig(**MODEL))
-    assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32, "kv_channels": 8}) == []
-    assert model_differences(saved, saved | {"num_query_groups": 4}) == [
-        "model.num_query_groups: checkpoint 8, configuration 4"
-    ]
+def config(**train):
+    return RunConfig(
+        model=small_model(), data=DataConfig(prefix="a"), train=TrainConfig(steps=4, global_batch_size=2, **train)
+    )
+
+
+def test_the_same_settings_say_nothing_nor_do_those_that_an_older_checkpoint_does_not_know():
+    saved = config_dict(config())
+    assert changes(saved, config()) == []
+    older = copy.deepcopy(saved)
+    for section in older.values():
+        for key in list(section)[1:]:
+            del section[key]
+    unknown = {"train.steps", "train.global_batch_size", "model.seq_length"}  # without defaults, and never absent
+    assert {line.partition(":")[0] for line in changes(older, config()) if "order" not in line} <= unknown
+    assert changes({}, config(precision="fp32"))[-2].startswith('train.precision: was "bf16", is now "fp32"')
+
+
+def test_a_change_of_what_decides_the_order_of_the_data_says_so_in_the_end():
+    *_, last = changes(config_dict(config()), config(seed=5))
+    assert last == "train.seed: the data comes in another order than in an uninterrupted run"
+    assert changes(config_dict(config()), config(hang_timeout=5.0)) == []

@@ -150,6 +150,60 @@ def test_a_finished_run_is_left_as_it_is(run):
     assert rows(run.folder) == before
 
 
+SHORT = ["--schedule.warmup_steps=0"]
+
+
+def test_what_is_set_otherwise_than_at_the_save_is_said_in_a_line_each(run, data, capfd):
+    assert run("--train.steps=2", *SHORT) == 0
+    state = run.folder / "checkpoints" / "step-00000002" / "state.json"
+    assert "vocabulary" not in json.loads(state.read_text())["progress"]
+    capfd.readouterr()
+    silent = ["--logging.interval=2", "--checkpoint.keep=3", "--data.num_workers=1", "--train.hang_timeout=99"]
+    changed = ["--optimizer.lr=0.002", "--optimizer.beta2=0.9", "--train.steps=4", "--schedule.kind=constant"]
+    assert run(*SHORT, *silent, *changed, *packed(data)) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines if line.startswith("since step-00000002: ")] == [
+        f'data.tokenizer: was unset, is now "{data}/tokenizer.json"',
+        "data.reset_attention_mask: was false, is now true",
+        "optimizer.lr: was 0.01, is now 0.002",
+        "optimizer.beta2: was 0.95, is now 0.9",
+        'schedule.kind: was "cosine", is now "constant"',
+        "train.steps: was 2, is now 4",
+        "train.steps: the data comes in another order than in an uninterrupted run",
+    ]
+    later = state.parent.with_name("step-00000004") / "state.json"
+    assert "vocabulary" in json.loads(later.read_text())["progress"]
+
+
+def test_fewer_steps_than_are_done_say_that_and_nothing_of_the_order(run, capfd):
+    assert run("--train.steps=2", *SHORT) == 0
+    capfd.readouterr()
+    assert run("--train.steps=1", *SHORT) == 0
+    told = capfd.readouterr().err
+    assert "already holds all 1 steps" in told and "another order" not in told
+
+
+def test_another_vocabulary_is_refused_and_suspected_of_an_older_checkpoint(run, data, tmp_path, capfd):
+    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
+    text = (data / "tokenizer.json").read_text()
+    mine.write_text(text)
+    other.write_text(text.replace('"w1"', '"changed"'))
+    assert run("--train.steps=2", *SHORT, f"--data.tokenizer={mine}") == 0
+    capfd.readouterr()
+    assert run("--train.steps=4", *SHORT, f"--data.tokenizer={other}") == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"data.tokenizer {other} has another vocabulary" in line and str(mine) in line
+    step = run.folder / "checkpoints" / "step-00000002"
+    state = json.loads((step / "state.json").read_text())
+    del state["progress"]["vocabulary"]
+    (step / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"]["state.json"] = dict(zip(("bytes", "sha256"), checkpoint_files.digest(step / "state.json")))
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    assert run("--train.steps=3", *SHORT, f"--data.tokenizer={other}") == 0
+    assert f"data.tokenizer {other} has another vocabulary than {mine}" in capfd.readouterr().err
+
+
 def test_another_models_checkpoint_is_refused_with_the_differences(run, capfd):
     assert run() == 0
     assert run("--model.hidden_size=64", "--model.token_mixing=full", "--train.steps=12") == 1
