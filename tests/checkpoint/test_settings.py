@@ -1,11 +1,13 @@
-"""What is said of settings that changed since a checkpoint was saved."""
+"""How settings differ from those that a checkpoint was saved with, and what is said of it."""
 
 import copy
+import dataclasses
 
+from configurations import MODEL
 from models import small_model
 
-from megatron_tape.checkpoint.settings import changes
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig, config_dict
+from megatron_tape.checkpoint.settings import changes, model_differences
+from megatron_tape.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig, config_dict
 
 
 def config(**train):
@@ -30,3 +32,22 @@ def test_a_change_of_what_decides_the_order_of_the_data_says_so_in_the_end():
     *_, last = changes(config_dict(config()), config(seed=5))
     assert last == "train.seed: the data comes in another order than in an uninterrupted run"
     assert changes(config_dict(config()), config(hang_timeout=5.0)) == []
+
+
+def test_differences_between_models_are_named_with_both_values():
+    saved = dataclasses.asdict(ModelConfig(**MODEL))
+    assert model_differences(saved, dict(saved)) == []
+    assert set(model_differences(saved, saved | {"hidden_size": 512, "token_mixing": "per_head"})) == {
+        "model.hidden_size: checkpoint 64, configuration 512",
+        "model.token_mixing: checkpoint full, configuration per_head",
+    }
+    assert model_differences(saved, saved | {"new": 1}) == ["model.new: checkpoint absent, configuration 1"]
+    assert model_differences(saved | {"old": None}, saved) == ["model.old: checkpoint None, configuration absent"]
+
+
+def test_a_default_spelled_out_is_no_difference():
+    saved = dataclasses.asdict(ModelConfig(**MODEL))
+    assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32, "kv_channels": 8}) == []
+    assert model_differences(saved, saved | {"num_query_groups": 4}) == [
+        "model.num_query_groups: checkpoint 8, configuration 4"
+    ]

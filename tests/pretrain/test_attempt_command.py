@@ -6,9 +6,12 @@ import subprocess
 
 import pytest
 from datasets_for_tests import write_all
-from test_attempts import save
 from training_cases import RECIPE
 
+from megatron_tape.checkpoint import directories
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import config_dict
+from megatron_tape.records import write_record
 from megatron_tape.run.attempts import Attempt, read_attempts
 from pretrain import attempt
 
@@ -53,7 +56,10 @@ def test_a_requeued_job_continues_its_own_checkpoints_whatever_it_was_told_to_st
     assert status == 0 and variables["RESUME"] == "none"
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "none"
-    save(Attempt.open("run", "run/checkpoints", 2), 5)
+    staging = directories.staging_directory(Attempt.open("run", "run/checkpoints", 2).home, 5)
+    (staging / "weights").write_text("w")
+    size, sha256 = directories.digest(staging / "weights")
+    directories.publish(staging, "run/checkpoints", 5, {"weights": {"bytes": size, "sha256": sha256}})
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "auto"
 
@@ -113,6 +119,22 @@ def test_a_file_system_that_fails_is_another_status_than_a_mistake(job, monkeypa
 
     monkeypatch.setattr(Attempt, "claim", fails)
     assert job()[0] == attempt.EXIT_TRY_AGAIN
+
+
+def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
+    state = {"step": 5, "optimizer_steps": 5, "progress": {"vocabulary": "0" * 64}, "sharded": {}}
+    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1}
+    job()
+    home = Attempt.open("run", "run/checkpoints", 1).home
+    config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
+    staging = directories.staging_directory(home, 5)
+    write_record(staging / "state.json", state | {"config": config_dict(config)})
+    size, sha256 = directories.digest(staging / "state.json")
+    directories.publish(staging, "run/checkpoints", 5, {"state.json": {"bytes": size, "sha256": sha256}})
+    assert job("--data.tokenizer=tokenizer.json", job="8")[0] == 2
+    status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
+    assert status == 2 and "data.tokenizer tokenizer.json has another vocabulary" in err and home.is_dir()
+    assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
 
 
 def test_a_verdict_is_printed_and_kept(job, capfd):
