@@ -6,17 +6,17 @@ process would have written to P. Each carries its origin, so that shards of diff
 
 import glob
 import hashlib
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron_tape.data.documents import FilePart, is_cuttable
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
 from megatron_tape.data.preprocessing import Encoding
 from megatron_tape.files import refuse_existing
+from megatron_tape.records import read_record
 
 CUT = """how --shard cuts the inputs: by their bytes on disk, in order. Uncompressed .jsonl and .json are cut between
 lines: a line belongs to the shard in whose bytes it begins. Every other file belongs whole to the shard in which it
@@ -24,6 +24,10 @@ begins; for many shards of compressed text or parquet give many files. A shard m
 
 # Counts up when the same inputs are cut in another way.
 _CUT_VERSION = 1
+
+
+class _Origin(TypedDict):
+    inputs: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,12 @@ def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, o
 
 def read_origin(prefix: str) -> dict[str, Any] | None:
     """Return the origin of a dataset, or None if it has none; raises ValueError when it cannot be read."""
-    path = origin_path(prefix)
     try:
-        origin = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(origin, dict) or not isinstance(origin.get("inputs", {}), dict):
-            raise ValueError("it does not hold the settings of a dataset")
+        return read_record(origin_path(prefix), _Origin)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); remove the dataset {prefix} and make it again") from error
-    return origin
+    except ValueError as error:
+        raise ValueError(f"{error}; remove the dataset {prefix} and make it again") from None
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
@@ -139,7 +139,7 @@ def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
         here, there = wanted[key], found.get(key)
         if here == there:
             continue
-        if key != "inputs" or there is None:
+        if key != "inputs":
             return "with another tokenizer" if key == "tokenizer" else f"{key} {there!r} instead of {here!r}"
         for path in (*here, *there):
             if path not in there:

@@ -1,12 +1,13 @@
 """One small interface over SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from megatron_tape.records import read_record
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
@@ -139,10 +140,8 @@ def _named_token(path: Path, key: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get(key)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a JSON object ({error}); save the tokenizer again or remove the file"
-        ) from error
+        token = read_record(path, dict[str, Any]).get(key)
+    except ValueError as error:
+        raise ValueError(f"{error}; save the tokenizer again or remove the file") from None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
