@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, lacks
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, described, lacks
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
@@ -187,6 +187,4 @@ def choose_backend(
         if not (why := unsupported(name, device, dtype, head_dim)):
             return name
         logger.info("attention cannot run as %s, which %s", name, why)
-    raise ConfigError(
-        f"no attention backend can do all that this positional encoding needs: {', '.join(sorted(needs))}"
-    )
+    raise ConfigError(f"no attention backend can {described(needs)} at once; choose another model.position_encoding")

@@ -31,7 +31,13 @@ BACKENDS = {
 }
 
 
+def described(needs: Set[str]) -> str:
+    """Say what these needs mean, in one order always."""
+    ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
+    return " and ".join(MEANINGS.get(need, need) for need in ordered)
+
+
 def lacks(backend: str, needs: Set[str]) -> str | None:
     """Say in half a sentence which of `needs` the backend cannot do, or return None."""
-    missing = [MEANINGS[need] for need in MEANINGS if need in needs and need not in BACKENDS[backend].can]
-    return f"cannot {' or '.join(missing)}" if missing else None
+    missing = set(needs) - BACKENDS[backend].can
+    return f"cannot {described(missing)}" if missing else None

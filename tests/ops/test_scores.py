@@ -1,0 +1,168 @@
+"""What an encoding may do to scores: every backend that says it can do it gives what the plain form does."""
+
+import pytest
+import torch
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.ops.attention import attention, choose_backend
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, tiled
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.packing import Packing, document_bounds
+
+LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
+CAN = [(name, need) for name in ("tiled", "torch") for need in (BIAS, GATE) if need in BACKENDS[name].can]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiled, "QUERIES", 4)
+    monkeypatch.setattr(tiled, "KEYS", 6)
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def inputs(queries=LENGTH):
+    return [draw(queries, 2, HEADS, DIM), *(draw(LENGTH, 2, GROUPS, DIM, seed=seed) for seed in (1, 2, 3))]
+
+
+def slopes_and_table():
+    """A bias by distance and head, and one by token and sequence: a table that rows and columns are taken from."""
+    slopes, table = draw(HEADS, seed=4), draw(2, 1, LENGTH, LENGTH, seed=5)
+
+    def tile(rows, columns, slopes, table):
+        assert columns.stop <= rows.stop
+        at = [torch.arange(x.start, x.stop) for x in (rows, columns)]
+        return slopes[None, :, None, None] * (at[0][:, None] - at[1]) + table[:, :, rows, columns]
+
+    return [slopes, table], Bias(tile, (slopes, table))
+
+
+def plain(q, k, v, z, added, packing, rotated):
+    """Softmax attention with explicit scores, written again."""
+    q, k, v, z = (x.transpose(0, 1) for x in (q, k, v, z))
+    per_group = HEADS // GROUPS
+    k, v, z = (x.repeat_interleave(per_group, 2) for x in (k, v, z))
+
+    def turn(x, z):
+        x, z = (torch.complex(*y.chunk(2, dim=-1)) for y in (x, z))
+        return torch.cat([(x * z).real, (x * z).imag], dim=-1)
+
+    if rotated:
+        q, k = turn(q, z), turn(k, z)
+    S, T = q.shape[1], k.shape[1]
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / DIM**0.5 + added[:, :, T - S :]
+    at = torch.arange(T)
+    hidden = at[None, :] > at[T - S :, None]
+    if packing is not None:
+        hidden = hidden | (at < packing.bounds_2BT[0][:, None, T - S :, None])
+    p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return [torch.einsum("bhst,bthd->sbhd", p, x) for x in (v, z)]
+
+
+@pytest.mark.parametrize("queries", [LENGTH, 9, 1])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
+def test_biases_and_gates_with_every_gradient(backend, packed, queries):
+    tensors, rotated = inputs(queries), queries == LENGTH
+    packing = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]])) if packed else None
+    learned, bias = slopes_and_table()
+    gates = draw(LENGTH, 2, HEADS, seed=6)
+    both = slice(0, LENGTH)
+    sums = torch.nn.functional.logsigmoid(gates).cumsum(0).permute(1, 2, 0)
+    at = torch.arange(LENGTH)
+    by_distance = learned[0][None, :, None, None] * (at[:, None] - at) + learned[1][:, :, both, both]
+    added = by_distance + sums[..., :, None] - sums[..., None, :]
+    theirs = plain(*tensors, added, packing, rotated)
+    log_gate = torch.nn.functional.logsigmoid(gates)
+    ours = attention(*tensors, True, packing, backend, rotated, bias=bias, log_gate_TBH=log_gate)
+    directions = [torch.randn_like(x) for x in theirs]
+    leaves = [*tensors, *learned, gates]
+    expected = torch.autograd.grad(theirs, leaves, directions, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(ours, leaves, directions, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close([*ours, *gradients], [*theirs, *expected])
+
+
+@pytest.mark.parametrize("backend, need", CAN)
+def test_a_bias_that_learns_nothing_and_gates_at_one_change_nothing_else(backend, need):
+    tensors = inputs()
+    changes = {"log_gate_TBH": torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)}
+    if need == BIAS:
+        changes = {
+            "bias": Bias(lambda rows, columns: torch.zeros(1, 1, rows.stop - rows.start, columns.stop - columns.start))
+        }
+    ours, theirs = attention(*tensors, True, None, backend, **changes), attention(*tensors, True, None, backend)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gates_weigh_by_what_lies_between_in_float64():
+    """Forgetting Transformer, equation 5: the score of s and t gets the sum of log f over t < j <= s."""
+    q, k, v, _ = inputs()
+    log_gate = -draw(LENGTH, 2, HEADS).square()
+    added = torch.zeros(2, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    for s in range(LENGTH):
+        for t in range(s):
+            added[:, :, s, t] = log_gate[t + 1 : s + 1].sum(0)
+    theirs = plain(q, k, v, torch.zeros_like(v), added, None, False)[0]
+    torch.testing.assert_close(attention(q, k, v, None, log_gate_TBH=log_gate, backend="tiled")[0], theirs)
+
+
+def test_scores_can_be_rewritten_from_whole_rows():
+    """Positions that count how many keys matter (as in CoPE): a row's scores depend on all scores of the row."""
+    tensors = inputs()
+
+    def rescore(scores, q, k, seen):
+        assert q.shape == (2, HEADS, LENGTH, DIM) and k.shape == q.shape and seen.shape == (1, 1, LENGTH, LENGTH)
+        counted = scores.sigmoid().masked_fill(~seen, 0.0).flip(-1).cumsum(-1).flip(-1)
+        return scores - 0.1 * counted
+
+    q, k, v, z = tensors
+    ours = attention(q, k, v, None, backend="naive", rescore=rescore)[0]
+    plain_scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(3, 2)) / DIM**0.5
+    p = torch.zeros_like(plain_scores)
+    for s in range(LENGTH):
+        row = plain_scores[:, :, s, : s + 1]
+        counted = torch.stack([row[..., t:].sigmoid().sum(-1) for t in range(s + 1)], -1)
+        p[:, :, s, : s + 1] = (row - 0.1 * counted).softmax(-1)
+    torch.testing.assert_close(ours, torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(3, 2)))
+
+
+def test_a_backend_refuses_what_it_cannot_do():
+    q, k, v, z = inputs()
+    gates = torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)
+    for backend, changes, what in (
+        ("flash_attn", {"log_gate_TBH": gates}, "weigh keys down by forget gates"),
+        ("triton", {"bias": Bias(lambda rows, columns: 0)}, "add a bias to the scores"),
+        ("tiled", {"rescore": lambda scores, *_: scores}, "take positions from the scores themselves"),
+    ):
+        with pytest.raises(ValueError, match=f"backend is {backend}, which cannot {what}"):
+            attention(q, k, v, z, backend=backend, **changes)
+    with pytest.raises(ValueError, match="not one for each of 21 keys and query head"):
+        attention(q, k, v, z, log_gate_TBH=gates[:5])
+
+
+def test_the_choice_matches_needs_and_backends():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for needs, on_cpu, on_gpu in (
+        ({BIAS}, "tiled", "tiled"),
+        ({ROTATION, AVERAGE, GATE}, "tiled", "tiled"),
+        ({ROTATION, SCORES}, "naive", "naive"),
+        ({SCORES, BIAS}, "naive", "naive"),
+    ):
+        assert choose_backend("auto", cpu, torch.float32, 64, needs) == on_cpu
+        assert choose_backend("auto", gpu, torch.bfloat16, 64, needs) == on_gpu
+    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot take positions from the scores"):
+        choose_backend("torch", cpu, torch.float32, 64, {SCORES})
+    with pytest.raises(ConfigError, match="no attention backend can rotate .* and dream at once"):
+        choose_backend("auto", cpu, torch.float32, 64, {ROTATION, "dream"})
+
+
+def test_a_batch_of_packs_is_looked_at_once(monkeypatch):
+    packing = Packing(document_bounds(torch.arange(LENGTH).expand(2, -1) // 5))
+    assert packing.mask(LENGTH, torch.float64) is packing.mask(LENGTH, torch.float64)
+    assert packing.lengths(LENGTH) is packing.lengths(LENGTH)
+    q_ends, k_ends, *longest = packing.lengths(9)
+    assert k_ends.tolist() == [0, 5, 10, 15, 20, 21, 26, 31, 36, 41, 42] and longest == [5, 5]
+    assert q_ends.tolist() == [0, 0, 0, 3, 8, 9, 9, 9, 12, 17, 18]
