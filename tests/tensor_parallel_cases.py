@@ -1,5 +1,7 @@
 """What test_tensor_parallel.py asks of two processes. Every value returned is checked there."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
@@ -101,12 +103,25 @@ def count(encoding):
     return {"forward": forward.numbers, "backward": backward.numbers}
 
 
+def order_on_node(folder):
+    """When each rank was in a block that the first of its node enters first."""
+    _, layout = build(small_model(), tp=2)
+    with layout.first_on_node():
+        entered = time.monotonic()
+        time.sleep(0.05)
+        left = time.monotonic()
+    times = [None, None]
+    dist.all_gather_object(times, (entered, left))
+    return times
+
+
 def main(folder):
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
     results = {name: compare(changes) for name, changes in VARIANTS.items()}
     results["tape_recompute"] = compare({}, recompute="full")
     results["tape_packed"] = compare({}, documents=documents)
     results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
+    results["order_on_node"] = order_on_node(folder)
     results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope")}
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results

@@ -51,10 +51,11 @@ def summed_gradient(precision, stage, micro_batches=64):
     return torch.cat([value.flatten() for key, value in state.items() if key.startswith("exp_avg/")])
 
 
-def test_bf16_adds_up_micro_batches_in_fp32_at_stages_2_and_3():
+def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
+    """Sums in bf16, as DeepSpeed makes them at stage 1 by itself, are off by a fifth more."""
     exact = summed_gradient("fp32", 1)
     errors = [(summed_gradient("bf16", stage) - exact).norm() / exact.norm() for stage in (1, 2, 3)]
-    assert errors[1] < 0.8 * errors[0] and errors[2] < 0.8 * errors[0]
+    assert max(errors) < 1.05 * min(errors)
 
 
 TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random-00000.safetensors"

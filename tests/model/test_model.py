@@ -8,7 +8,9 @@ from models import build, random_tokens, reference_config, released_model, small
 from megatron_tape.costs import parameter_count
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import reference
-from megatron_tape.model.weights import from_megatron, load_weights
+from megatron_tape.model.weights import current_name, from_megatron, initial_parameters, load_weights
+from megatron_tape.ops import packing
+from megatron_tape.position import encoding_of
 
 VARIANTS = {
     "plain": {},
@@ -157,3 +159,29 @@ def test_position_norms_start_at_rope_and_count_the_update():
     built.record_position_norms(True)
     built(random_tokens())
     assert all((update.norms[1] > 0).all() for update in built.position_updates())
+
+
+def test_frequencies_and_masks_are_made_once_and_not_in_every_layer(monkeypatch):
+    built, _ = build(small_model(attention_backend="torch"))
+    made = []
+    frequencies, mask = type(built.encoding).frequencies, packing.additive_mask
+    monkeypatch.setattr(type(built.encoding), "frequencies", lambda self: made.append("angles") or frequencies(self))
+    monkeypatch.setattr(packing, "additive_mask", lambda *x: made.append("mask") or mask(*x))
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+    for _ in range(2):
+        built(random_tokens(), documents=documents)
+    assert sorted(made) == ["angles", "mask", "mask"]
+
+
+def test_the_encodings_parameters_follow_its_seed_alone():
+    drawn = []
+    for seed, outer in ((1, 1), (1, 2), (2, 1)):
+        torch.manual_seed(outer)
+        drawn.append(initial_parameters(encoding_of(small_model()), 0, seed)["x_proj"])
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_a_checkpoint_with_the_encodings_former_names_is_read():
+    stored = "exp_avg/gpt.decoder.layers.3.position_update.x_proj"
+    assert current_name(stored) == "exp_avg/gpt.decoder.layers.3.position.x_proj"
+    assert current_name("weight/gpt.embedding.word_embeddings.weight") == "weight/gpt.embedding.word_embeddings.weight"

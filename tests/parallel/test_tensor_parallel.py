@@ -31,3 +31,8 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
     assert rope > 0
     added = tape - rope
     assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
+
+
+def test_the_first_rank_of_a_node_goes_before_the_others(results):
+    (_, first_left), (second_entered, _) = results["order_on_node"]
+    assert first_left <= second_entered

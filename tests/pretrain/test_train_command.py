@@ -15,6 +15,7 @@ from launch import environment, free_port
 from training_cases import RECIPE, option, packed
 
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.kernels import attention as triton_attention
 from pretrain import train
@@ -303,3 +304,15 @@ def test_a_kernel_that_computes_wrong_ends_before_it_trains(run, monkeypatch, ca
     told = capfd.readouterr().err
     assert "the fused kernel of the attention does not work here" in told and "Traceback" not in told
     assert not steps_saved(run.folder)
+
+
+def test_the_automatic_choice_takes_torch_where_a_kernel_computes_wrong(run, monkeypatch, capfd):
+    attend = triton_attention.attend
+    monkeypatch.setattr(parity, "LENGTH", 16)
+    monkeypatch.setattr(backend, "chosen_backend", lambda *_: "triton")
+    monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
+    short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
+    assert run("--model.hidden_size=128", *short) == 0
+    log = capfd.readouterr().err
+    assert "WARNING: training goes on with slower attention in plain torch: the fused kernel of the attention" in log
+    assert "attention runs as torch" in log
