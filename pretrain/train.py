@@ -48,20 +48,25 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
         return 2
     _load_libraries(config, is_rank_0)
     try:
+        from megatron_tape.parallel.layout import deterministic_kernels
         from megatron_tape.training.trainer import Trainer
 
-        reason = Trainer(config, watch).run()
+        with deterministic_kernels(config.train.deterministic):
+            reason = Trainer(config, watch).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        _abort_process_groups()
         return 130
     except Exception as error:
         outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, ConfigError, CheckpointError, StaleAttempt))
         message = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        # Noted first: what the other ranks meet when this one's collectives end is only its echo.
         watch.record_end(outcome, message, None if foreseen else error)
+        _abort_process_groups()
         if not foreseen:
             raise
         print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
@@ -73,6 +78,12 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
     if is_rank_0:
         print(f"{reason}; the same command continues", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
+
+
+def _abort_process_groups() -> None:
+    """Keep this rank from waiting for the others at its exit; nothing to do where it failed before it could import."""
+    if layout := sys.modules.get("megatron_tape.parallel.layout"):
+        layout.abort_process_groups()
 
 
 def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:

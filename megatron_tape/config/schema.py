@@ -182,6 +182,9 @@ class TrainConfig:
     """Arithmetic of the forward and backward pass."""
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
+    deterministic: bool = False
+    """Take only kernels that give the same bits every time, at some cost in speed: then a run that is repeated on the
+    same GPUs gives the same losses. On a CPU they do so without it."""
     recompute: Literal["none", "full"] = "none"
     """Recompute every layer in the backward pass: a third more work for far fewer activations."""
     eval_interval: int | None = None

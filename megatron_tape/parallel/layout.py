@@ -14,13 +14,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling
 from megatron_tape.parallel.tokens import TokenLayout
 
-PATIENCE = timedelta(hours=1)
-"""How long ranks wait for rank 0 to index a dataset or read a checkpoint through."""
+MARGIN = timedelta(minutes=10)
+"""By how much the process groups wait longer for a rank than the watch, which writes every rank's stack."""
+WITHOUT_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,15 @@ def world_size_from_environment() -> int:
 
 
 def initialize_distributed(
-    tensor_model_parallel_size: int = 1, sequence_parallel: bool | None = None
+    tensor_model_parallel_size: int = 1, sequence_parallel: bool | None = None, patience: float | None = None
 ) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
     nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
     tensor-parallel size is another, which makes layouts given before useless. Without `sequence_parallel` tokens are
-    sharded exactly when there is tensor parallelism. Raises ValueError when the number of
-    processes is no multiple of `tensor_model_parallel_size`, ConfigError when this one has no GPU to itself.
+    sharded exactly when there is tensor parallelism. Collectives of all groups time out some minutes after `patience`
+    seconds, with None practically never. Raises ValueError when the number of processes is not a multiple of
+    `tensor_model_parallel_size`, ConfigError when this process has no GPU to itself.
     """
     import deepspeed
 
@@ -109,19 +112,20 @@ def initialize_distributed(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    timeout = WITHOUT_LIMIT if patience is None else timedelta(seconds=patience) + MARGIN
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            store = dist.HashStore()
-            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-        else:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **alone)
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     if parallel_state.model_parallel_is_initialized():
         if parallel_state.get_tensor_model_parallel_world_size() != tensor_model_parallel_size:
             _destroy_groups()
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size, create_gloo_process_groups=False)
+    # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return ParallelLayout(
         groups=groups,
@@ -147,6 +151,44 @@ def _destroy_groups() -> None:
     for group in groups - {dist.group.WORLD}:
         with contextlib.suppress(ValueError):  # Megatron does give up some of them
             dist.destroy_process_group(group)
+
+
+def abort_process_groups() -> None:
+    """Give up this rank's collectives, finished or not: with NCCL a process that ends by an error could wait for them.
+
+    Gloo has nothing to give up; its connections close with the process. A later `initialize_distributed` begins anew.
+    """
+    if dist.is_initialized():
+        distributed_c10d._abort_process_group()
+        parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Let torch and our kernels compute the same bits every time while the block runs.
+
+    It must begin before cuBLAS is used. Inside it torch raises RuntimeError at an operation without a deterministic
+    kernel.
+    """
+    if not enabled:
+        yield
+        return
+    workspace, cudnn = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    flags = cudnn.deterministic, cudnn.benchmark
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads what was not written, and ZeRO's buffers are large: filling them would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 def seed_everything(seed: int, layout: ParallelLayout) -> None:

@@ -264,8 +264,26 @@ def _read(directory: Path, number: int) -> AttemptRecord:
     )
 
 
+ECHOES = (
+    # gloo, sockets, and NCCL's last word on one
+    "Connection closed by",
+    "Connection reset by peer",
+    "Broken pipe",
+    # NCCL: another process is gone, or this one's communicator was given up because of it
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+    # torch's store, which lives in rank 0
+    "Connection was likely closed",
+    "recvValue failed",
+    "sendBytes failed",
+)
+"""What a rank's error says when another rank is gone. An ncclSystemError alone may be the rank's own."""
+
+
 def _is_echo(message: str) -> bool:
-    return any(told in message for told in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return any(words in message for words in ECHOES)
 
 
 def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:

@@ -28,6 +28,11 @@ EXIT_HUNG = 77
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
+def longest_wait(hang_timeout: float | None) -> float | None:
+    """Return the seconds after which a rank that waits is ended at the latest, None for never."""
+    return None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
+
+
 class Watch:
     """Made at the very start, so that no signal is lost; `attach` follows when the attempt is known.
 
@@ -38,7 +43,7 @@ class Watch:
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
-        self._hang_timeout = None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
+        self._hang_timeout = longest_wait(hang_timeout)
         self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
         self._rank = 0

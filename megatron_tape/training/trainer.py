@@ -23,7 +23,7 @@ from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
-from megatron_tape.run.watch import Watch
+from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.training.engine import Engine, StepResult
 from megatron_tape.training.hooks import Findings, build_hooks, joined
 from megatron_tape.training.saving import save
@@ -55,8 +55,10 @@ class Trainer:
         """
         self.config, self.watch, self.trains = config, watch, trains
         watch.progress("joining the other ranks")
-        parallel = config.parallel
-        self.layout = initialize_distributed(parallel.tensor_model_parallel_size, parallel.uses_sequence_parallel)
+        parallel, patience = config.parallel, longest_wait(config.train.hang_timeout)
+        self.layout = initialize_distributed(
+            parallel.tensor_model_parallel_size, parallel.uses_sequence_parallel, patience
+        )
         if watch.attempt is None:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")

@@ -7,17 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from datasets_for_tests import write_all
 from launch import environment, free_port
+from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.kernels import attention as triton_attention
+from megatron_tape.run.attempts import read_attempts
+from megatron_tape.training.engine import Engine
 from pretrain import train
 
 REPOSITORY = Path(__file__).parents[2]
@@ -259,6 +264,48 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
 def rows_written(metrics):
     """Last step of a metrics.jsonl whose end a kill may have torn."""
     return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
+
+
+def test_deterministic_kernels_are_asked_for_during_the_run_alone(run, monkeypatch):
+    original, seen = Engine.train_step, []
+
+    def step(self, *args):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return original(self, *args)
+
+    monkeypatch.setattr(Engine, "train_step", step)
+    assert run("--train.deterministic=true", "--train.steps=5") == 0
+    assert run("--train.steps=5", name="other") == 0
+    assert seen == [True] * 5 + [False] * 5
+    assert rows(run.folder) == rows(run.folder.parent / "other")
+
+
+def test_process_groups_wait_longer_than_the_watch(run):
+    """All of them, also what DeepSpeed might have made, and those that an earlier run left in this process."""
+    for hang_timeout, expected in (("7200", timedelta(hours=2, minutes=10)), ("60", timedelta(hours=1, minutes=10))):
+        assert run("--train.steps=3", f"--train.hang_timeout={hang_timeout}", name=hang_timeout) == 0
+        backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+        assert {backend.options._timeout for backend in backends} == {expected}
+
+
+def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monkeypatch):
+    abort, found = distributed_c10d._abort_process_group, []
+
+    def aborted():
+        found.extend(read_attempts(run.folder))
+        abort()
+
+    def fail(self, *args):
+        raise RuntimeError("made to fail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed_c10d, "_abort_process_group", aborted)
+        patched.setattr(Engine, "train_step", fail)
+        with pytest.raises(RuntimeError, match="made to fail"):
+            run()
+    (attempt,) = found
+    assert attempt.message == "RuntimeError: made to fail" and not torch.distributed.is_initialized()
+    assert run("--train.steps=3") == 0
 
 
 def test_data_with_tokens_the_model_lacks_is_refused(run, capfd):

@@ -137,6 +137,43 @@ def test_the_first_error_is_reported_not_its_echo_on_other_ranks(run):
     assert "rank 1: the cause" in verdict(run)[1]
 
 
+NCCL_ERROR = "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
+ECHOES = {
+    "gloo": "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:50305. This is typically caused by a remote process that ended",
+    "nccl remote": NCCL_ERROR + "remote process exited or there was a network error, NCCL version 2.14.3\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+    "Last error: NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0",
+    "nccl socket": NCCL_ERROR + "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \n"
+    "Last error:\nsocketProgress: Connection closed by remote peer node7<41234>",
+    "nccl aborted": "DistBackendError: NCCL communicator was aborted on rank 3. ",
+    "nccl watchdog": "DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread "
+    "terminated with exception: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, "
+    "OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.",
+    "store": "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server "
+    "shutdown or crash?",
+    "broken pipe": "DistNetworkError: sendBytes failed on SocketImpl(fd=69, addr=[node1]:39818): Broken pipe",
+}
+
+
+@pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
+def test_every_backends_echo_comes_after_the_cause_and_alone_tells_of_a_lost_rank(run, echo):
+    attempt = claim(run)
+    attempt.record_end(0, "failed", echo)
+    assert read_attempts(run)[0].lost_peer
+    attempt.record_end(1, "failed", "OutOfMemoryError: the cause")
+    assert read_attempts(run)[0].message == "OutOfMemoryError: the cause"
+
+
+def test_an_error_of_nccl_that_may_be_the_ranks_own_is_no_echo(run):
+    own = (
+        NCCL_ERROR + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) "
+    )
+    claim(run).record_end(0, "failed", own + "or external library call failed.\nLast error:\nError: network not found.")
+    assert not read_attempts(run)[0].lost_peer
+
+
 def test_a_rank_that_was_refused_outweighs_errors_that_follow(run):
     attempt = claim(run)
     attempt.record_end(1, "failed", "connection closed by peer")
