@@ -1,0 +1,53 @@
+"""The documentation is true: its programs run, and the places it names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_tape.position import ENCODINGS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = [
+    pytest.param(program, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, program in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_in_the_documentation_runs(program, monkeypatch):
+    monkeypatch.setattr("megatron_tape.position.ENCODINGS", dict(ENCODINGS))
+    exec(compile(program, "documentation", "exec"), {"__name__": "documentation"})
+
+
+def test_there_are_programs():
+    assert len(PROGRAMS) >= 2
+
+
+def test_the_map_names_what_is_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text[text.index("## Where to change what") :]
+    folder, named = ROOT, []
+    for line in re.findall(r"^    ( *)(\S.*)$", tree, re.M):
+        indent, rest = len(line[0]), line[1]
+        places = re.split(r"\s{2,}", rest)[0].split()
+        if indent > 2:
+            continue
+        folder = ROOT if indent == 0 else ROOT / "megatron_tape"
+        named += [folder / place for place in places]
+    assert len(named) > 15
+    assert [place for place in named if not place.exists()] == []
+    packages = {path.parent.name for path in (ROOT / "megatron_tape").glob("*/__init__.py")}
+    assert packages == {place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    paths = re.findall(r"`((?:megatron_tape|pretrain|slurm|tests|benchmarks|docs)/[\w./-]+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
