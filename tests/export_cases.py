@@ -7,7 +7,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from training_cases import RECIPE, option, run, tp, zero
 
-from megatron_tape.checkpoint.state import find_checkpoint, load_weights
+from megatron_tape.checkpoint.opening import find_checkpoint
+from megatron_tape.checkpoint.state import load_weights
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model.language_model import LanguageModel, transformer_config

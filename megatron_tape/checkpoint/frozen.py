@@ -1,18 +1,17 @@
 """Checkpoints of the trained parameters alone: where those are kept that they leave out. Imports no torch."""
 
 from pathlib import Path
-from typing import Any
 
-from megatron_tape.checkpoint.directories import MANIFEST, digest
+from megatron_tape.checkpoint.directories import MANIFEST, Source, State, digest
 from megatron_tape.errors import CheckpointError
 
 
-def source_record(checkpoint: Path) -> dict[str, str]:
+def source_record(checkpoint: Path) -> Source:
     """Return how `state.json` names the whole checkpoint that keeps the frozen weights."""
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)[1]}
 
 
-def find_source(checkpoint: Path, state: dict[str, Any]) -> Path | None:
+def find_source(checkpoint: Path, state: State) -> Path | None:
     """Return the checkpoint with the weights that `checkpoint` leaves out; None where it leaves none out.
 
     Raises CheckpointError when that is gone, or has another manifest than when `checkpoint` was saved.

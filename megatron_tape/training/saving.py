@@ -5,6 +5,7 @@ import math
 import time
 
 from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.checkpoint.directories import Source
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.run.watch import Watch
@@ -24,7 +25,7 @@ def save(
     step: int,
     progress: dict,
     watch: Watch,
-    frozen_from: dict[str, str] | None = None,
+    frozen_from: Source | None = None,
 ) -> bool:
     """Save a checkpoint after `step` steps (see `save_checkpoint`); return whether that succeeded.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
 from megatron_tape.checkpoint.settings import changes
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.costs import flops_per_token, parameter_count
@@ -63,7 +64,7 @@ class Trainer:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")
         self.tokenizer = load_run_tokenizer(config)
-        self.checkpoint = checkpoints.find_checkpoint(config, self.layout)
+        self.checkpoint = find_checkpoint(config, self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
 
     def run(self) -> str | None:
@@ -95,7 +96,7 @@ class Trainer:
         interval, last = self.config.train.eval_interval, step == self.config.train.steps
         return bool(self.hooks) and interval is not None and (step % interval == 0 or last)
 
-    def _compare_settings(self, checkpoint: checkpoints.Checkpoint) -> None:
+    def _compare_settings(self, checkpoint: Checkpoint) -> None:
         """Say what is set otherwise than when the checkpoint was saved; ConfigError for another vocabulary."""
         if self.tokenizer is not None:
             check_same_vocabulary(checkpoint.path, checkpoint.state, self.tokenizer, self.config)

@@ -1,0 +1,137 @@
+"""Finds the checkpoint that a run continues, checks that it fits, and reads this rank's share of its tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tape.checkpoint import directories as files
+from megatron_tape.checkpoint.agreement import Agreement
+from megatron_tape.checkpoint.frozen import find_source
+from megatron_tape.checkpoint.settings import check_same_model
+from megatron_tape.checkpoint.shares import Shares, check_shares
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import CheckpointError
+from megatron_tape.model.weights import shard, unshard
+from megatron_tape.parallel.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk, opened for this rank."""
+
+    path: Path
+    state: dict
+    source: Checkpoint | None = None
+    """The checkpoint with the weights of the frozen parameters, where this one leaves them out."""
+
+    @property
+    def step(self) -> int:
+        """The last step it contains."""
+        return self.state["step"]
+
+    def reader(self, parameters: dict[str, torch.nn.Parameter], layout: ParallelLayout) -> Callable[[str], Tensor]:
+        """Return a function from a key such as `exp_avg/NAME` to this rank's share of that tensor.
+
+        Under the tensor-parallel size that saved it a share is read as it is; under another it is cut from the whole.
+        """
+        size = self.state["tensor_model_parallel_size"]
+        shares = [Shares(self.path, rank) for rank in range(size)]
+        # Every rank looks at all of them, so that all ranks refuse what is wrong with one.
+        check_shares(self.path, shares, parameters, layout.tensor_parallel_size)
+        left_out = None if self.source is None else self.source.reader(parameters, layout)
+
+        def read(key: str) -> Tensor:
+            if key not in shares[0]:
+                if left_out is None:
+                    raise CheckpointError(f"{self.path} holds no {key}; choose another checkpoint")
+                return left_out(key)
+            if size == layout.tensor_parallel_size:
+                return shares[layout.tensor_parallel_rank].read(key)
+            parameter = parameters[key.partition("/")[2]]
+            whole = unshard([held.read(key) for held in shares], parameter)
+            return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+
+        return read
+
+
+def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
+    """Return the checkpoint that `checkpoint.resume` asks for, or None to start afresh; all ranks call it together.
+
+    `auto` takes the newest whole one and warns of broken ones it passes over; so does a path from elsewhere once the
+    run has checkpoints of its own. Raises CheckpointError when a path given is not a whole checkpoint, or when every
+    checkpoint of the directory is broken.
+    """
+    resume = files.what_to_resume(config.checkpoint.resume, config.checkpoint.directory)
+    found: list[str | None] = [None]
+    with Agreement(layout) as agreement:
+        if layout.rank == 0:
+            found[0] = None if resume == "none" else _choose(resume, Path(config.checkpoint.directory))
+            if resume != "auto":
+                _refuse_later(Path(config.checkpoint.directory), found[0])
+    agreement.check("cannot start")
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return None
+    checkpoint = None
+    with Agreement(layout) as agreement:
+        checkpoint = _open(Path(found[0]), deep=layout.rank == 0)
+        check_same_model(checkpoint.path, config)
+    agreement.check("cannot continue")
+    return checkpoint
+
+
+def _open(path: Path, deep: bool) -> Checkpoint:
+    """Open a whole checkpoint, and the one with what it leaves out, of which `deep` reads every byte."""
+    state = files.read_state(path)
+    _check_ranks_files(path, state)
+    source = find_source(path, state)
+    if source is None:
+        return Checkpoint(path, state)
+    if deep and (found := files.problems(source)):
+        raise CheckpointError(f"{source}, which has the frozen parameters of {path}, is not whole: {'; '.join(found)}")
+    return Checkpoint(path, state, _open(source, deep))
+
+
+def _choose(resume: str, directory: Path) -> str | None:
+    if resume == "auto":
+        path = files.newest_whole(directory, lambda message: logger.warning("%s", message))
+        if path is None and files.list_checkpoints(directory):
+            raise CheckpointError(f"no checkpoint in {directory} is whole; move them away to start afresh")
+        return None if path is None else str(path)
+    path = Path(resume)
+    found = files.problems(path) if path.is_dir() else ["it is not a directory"]
+    if found:
+        advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
+        raise CheckpointError(f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice}")
+    return str(path)
+
+
+def _check_ranks_files(path: Path, state: dict) -> None:
+    """Refuse a directory in which this rank does not see every tensor file."""
+    for rank in range(state["tensor_model_parallel_size"]):
+        found = len(list(path.glob(f"tensors-tp{rank:02d}-*")))
+        if found != state["data_parallel_size"]:
+            raise CheckpointError(
+                f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are in {path}; all nodes must "
+                "see checkpoint.directory"
+            )
+
+
+def _refuse_later(directory: Path, chosen: str | None) -> None:
+    """Refuse a start before a checkpoint already there: the run's own would be taken for old ones and removed."""
+    start = 0 if chosen is None else files.read_manifest(chosen)["step"]
+    newest = files.checkpointed_step(directory)
+    if newest > start:
+        raise CheckpointError(
+            f"checkpoint.directory {directory} holds checkpoints up to step {newest}, beyond step {start} where this "
+            "run would start; move them away, choose another directory, or continue with checkpoint.resume: auto"
+        )
