@@ -59,9 +59,9 @@ def trial(tp, stage, what, precision="fp32"):
     unchanged = all(torch.equal(before[key], after[key]) for key in before)
     good = e.train_step(batches(e, 20), 1e-2)
     moved = any(not torch.equal(before[key], value) for key, value in weights(e).items())
-    mine = torch.tensor([result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]).int()
-    dist.all_reduce(mine, op=dist.ReduceOp.MIN)
-    return mine.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
+    outcome = torch.tensor([result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]).int()
+    dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
+    return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
 
 
 FINE = 2.0**-9

@@ -73,7 +73,8 @@ class DataConfig:
     """The tokens to train on, as Megatron's indexed datasets."""
 
     prefix: dict[str, float] | list[float | str] | str
-    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]."""
+    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. One that holds
+    less than a sequence of a split is left out of it, with a warning."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str | None = None

@@ -42,9 +42,9 @@ class ParallelLayout:
 
     def any_rank(self, flag: bool) -> bool:
         """Tell every rank whether `flag` is set on any; all call it together."""
-        told = torch.tensor([flag], dtype=torch.int32, device=self.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return bool(told.item())
+        found = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found.item())
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
@@ -65,14 +65,14 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
     here all are answered from `groups`, where the model-parallel group is the tensor-parallel one.
     """
-    questions = {}
+    answers = {}
     for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp)):
-        questions[f"get_{name}_parallel_group"] = lambda group=group: group
-        questions[f"get_{name}_parallel_rank"] = group.rank
-        questions[f"get_{name}_parallel_world_size"] = group.size
-    questions["get_pipeline_model_parallel_rank"] = lambda: 0
-    questions["get_pipeline_model_parallel_world_size"] = lambda: 1
-    return SimpleNamespace(**questions)
+        answers[f"get_{name}_parallel_group"] = lambda group=group: group
+        answers[f"get_{name}_parallel_rank"] = group.rank
+        answers[f"get_{name}_parallel_world_size"] = group.size
+    answers["get_pipeline_model_parallel_rank"] = lambda: 0
+    answers["get_pipeline_model_parallel_world_size"] = lambda: 1
+    return SimpleNamespace(**answers)
 
 
 def world_size_from_environment() -> int:

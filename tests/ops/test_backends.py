@@ -15,6 +15,7 @@ from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.backends import tiled as tiled_attention
 from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.parallel.layout import deterministic_kernels
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
@@ -23,17 +24,17 @@ CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 def flash_attn(monkeypatch):
     """A stand-in with flash-attn's interface: (B, S, H, D), or packed (tokens, H, D) with cumulative lengths."""
 
-    def dense(q, k, v, causal):
-        assert causal and q.shape[-1] == v.shape[-1]
+    def dense(q, k, v, causal, deterministic):
+        assert causal and deterministic == torch.are_deterministic_algorithms_enabled() and q.shape[-1] == v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
-    def packed(q, k, v, q_ends, k_ends, q_longest, k_longest, causal):
+    def packed(q, k, v, q_ends, k_ends, q_longest, k_longest, causal, deterministic):
         for ends, longest in ((q_ends, q_longest), (k_ends, k_longest)):
             assert ends.dtype == torch.int32 and int(ends.diff().max()) == longest
         pieces = [
-            dense(q[None, a:b], *(x[None, c:d] for x in (k, v)), causal)
+            dense(q[None, a:b], *(x[None, c:d] for x in (k, v)), causal, deterministic)
             for (a, b), (c, d) in zip(*(ends.unfold(0, 2, 1).tolist() for ends in (q_ends, k_ends)), strict=True)
             if a < b
         ]
@@ -62,6 +63,14 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
         loss = sum(x.square().sum() for x in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
+    tensors = [torch.randn(shape) for shape in [(21, 2, 6, 8)] + [(21, 2, 2, 8)] * 3]
+    packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
+    with deterministic_kernels(True):
+        attention(*tensors, False, packing, "flash_attn", True)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

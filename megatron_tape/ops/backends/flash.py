@@ -1,5 +1,6 @@
 """flash-attn, once for each value, as its kernels want a value as wide as the key."""
 
+import torch
 from torch import Tensor
 
 from megatron_tape.ops.inputs import AttentionInputs
@@ -12,9 +13,10 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q, k = x.rotated()
     S, B = q.shape[:2]
     q, k, *values = (y.transpose(0, 1) for y in (q, k, *x.values()))
+    settings = {"causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
     if x.packing is None:
-        return tuple(flash_attn_func(q, k, value, causal=True).transpose(0, 1) for value in values)
+        return tuple(flash_attn_func(q, k, value, **settings).transpose(0, 1) for value in values)
     lengths = x.packing.lengths(S)
     q, k = q.flatten(0, 1), k.flatten(0, 1)
-    averages = (flash_attn_varlen_func(q, k, value.flatten(0, 1), *lengths, causal=True) for value in values)
+    averages = (flash_attn_varlen_func(q, k, value.flatten(0, 1), *lengths, **settings) for value in values)
     return tuple(average.unflatten(0, (B, S)).transpose(0, 1) for average in averages)
