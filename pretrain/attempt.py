@@ -5,7 +5,8 @@
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
 `begin` refuses what cannot work, copies code and resolved configuration into RUN/jobs/ID (a requeued job goes on with
-that copy), takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop`, and why.
+that that copy), takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop`, and why, and
+which nodes to `exclude` from the next attempt.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_v
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.files import SUFFIX, atomic_directory, remove
 from megatron_tape.records import write_record
-from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, read_attempts
+from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 
 EXIT_TRY_AGAIN = 75
 """A file system that does not answer, where a configuration that cannot work ends with 2."""
@@ -155,13 +156,15 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
-    """Print the verdict over an attempt and its reason; what stops a run is followed by the traceback."""
+    """Print the verdict over an attempt, its reason and bad nodes; what stops a run is followed by the traceback."""
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
         run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
     )
     print(f"{verdict} {' '.join(reason.split())}")
+    if verdict == "again" and (bad := nodes_to_exclude(attempt)):
+        print(f"exclude {','.join(bad)}")
     if verdict == "stop" and attempt.detail:
         print(attempt.detail.rstrip(), file=sys.stderr)
 

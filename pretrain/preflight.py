@@ -2,8 +2,10 @@
 
     srun ... python -m pretrain.preflight --config X.yaml [--section.key value ...]
 
-Stops with the node's name and the reason when versions or code differ, a GPU is missing or too small, the data are not
-the same bytes everywhere, the checkpoint directory is not shared, writable and large enough, or a rank does not answer.
+Ends with the node's name and the reason when versions or code differ, a GPU is missing or too small, the data are not
+the same bytes everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or
+an all-reduce over all ranks fails. A mistake in the configuration is recorded as such, and stops the job; anything else
+may pass, and is recorded with the nodes that the job had better be started without.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -23,15 +26,23 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError
 from megatron_tape.run import nodes
-from megatron_tape.run.attempts import REFUSED, Attempt
+from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED
 from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20
 
 
-class Refused(Exception):
-    """The job must not start; the message says which node, and why."""
+class Unready(Exception):
+    """These nodes cannot train together now; the message says which, and why."""
+
+    def __init__(self, message: str, bad_nodes: Iterable[str] = ()):
+        super().__init__(message)
+        self.bad_nodes = list(bad_nodes)
+
+
+class Verdict(Exception):
+    """What rank 0 found on all nodes, and has recorded."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nodes", default="", help="names of the job's nodes, in order, separated by commas")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
     parser.add_argument(
-        "--timeout", type=float, default=45, help="seconds that a rank may take to answer (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=300,
+        help="seconds that a rank may take to answer once rank 0 has imported torch, and again for the all-reduce "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--no-memory-check", action="store_true", help="start although the estimate says that the GPUs are too small"
@@ -63,23 +78,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         validate(config, size)
         _check(config, options, rank, size, attempt)
+    except Verdict as verdict:
+        if rank == 0:
+            print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
+        return 1
     except Exception as error:
-        foreseen = isinstance(error, (Refused, ConfigError))
-        message = f"preflight: {error if foreseen else f'{_here()}: {type(error).__name__}: {error}'}"
-        if rank == 0 or not isinstance(error, Verdict):
-            _record(attempt, rank, message)
-            print(f"error: {message}", file=sys.stderr, flush=True)
+        foreseen = isinstance(error, (Unready, ConfigError))
+        message = str(error) if foreseen else f"{_here()}: {type(error).__name__}: {error}"
+        bad_nodes = error.bad_nodes if isinstance(error, Unready) else []
+        _record(attempt, rank, REFUSED if isinstance(error, ConfigError) else UNREADY, message, bad_nodes)
+        print(f"error: preflight: {message}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-class Verdict(Refused):
-    """What rank 0 found, and tells."""
-
-
-def _record(attempt: Attempt | None, rank: int, message: str) -> None:
+def _record(attempt: Attempt | None, rank: int, outcome: str, message: str, bad_nodes: Iterable[str]) -> None:
     if attempt is not None:
-        attempt.record_end(rank, REFUSED, message)
+        attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
 
 
 def _interrupted(attempt: Attempt | None, number: int) -> None:
@@ -95,13 +110,12 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     import torch
     from torch.distributed import TCPStore
 
-    timeout = timedelta(seconds=options.timeout)
+    imported, timeout = time.monotonic(), timedelta(seconds=options.timeout)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     try:
         store = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ConnectionError) as error:
-        told = str(error).splitlines()[0]
-        raise Refused(f"{_here()}: rank 0 at {address}:{port} does not answer ({told})") from None
+        raise Unready(f"{_here()}: rank 0 at {address}:{port} does not answer ({_first_line(error)})") from None
     home = None if attempt is None else attempt.home
     token = secrets.token_hex(8)
     if rank == 0:
@@ -109,40 +123,41 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
             (home / "preflight").write_text(token, encoding="utf-8")
         store.set("ready", "yes")
     store.wait(["ready"])
-    facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch)}
+    facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         facts |= nodes.node_facts(config, home)
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
-        problems = _problems(store, config, options, size, home, token, started)
+        problems = _problems(store, config, options, size, home, token, imported)
+        verdict = "; ".join(problem.sentence for problem in problems)
         if problems:
             # Before the others learn of it and end, upon which srun ends this rank.
-            _record(attempt, rank, f"preflight: {'; '.join(problems)}")
-        store.set("problems", json.dumps(problems))
+            outcome = REFUSED if any(problem.mistake for problem in problems) else UNREADY
+            _record(attempt, rank, outcome, verdict, [node for problem in problems for node in problem.nodes])
+        store.set("verdict", verdict)
     try:
-        store.wait(["problems"], 2 * timeout)
+        store.wait(["verdict"], 2 * timeout)
     except RuntimeError:
-        raise Refused(f"{_here()}: rank 0 reached no verdict") from None
-    problems = json.loads(store.get("problems"))
-    store.set(f"told/{rank}", "yes")
-    if problems:
+        raise Unready(f"{_here()}: rank 0 reached no verdict") from None
+    verdict = store.get("verdict").decode()
+    store.set(f"heard/{rank}", "yes")
+    if verdict:
         if rank == 0:
             # The store ends with this rank: let the others learn why.
             with contextlib.suppress(RuntimeError):
-                store.wait([f"told/{other}" for other in range(size)], timedelta(seconds=5))
-        raise Verdict("; ".join(problems))
+                store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
+        raise Verdict(verdict)
     _describe(config, facts, size, say)
     if size > 1:
-        _measure(torch, store, rank, size, say)
+        _measure(torch, store, rank, size, options, say)
     say(f"preflight: passed in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _problems(store, config, options, size, home, token, started) -> list[str]:
-    """Gather every rank's facts and compare them, on rank 0."""
-    names = [name for name in options.nodes.split(",") if name]
+def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
+    """Gather every rank's facts and compare them, on rank 0, which had `imported` torch at that time."""
     gathered: list[dict[str, Any] | None] = []
     for rank in range(size):
-        left = max(0.1, options.timeout - (time.monotonic() - started))
+        left = max(0.1, options.timeout - (time.monotonic() - imported))
         try:
             store.wait([f"facts/{rank}"], timedelta(seconds=left))
             gathered.append(json.loads(store.get(f"facts/{rank}")))
@@ -150,9 +165,13 @@ def _problems(store, config, options, size, home, token, started) -> list[str]:
             gathered.append(None)
     silent = [rank for rank, facts in enumerate(gathered) if facts is None]
     if silent:
+        places = {rank: _nodes_of([rank], options, size) for rank in silent}
         return [
-            f"rank {rank}{f' on {names[rank * len(names) // size]}' if names else ''} did not answer within "
-            f"{options.timeout:g} s"
+            nodes.Problem(
+                f"rank {rank}{''.join(f' on {node}' for node in places[rank])} did not answer within "
+                f"{options.timeout:g} s",
+                tuple(places[rank]),
+            )
             for rank in silent
         ]
     by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
@@ -163,6 +182,10 @@ def _problems(store, config, options, size, home, token, started) -> list[str]:
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
     if options.gpus:
+        if not any(facts["cuda"] for facts in gathered):
+            build = f"torch {nodes.versions()['torch']} is built without CUDA"
+            sentence = f"{build}, and the job has GPUs; install requirements-gpu.txt"
+            problems.append(nodes.Problem(sentence, mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
         problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed.peak)
         for warning in nodes.gpu_warnings(gpus, needed.peak):
@@ -182,6 +205,16 @@ def _describe(config: RunConfig, facts: dict[str, Any], size: int, say) -> None:
     )
 
 
+def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[str]:
+    """Return the names of the nodes that ranks run on, as far as `--nodes` gives them."""
+    names = [name for name in options.nodes.split(",") if name]
+    return list(dict.fromkeys(names[rank * len(names) // size] for rank in ranks)) if names else []
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _here() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
@@ -195,7 +228,7 @@ def _gpu(torch) -> dict[str, Any] | None:
     return {"name": torch.cuda.get_device_name(index), "free": free, "total": total}
 
 
-def _measure(torch, store, rank: int, size: int, say) -> None:
+def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, say) -> None:
     """Print the bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes over its time."""
     import torch.distributed as dist
 
@@ -203,10 +236,11 @@ def _measure(torch, store, rank: int, size: int, say) -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device, megabytes = ("cuda", 256) if on_gpu else ("cpu", 16)
+    store.set(f"joining/{rank}", "yes")
     try:
-        backend = "nccl" if on_gpu else "gloo"
-        store = dist.PrefixStore("preflight", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout)
+        group_store = dist.PrefixStore("preflight", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
         numbers, seconds = torch.empty(megabytes * MIB // 4, device=device), []
         for _ in range(4):  # the first is a warm-up
             numbers.fill_(1)
@@ -219,9 +253,16 @@ def _measure(torch, store, rank: int, size: int, say) -> None:
         sums_right = bool((numbers == size).all())
         dist.destroy_process_group()
     except RuntimeError as error:
-        raise Refused(f"{_here()}: the all-reduce over all ranks failed: {str(error).splitlines()[0]}") from None
+        absent = []
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+            absent = [other for other in range(size) if not store.check([f"joining/{other}"])]
+        bad_nodes = _nodes_of(absent, options, size)
+        where = f" without {', '.join(bad_nodes)}" if bad_nodes else ""
+        raise Unready(
+            f"{_here()}: the all-reduce over all ranks failed{where}: {_first_line(error)}", bad_nodes
+        ) from None
     if not sums_right:
-        raise Refused(f"{_here()}: the all-reduce over all ranks gave wrong sums")
+        raise Unready(f"{_here()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
     say(f"preflight: all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s", flush=True)
 

@@ -180,14 +180,14 @@ job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 
 
 # conclude: end the job, or requeue it, as the run's records say.
 conclude() {
-  local told verdict reason
-  patiently told run_module pretrain.attempt decide --run "$RUN_DIRECTORY" --checkpoints "$CHECKPOINT_DIRECTORY" \
+  local answer verdict reason
+  patiently answer run_module pretrain.attempt decide --run "$RUN_DIRECTORY" --checkpoints "$CHECKPOINT_DIRECTORY" \
     --attempt "$ATTEMPT"
-  read -r verdict reason <<<"$told"
+  read -r verdict reason <<<"$answer"
   say "attempt $ATTEMPT: $reason"
   case $verdict in
     done) exit 0 ;;
-    again) requeue ;;
+    again) requeue "$(sed -n 's/^exclude //p' <<<"$answer")" ;;
     stop)
       echo "error: $reason" >&2
       exit 1
@@ -196,18 +196,44 @@ conclude() {
   esac
 }
 
-# requeue: have Slurm start this job again; it ends this script, too. Without an answer from Slurm it asks for a while.
+# nodes_to_avoid NODES: print what the job's ExcNodeList has to be for a next start without NODES (a,b) as well; nothing
+# where too few others with the same CPUs, features and GPUs would be left, as the job would then wait for ever.
+nodes_to_avoid() {
+  local bad=$1 before
+  # A list of nodes or a reservation, given at submission, leaves no choice.
+  [ -z "$(job_field Reservation)" ] && [ "$(job_field ReqNodeList)" = "(null)" ] || return 0
+  before=$(job_field ExcNodeList)
+  [ "$before" = "(null)" ] || bad=$before,$bad
+  sinfo --noheader --Node --partition="$(job_field Partition)" --format='%N %t %c|%f|%G' | sort -u |
+    awk -v list="$bad" -v hosts="$(scontrol show hostnames "$bad" | paste -sd' ')" -v needed="$SLURM_JOB_NUM_NODES" '
+      BEGIN { split(hosts, names, " "); for (i in names) avoided[names[i]] = 1 }
+      $1 in avoided { kinds[$3] = 1; next }
+      $2 ~ /^(idle|alloc|mix|comp)[~#%]?$/ { spare[$3]++ }
+      END { for (kind in kinds) left += spare[kind]; if (left >= needed) print list }'
+}
+
+# requeue [BAD_NODES]: have Slurm start this job again, without BAD_NODES if there are enough others; it ends this
+# script, too. Without an answer from Slurm it asks for a while.
 requeue() {
-  local tries
+  local tries avoid=
+  if [ -n "${1:-}" ]; then
+    avoid=$(nodes_to_avoid "$1")
+    [ -n "$avoid" ] || say "too few other nodes are like $1 to do without: the next start may be there again"
+  fi
   if [ "$(job_field Requeue)" = 0 ]; then
     fail "the job was submitted with --no-requeue; submit the same command to continue"
   fi
   for tries in $(seq 60); do
     case $(job_field JobState)/$(job_field Restarts) in
       RUNNING/"${SLURM_RESTART_COUNT:-0}")
-        say "requeueing"
-        trap 'exit 1' TERM
+        say "requeueing${avoid:+ without $avoid}"
+        # Slurm ends this script, and what it runs, as soon as it has requeued the job, and excludes nodes only then.
+        if [ -n "$avoid" ]; then trap '' TERM; else trap 'exit 1' TERM; fi
         if scontrol requeue "$SLURM_JOB_ID"; then
+          if [ -n "$avoid" ]; then
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" || say "warning: Slurm does not exclude $avoid"
+            exit 1
+          fi
           sleep 300 & # Slurm kills this script
           wait $!
           exit 1

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -33,6 +34,8 @@ RECORDS = 32
 STOP_BYTES = 1000
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
+UNREADY = "unready"
+"""Nodes that could not train together, for a reason that may not last; REFUSED is what another start would repeat."""
 
 
 class Facts(TypedDict, total=False):
@@ -46,14 +49,18 @@ class Facts(TypedDict, total=False):
     log: str
 
 
-class End(TypedDict):
-    """How a rank ended: `rank-RRRRR.json`."""
-
+class _End(TypedDict):
     rank: int
-    outcome: Literal["finished", "interrupted", "refused", "failed", "hung", "stale"]
+    outcome: Literal["finished", "interrupted", "refused", "unready", "failed", "hung", "stale"]
     message: str
     detail: str
     time: float
+
+
+class End(_End, total=False):
+    """How a rank ended, and which nodes are to blame for it: `rank-RRRRR.json`."""
+
+    bad_nodes: list[str]
 
 
 class Verdict(TypedDict):
@@ -148,15 +155,17 @@ class Attempt:
         """Record that the attempt is alive, and where it stands."""
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
-    def record_end(self, rank: int, outcome: str, message: str, detail: str = "") -> None:
-        """Record how `rank` ended; `detail` is a traceback.
+    def record_end(
+        self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
+    ) -> None:
+        """Record how `rank` ended; `detail` is a traceback, and `bad_nodes` are better left out of the next attempt.
 
         A rank's first record stays. Beside rank 0's at most RECORDS are written.
         """
         path = self.directory / f"rank-{rank:05d}.json"
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
             end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
-            write_record(path, end)
+            write_record(path, end | {"bad_nodes": list(bad_nodes)})
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,7 @@ class AttemptRecord:
     message: str = ""
     detail: str = ""
     rank: int | None = None
+    bad_nodes: tuple[str, ...] = ()
     stop_reason: str | None = None
     verdict: Verdict | None = None
     heartbeat: Heartbeat | dict = field(default_factory=dict)
@@ -242,12 +252,19 @@ def last_error(attempt: AttemptRecord) -> str:
         return f"a rank was killed or its node was lost, and left no error; rank {attempt.rank} lost its connection"
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, and left no error"
-    return f"rank {attempt.rank}: {attempt.message}"
+    return attempt.message if attempt.outcome == UNREADY else f"rank {attempt.rank}: {attempt.message}"
+
+
+def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
+    """Return the nodes without which the next attempt should go; none where all of several are to blame."""
+    nodes = attempt.facts.get("nodes", [])
+    bad = [node for node in nodes if node in attempt.bad_nodes]
+    return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
 
 
 def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
-    order = {FINISHED: 0, REFUSED: 1, HUNG: 2, FAILED: 2, STALE: 3, INTERRUPTED: 4}
+    order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
     # The cause comes first; what fails on other ranks a moment later is its consequence.
     ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
     first = ends[0] if ends else {}
@@ -258,6 +275,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         message=first.get("message", ""),
         detail=first.get("detail", ""),
         rank=first.get("rank"),
+        bad_nodes=tuple(first.get("bad_nodes", ())),
         stop_reason=_stop_reason(directory),
         verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
         heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ PACKAGES = ("torch", "megatron-core", "deepspeed")
 WHOLE_BYTES = 16 << 20
 BLOCKS, BLOCK_BYTES = 64, 64 << 10
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a job must not start, in a sentence.
+
+    A `mistake` is one of the configuration or the installation, which another start would only repeat. Otherwise it may
+    pass, or be that of `nodes`.
+    """
+
+    sentence: str
+    nodes: tuple[str, ...] = ()
+    mistake: bool = False
 
 
 def versions() -> dict[str, str]:
@@ -89,8 +103,8 @@ def _directory_facts(home: Path) -> dict[str, Any]:
     return facts
 
 
-def differences(nodes: dict[str, dict[str, Any]]) -> list[str]:
-    """Say, a sentence each, which node differs from the most in versions, code or data; `nodes` are facts by name."""
+def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
+    """Say, a problem each, which node differs from the most in versions, code or data; `nodes` are facts by name."""
     found = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
@@ -98,55 +112,66 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[str]:
             usual = Counter(values.values()).most_common(1)[0][0]
             unreadable = [node for node, value in values.items() if value.startswith("not readable")]
             if kind == "data" and unreadable:
-                found.append(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}")
+                found.append(Problem(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}", tuple(unreadable)))
                 continue
             odd = [node for node, value in values.items() if value != usual]
             if odd:
                 same = next(node for node, value in values.items() if value == usual)
                 fix = "copy the same files there" if kind == "data" else "install the same there"
-                found.append(f"{', '.join(odd)}: {key} is {values[odd[0]]}, but {usual} on {same}; {fix}")
+                sentence = f"{', '.join(odd)}: {key} is {values[odd[0]]}, but {usual} on {same}; {fix}"
+                found.append(Problem(sentence, tuple(odd)))
     return found
 
 
 def directory_problems(
     nodes: dict[str, dict[str, Any]], home: Path, token: str, checkpoint_bytes: int, keep: int
-) -> list[str]:
+) -> list[Problem]:
     """Say on which node the checkpoint directory is not shared or not writable, or that it lacks space.
 
-    Two checkpoints must fit, one where `keep` are there already, since the oldest of them makes room.
+    Where none of several other nodes sees rank 0's directory, it was never shared: that is a mistake. Two checkpoints
+    must fit, one where `keep` are there already, since the oldest of them makes room.
     """
     root, found = home.parent, []
+    blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
+    local = len(blind) > 1 and len(blind) == len(nodes) - 1
     for node, facts in nodes.items():
         directory = facts["directory"]
         if directory["error"] is not None:
-            found.append(f"{node}: checkpoint.directory {root} cannot be read and written ({directory['error']})")
+            sentence = f"{node}: checkpoint.directory {root} cannot be read and written ({directory['error']})"
+            found.append(Problem(sentence, (node,), local))
         elif directory["token"] != token or not (home / directory["wrote"]).is_file():
-            found.append(f"{node}: checkpoint.directory {root} is another directory there; choose a shared one")
+            sentence = f"{node}: checkpoint.directory {root} is another directory there; choose a shared one"
+            found.append(Problem(sentence, (node,), local))
     needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
     free = shutil.disk_usage(root).free
     if free < needed:
         found.append(
-            f"checkpoint.directory {root} has {free / GIB:.2f} GiB free, and two checkpoints need "
-            f"{2 * checkpoint_bytes / GIB:.2f} GiB; make room or choose another"
+            Problem(
+                f"checkpoint.directory {root} has {free / GIB:.2f} GiB free, and two checkpoints need "
+                f"{2 * checkpoint_bytes / GIB:.2f} GiB; make room or choose another"
+            )
         )
     return found
 
 
-def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[str]:
-    """Say which node lacks GPUs, or has one with too little memory for `needed` bytes.
+def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[Problem]:
+    """Say which node lacks GPUs, or has one with too little memory for `needed` bytes, which is a mistake if all have.
 
     `gpus` lists, by node, `name`, `free` and `total` bytes of the device of each of its ranks that has one.
     """
     found = []
+    too_small = all(device["total"] < needed for devices in gpus.values() for device in devices)
     for node, devices in gpus.items():
         if len(devices) < expected:
-            found.append(f"{node}: torch sees {len(devices)} of the {expected} GPUs that the job was given there")
+            sentence = f"{node}: torch sees {len(devices)} of the {expected} GPUs that the job was given there"
+            found.append(Problem(sentence, (node,)))
         for index, device in enumerate(devices):
             if device["total"] < needed:
-                found.append(
+                sentence = (
                     f"{node}: GPU {index} ({device['name']}) has {device['total'] / GIB:.1f} GiB, and the run needs "
                     f"about {needed / GIB:.1f}; `python -m pretrain.estimate` says what for"
                 )
+                found.append(Problem(sentence, (node,), too_small))
     return found
 
 

@@ -137,6 +137,14 @@ def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
     assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
 
 
+def test_bad_nodes_are_printed_for_the_batch_script(job, capfd):
+    job()
+    Attempt.open("run", "run/checkpoints", 1).record_end(0, "unready", "b: no GPU", bad_nodes=["b"])
+    assert attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]) == 0
+    verdict, exclude = capfd.readouterr().out.splitlines()
+    assert verdict.startswith("again b: no GPU") and exclude == "exclude b"
+
+
 def test_a_verdict_is_printed_and_kept(job, capfd):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(1, "refused", "bad\nsteps", "Traceback x")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from datasets_for_tests import write_all
 from launch import environment, free_port
 from training_cases import RECIPE
@@ -18,11 +19,11 @@ def preflight(tmp_path):
     write_all(tmp_path)
     attempt = Attempt.claim(tmp_path / "run", tmp_path / "run" / "checkpoints", {"job": "7"})
 
-    def run(*options):
+    def run(*options, size=1):
         command = [sys.executable, "-m", "pretrain.preflight", "--config", RECIPE, "--data.prefix=a"]
         return subprocess.run(
             [*command, "--logging.directory=run", *options],
-            env=environment(0, 1, free_port()) | {"TAPE_ATTEMPT": "1"},
+            env=environment(0, size, free_port()) | {"TAPE_ATTEMPT": "1"},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -43,16 +44,31 @@ def test_a_node_in_order_passes_and_is_described(preflight):
     assert read_attempts(preflight.folder / "run")[0].outcome is None
 
 
-def test_errors_that_nobody_foresaw_are_recorded_with_the_node(preflight):
+def test_errors_that_nobody_foresaw_are_recorded_with_the_node_and_the_job_goes_on(preflight):
     shutil.rmtree(preflight.attempt.home)
     done = preflight()
     assert done.returncode == 1 and "FileNotFoundError" in done.stderr
     (record,) = read_attempts(preflight.folder / "run")
-    assert record.outcome == "refused" and "FileNotFoundError" in record.message
+    assert record.outcome == "unready" and "FileNotFoundError" in record.message and record.bad_nodes == ()
 
 
-def test_gpus_that_are_missing_are_recorded_before_anybody_ends(preflight):
+def test_a_torch_without_cuda_for_a_job_with_gpus_is_a_mistake_recorded_before_anybody_ends(preflight):
     done = preflight("--gpus", "1", "--nodes", "alpha")
     assert done.returncode == 1 and "torch sees 0 of the 1 GPUs" in done.stderr
     (record,) = read_attempts(preflight.folder / "run")
-    assert record.outcome == "refused" and record.message in done.stderr
+    assert record.outcome == ("unready" if torch.backends.cuda.is_built() else "refused")
+    assert record.message in done.stderr and len(record.bad_nodes) == 1
+
+
+def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_goes_on(preflight):
+    done = preflight("--nodes", "alpha,beta", "--timeout", "1", size=2)
+    assert done.returncode == 1 and done.stderr.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
+    (record,) = read_attempts(preflight.folder / "run")
+    assert record.outcome == "unready" and record.bad_nodes == ("beta",)
+
+
+def test_a_mistake_in_the_configuration_stops_the_job(preflight):
+    done = preflight("--train.global_batch_size=3", size=2)
+    assert done.returncode == 1
+    (record,) = read_attempts(preflight.folder / "run")
+    assert record.outcome == "refused" and "train.global_batch_size 3" in record.message

@@ -36,6 +36,8 @@ def record(**known):
         (record(outcome="interrupted", message="USR1"), None, "interrupted", True),
         (record(outcome="failed", message="x"), "", "failed", False),
         (record(outcome="failed", message="x"), "PENDING", "waiting", True),
+        (record(outcome="unready", message="x"), "PENDING", "waiting", True),
+        (record(outcome="unready", message="x"), "", "failed", False),
         (record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}), "RUNNING", "failed", False),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
-from megatron_tape.run.attempts import Attempt, crash_loop, decide, read_attempts
+from megatron_tape.run.attempts import Attempt, crash_loop, decide, nodes_to_exclude, read_attempts
 
 
 @pytest.fixture
@@ -109,7 +109,8 @@ def test_two_runs_in_one_checkpoint_directory_shut_each_other_out(tmp_path):
 
 
 def test_verdicts_follow_what_the_ranks_recorded(run):
-    for outcome, expected in (("finished", "done"), ("interrupted", "again"), ("refused", "stop"), ("failed", "again")):
+    expected_verdicts = {"finished": "done", "interrupted": "again", "refused": "stop", "failed": "again"}
+    for outcome, expected in (expected_verdicts | {"unready": "again"}).items():
         claim(run, job=outcome).record_end(0, outcome, "why")
         assert verdict(run)[0] == expected
         assert "why" in verdict(run)[1]
@@ -241,6 +242,22 @@ def test_of_many_ranks_that_fail_only_some_are_recorded_and_rank_0_always(run):
         attempt.record_end(rank, "failed", "x")
     assert len(list(attempt.directory.glob("rank-*.json"))) == 33
     assert (attempt.directory / "rank-00000.json").exists()
+
+
+def test_bad_nodes_are_left_out_unless_none_would_remain_and_bad_nodes_for_ever_are_a_crash_loop(run):
+    for bad, excluded in ((["b"], ["b"]), (["x", "c"], ["c"]), (["a", "b", "c"], []), ([], [])):
+        attempt = Attempt.claim(run, run / "checkpoints", {"job": str(bad), "nodes": ["a", "b", "c"]})
+        attempt.record_end(0, "unready", "preflight: b: no answer", bad_nodes=bad)
+        attempt.record_end(1, "failed", "connection closed by peer")
+        record = read_attempts(run)[-1]
+        assert record.outcome == "unready" and nodes_to_exclude(record) == excluded
+        assert verdict(run)[1].startswith("preflight: b: no answer; continuing")
+    alone = Attempt.claim(run, run / "checkpoints", {"job": "8", "nodes": ["a"]})
+    alone.record_end(0, "unready", "a: no GPU", bad_nodes=["a"])
+    assert nodes_to_exclude(read_attempts(run)[-1]) == ["a"]
+    for count in range(3):
+        claim(run, job="9").record_end(0, "unready", "no answer")
+        assert verdict(run)[0] == ("again" if count < 2 else "stop")
 
 
 DEEP = "[" * 100_000

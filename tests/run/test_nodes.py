@@ -20,20 +20,21 @@ def test_equal_nodes_have_no_differences():
 
 
 def test_the_odd_node_is_named_with_both_versions():
-    (told,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
-    assert told.startswith("b: torch is 2.12.0, but 2.13.0 on a")
+    (problem,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
+    assert problem.sentence.startswith("b: torch is 2.12.0, but 2.13.0 on a")
+    assert problem.nodes == ("b",) and not problem.mistake
 
 
 def test_other_code_other_data_and_unreadable_data_are_named():
     other, blind = node(code="xyz"), node()
     other["data"] = {"a.bin": "10 bytes, sha256 2"}
     blind["data"] = {"a.bin": "not readable (No such file or directory)"}
-    assert [told[:12] for told in nodes.differences({"a": node(), "b": other, "c": node()})] == [
+    assert [problem.sentence[:12] for problem in nodes.differences({"a": node(), "b": other, "c": node()})] == [
         "b: code is x",
         "b: a.bin is ",
     ]
-    (told,) = nodes.differences({"a": node(), "b": blind})
-    assert told == "b: a.bin is not readable (No such file or directory)"
+    (problem,) = nodes.differences({"a": node(), "b": blind})
+    assert problem == nodes.Problem("b: a.bin is not readable (No such file or directory)", ("b",))
 
 
 @pytest.fixture
@@ -53,14 +54,28 @@ def test_a_directory_that_is_another_one_there_or_cannot_be_written_is_named(hom
     elsewhere["directory"]["token"] = "another"
     unseen["directory"]["wrote"] = "not-seen-here"
     failing["directory"] = {"token": None, "error": "Permission denied: x", "wrote": None}
-    told = nodes.directory_problems({"a": elsewhere, "b": unseen, "c": failing}, home, "t", 1000, 2)
-    assert [sentence[:3] for sentence in told] == ["a: ", "b: ", "c: "]
-    assert "shared" in told[0] and "shared" in told[1] and "Permission denied" in told[2]
+    problems = nodes.directory_problems({"a": elsewhere, "b": unseen, "c": failing}, home, "t", 1000, 2)
+    sentences = [problem.sentence for problem in problems]
+    assert [sentence[:3] for sentence in sentences] == ["a: ", "b: ", "c: "]
+    assert "shared" in sentences[0] and "shared" in sentences[1] and "Permission denied" in sentences[2]
+
+
+def test_a_directory_that_no_other_node_sees_is_a_mistake_and_one_that_some_do_not_see_is_theirs(home):
+    def problems(*tokens):
+        facts = {name: node() for name, _ in zip("abcd", tokens)}
+        for name, token in zip("abcd", tokens):
+            facts[name]["directory"]["token"] = token
+        return [(problem.nodes, problem.mistake) for problem in nodes.directory_problems(facts, home, "t", 1000, 2)]
+
+    assert problems("t", "other", "other") == [(("b",), True), (("c",), True)]
+    assert problems("t", "t", "other") == [(("c",), False)]
+    assert problems("t", "other") == [(("b",), False)]
 
 
 def test_two_checkpoints_must_fit_and_one_where_the_others_are_there_already(home, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
-    assert "two checkpoints need" in nodes.directory_problems({"a": node()}, home, "t", 1000, 1)[0]
+    (problem,) = nodes.directory_problems({"a": node()}, home, "t", 1000, 1)
+    assert "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
     assert nodes.directory_problems({"a": node()}, home, "t", 700, 1) == []
     (home.parent / "step-00000010").mkdir()
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1) == []
@@ -71,9 +86,11 @@ def test_missing_and_small_gpus_are_named():
     large = {"name": "H100", "free": 79 * gib, "total": 80 * gib}
     small = {"name": "T4", "free": 14 * gib, "total": 15 * gib}
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
-    told = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
-    assert told[0] == "a: torch sees 1 of the 2 GPUs that the job was given there"
-    assert told[1].startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0")
+    missing, weak = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
+    assert missing == nodes.Problem("a: torch sees 1 of the 2 GPUs that the job was given there", ("a",))
+    assert weak.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0")
+    assert weak.nodes == ("b",) and not weak.mistake
+    assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))
     assert nodes.gpu_warnings({"b": [large, small]}, 20 * gib) == []
     (told,) = nodes.gpu_warnings({"b": [large, small]}, 15 * gib)
     assert told.startswith("b: GPU 1 has 14.0 of 15.0 GiB free")
