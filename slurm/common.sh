@@ -124,8 +124,8 @@ patiently() {
 
 # step MODULE ARGS...: run it on every rank, and wait for its end whatever signals come; sets STEP_STATUS.
 # What a run recorded decides, not this status: after signals srun's is unreliable.
-# --overlap: where Slurm has not yet missed the step before, srun would wait to be told of its end, and if it is not told,
-# look again after SlurmctldTimeout only, two minutes. (Slurm knows --overlap since 20.11.)
+# --overlap: where Slurm has not yet noticed that the step before has ended, srun would wait for word of it and, if none
+# comes, look again only after SlurmctldTimeout, two minutes. (Slurm has --overlap since 20.11.)
 step() {
   local module=$1
   shift

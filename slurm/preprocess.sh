@@ -44,7 +44,7 @@ source "$root/slurm/common.sh"
 load_site "$root"
 
 [ -n "${SLURM_JOB_ID:-}" ] || exec sbatch "$0" "$@"
-[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || fail "this job is no array; submit with sbatch --array=0-7"
+[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || fail "this job is not an array; submit with sbatch --array=0-7"
 
 task=$SLURM_ARRAY_TASK_ID
 count=$SLURM_ARRAY_TASK_COUNT
@@ -70,13 +70,13 @@ run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$S
 # Every task looks only after its own part is there, so that the last one sees all.
 shopt -s nullglob
 of=of-$(printf %05d "$count")
-mine=$prefix.shard-$(printf %05d "$shard")-$of
+part=$prefix.shard-$(printf %05d "$shard")-$of
 indices=("$prefix".shard-*-"$of".idx)
 complete=${#indices[@]}
 if [ "$complete" -ge "$count" ]; then
   # With --overwrite some may be old and made of something else. A part's index appears last and goes first.
   for index in "${indices[@]}"; do
-    if ! cmp -s -- "$mine.origin" "${index%.idx}.origin" || [ ! -e "$index" ]; then complete=$((complete - 1)); fi
+    if ! cmp -s -- "$part.origin" "${index%.idx}.origin" || [ ! -e "$index" ]; then complete=$((complete - 1)); fi
   done
 fi
 lock=$prefix.merge-$SLURM_ARRAY_JOB_ID
@@ -88,7 +88,7 @@ take_lock() {
 
 owner=$(readlink -- "$lock" || true)
 if [ -z "$owner" ]; then
-  [ -e "$mine.idx" ] || exit 0 # the dataset is complete
+  [ -e "$part.idx" ] || exit 0 # the dataset is complete
   if [ "$complete" -lt "$count" ]; then
     echo "task $task: $complete of $count parts are complete; the last task joins them"
     exit 0

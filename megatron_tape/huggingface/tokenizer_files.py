@@ -10,8 +10,10 @@ import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.records import read_record
 
 _BESIDE = (
     "tokenizer_config.json",
@@ -83,7 +85,7 @@ def _copy_hugging_face(source: Path, ours: Tokenizer, output: Path, context: int
     library = tokenizers.Tokenizer.from_file(str(source))
     special = {"bos": ours.bos, "eos": ours.eod}
     if (output / "tokenizer_config.json").is_file():
-        settings = json.loads((output / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = read_record(output / "tokenizer_config.json", dict[str, Any])
         pad = settings.get("pad_token")
         pad = pad.get("content") if isinstance(pad, dict) else pad
         special["pad"] = library.token_to_id(pad) if isinstance(pad, str) else None

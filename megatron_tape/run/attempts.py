@@ -130,7 +130,7 @@ class Attempt:
 
     @classmethod
     def open(cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> "Attempt":
-        """Name an attempt that was claimed before."""
+        """Return an attempt that was claimed before."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 

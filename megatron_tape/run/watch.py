@@ -66,7 +66,7 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Tell that something got done and what comes next: a stage of the start-up, or of a step."""
+        """Note that something got done, and what comes next: a stage of the start-up, or of a step."""
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = time.monotonic()
         if self._attempt is not None and self._hang_timeout is not None:

@@ -3,24 +3,23 @@
 Each is a mapping from names to tensors that reads a tensor when it is asked for.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.records import read_record
 
 PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_LARGEST_JSON = 64 << 20  # bytes; the index of a model with a hundred thousand tensors is smaller
 SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -30,6 +29,10 @@ SIZES = (
     "vocab_size",
 )
 """What every `config.json` has to give."""
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 class _Safetensors(Mapping):
@@ -86,13 +89,10 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         raise FileNotFoundError(f"{directory} holds none of {', '.join(names)}; give a directory with a whole model")
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
-    try:
-        places = _read_json(first)["weight_map"]
-        files = sorted(set(places.values()))
-        if any(Path(name).name != name for name in files):
-            raise ValueError("it names files in other directories")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{first} is not an index of weights: {error}") from None
+    places = read_record(first, _Index)["weight_map"]
+    files = sorted(set(places.values()))
+    if any(Path(name).name != name for name in files):
+        raise ValueError(f"{first} is not an index of weights: it names files in other directories")
     for name in files:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is not there")
@@ -140,25 +140,11 @@ def check_sizes(settings: dict, path: Path) -> None:
             raise ValueError(f"{key} is {settings.get(key)!r} in {path}, which has to be a whole number above 0")
 
 
-def _read_json(path: Path) -> Any:
-    with open(path, "rb") as file:
-        content = file.read(_LARGEST_JSON + 1)
-    if len(content) > _LARGEST_JSON:
-        raise ValueError(f"it is larger than {_LARGEST_JSON:,} bytes")
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def read_settings(path: Path) -> dict:
     """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed")
     try:
-        settings = _read_json(path)
-    except (FileNotFoundError, IsADirectoryError):
-        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed") from None
+        return read_record(path, dict[str, Any])
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a JSON object; give the model's config.json")
-    return settings
+        raise ValueError(f"{error}; give the model's config.json") from None
