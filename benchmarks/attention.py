@@ -1,12 +1,12 @@
-"""Attention with TAPE, in every way there is, beside RoPE with the fastest attention on this machine.
+"""Time every implementation of attention with TAPE, compared with RoPE's fastest attention on this machine.
 
     python -m benchmarks.attention [--shapes 12x64 32/8x128] [--lengths 1024 4096] [--only triton sdpa] [--record]
 
-A candidate that cannot run here is named with the reason, one that gives other numbers than float64 gets no figure.
-Repetitions alternate between the candidates and medians are reported. `layers` are whole attention layers, projections
-included; `layers with update` also rewrite the position state, where the candidate is TAPE's. Candidates named after a
-backend (`model.attention_backend`) are what a model runs; on a GPU the others get a rotation that torch.compile has
-fused. Needs torch alone; `flash_attn` and `triton` are candidates where they are there.
+If a candidate cannot run here, the reason is printed; if its results differ from float64, no time is reported for it.
+Repetitions alternate between the candidates, and medians are reported. `layers` are whole attention layers, including
+projections; `layers with update` also rewrite the position state if the candidate is TAPE's. Candidates named after a
+backend (`model.attention_backend`) are what a model runs; on a GPU the others use a rotation that torch.compile has
+fused. Only torch is required; `flash_attn` and `triton` are candidates if they are installed.
 """
 
 import argparse
@@ -34,11 +34,11 @@ Factory = Callable[[int], Candidate]
 """Makes a candidate for sequences of one length."""
 
 LONGEST_LAYER = 4096
-"""Tokens from which on projections hardly count, so that whole layers are not timed."""
+"""Whole layers are not timed for longer sequences, where projections hardly matter."""
 
 
 def sdpa(q: Tensor, k: Tensor, values: tuple[Tensor, ...], kernel: SDPBackend | None = None) -> list[Tensor]:
-    """Call torch's SDPA for each value, with its own choice of kernel or with this one."""
+    """Call torch's SDPA for each value, with the given kernel or with torch's own choice."""
     q, k = (x.permute(1, 2, 0, 3) for x in (q, k))
     grouped = q.shape[1] != k.shape[1]
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
@@ -64,13 +64,13 @@ def released(rotate: Callable) -> Candidate:
 
 
 def flex(rotate: Callable, device: torch.device, length: int) -> Candidate:
-    """Let torch's FlexAttention take a value twice as wide as the key."""
+    """Use torch's FlexAttention with a value that is twice as wide as the key."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal(batch, head, query, key):
         return query >= key
 
-    # Without _compile a long mask is built whole.
+    # Without _compile, the whole mask would be materialized.
     mask = create_block_mask(causal, None, None, length, length, device=device.type, _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
@@ -90,7 +90,7 @@ def with_backend(backend: str) -> Candidate:
 
 
 def with_phases(backend: str, phases: Tensor) -> Candidate:
-    """Return RoPE's attention, whose state is one for all sequences and heads, and has no gradient."""
+    """Return RoPE's attention, whose state has no gradient and is shared by all sequences and heads."""
     return lambda q, k, v, z: attention(q, k, v, phases.to(q.dtype), False, None, backend)
 
 
@@ -101,7 +101,7 @@ def rope(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Factory], dict[str, str]]:
-    """Return RoPE's and TAPE's candidates that can run, by name, and why others cannot."""
+    """Return the candidates of RoPE and TAPE that can run, by name, and the reasons why others cannot."""
     found: dict[str, Factory] = {}
     rejected: dict[str, str] = {}
 
@@ -121,7 +121,7 @@ def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict
         found[f"tape {backend}"] = lambda length, backend=backend: with_backend(backend)
     rotate = rotate_groups
     if device.type == "cuda":
-        # Beyond a number of compilations torch runs what is not compiled, without an error.
+        # Beyond this limit torch silently stops compiling and runs the plain function.
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 100
         rotate = torch.compile(rotate_groups, dynamic=False)
@@ -146,13 +146,13 @@ def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict
             found[f"tape {name} widened"] = partial(tape_sdpa_widened, kernel)
         found["tape flex"] = partial(flex, rotate, device)
     else:
-        rejected["flex"] = "is compiled for GPUs only here"
+        rejected["flex"] = "is only compiled for GPUs here"
     found["tape released"] = lambda length: released(rotate)
     return found, rejected
 
 
 def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: torch.dtype, device: torch.device):
-    """Draw q, k, v and z; z is a state of RoPE's phases that was rewritten a little."""
+    """Draw q, k, v and z; z is RoPE's phases with small changes."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(length, batch, n, dim) for n in (heads, groups, groups, groups)]
     q, k, v, z = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
@@ -161,9 +161,9 @@ def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: to
 
 
 def runner(candidate: Candidate, tensors: list[Tensor], backward: bool, ones: dict) -> Callable[[], None]:
-    """Return what runs `candidate` forward, and backward from gradients of ones.
+    """Return a function that runs `candidate` forward, and backward from gradients of ones.
 
-    Those are made in a first run, and kept in `ones` for all candidates.
+    The first run creates these gradients and keeps them in `ones` for all candidates.
     """
     wanted = [*tensors, *getattr(candidate, "weights", [])]
 
@@ -183,9 +183,9 @@ def runner(candidate: Candidate, tensors: list[Tensor], backward: bool, ones: di
 
 
 def check_parity(name: str, make: Factory, heads: int, groups: int, dim: int, dtype, device, length: int) -> str | None:
-    """Return how outputs or gradients differ from float64's, if they do by more than twice plain torch's rounding.
+    """Return how outputs or gradients differ from float64's, if the error is more than twice that of plain torch.
 
-    At an odd length, too: Triton compiles lengths that 16 divides, which are what is timed, apart.
+    An odd length is checked, too: Triton compiles separate kernels for multiples of 16, which are the lengths timed.
     """
     for checked in {min(length, 257), min(length, 1024)} if name != "tape flex" else {min(length, 1024)}:
         naive = with_backend("naive")
@@ -201,14 +201,14 @@ def check_parity(name: str, make: Factory, heads: int, groups: int, dim: int, dt
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the FLOP/s of one large matrix product."""
+    """Measure the FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
 
 
 def layer(name: str, candidate: Candidate, heads: int, groups: int, dim: int, dtype, device, update: bool) -> Candidate:
-    """Return a whole attention layer around `candidate`: projections from and to hidden states, and z's `update`."""
+    """Return an attention layer around `candidate` with its projections and, if `update`, the update of z."""
     width, inner = heads * dim, 4 * heads
 
     def matrix(*shape: int) -> Tensor:
@@ -265,7 +265,7 @@ def measure(
             rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
             baselines = [name for name in timings if name.startswith("rope")]
             if not baselines:
-                rejected[direction] = "RoPE itself gets no figure here, so there are no ratios"
+                rejected[direction] = "RoPE itself could not be timed, so there are no ratios"
                 continue
             fastest = min(baselines, key=lambda name: timings[name]["seconds"])
             for name, timing in timings.items():
@@ -284,7 +284,7 @@ def measure(
 
 
 def show(shape: str, result: dict) -> None:
-    """Print one combination's table, and what has no figure and why."""
+    """Print the table of one combination, and which candidates have no figures and why."""
     for what, measured in result.items():
         if not isinstance(measured, dict) or what == "rejected":
             continue
@@ -297,18 +297,18 @@ def show(shape: str, result: dict) -> None:
                 line += f", memory {timing['memory_ratio']:.2f}x"
             print(line)
     for name, why in result["rejected"].items():
-        print(f"  {name} gets no figure: {why}")
+        print(f"  {name} has no figure: {why}")
     sys.stdout.flush()
 
 
 def checked_shape(text: str) -> str:
-    """Check that it is like `12x64` or `32/8x128`: heads, groups if fewer, and head dimension."""
+    """Check a shape such as `12x64` or `32/8x128`: heads, groups if there are fewer, and head dimension."""
     try:
         heads, groups, dim = shape_of(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not like 12x64 or 32/8x128") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a shape such as 12x64 or 32/8x128") from None
     if min(heads, groups, dim) < 1 or heads % groups or dim % 2:
-        raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the dimension be even")
+        raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the dimension must be even")
     return text
 
 
@@ -327,24 +327,24 @@ def main() -> None:
     shapes, lengths = ["12x64", "16x64", "32x128", "32/8x128"], [1024, 4096, 16384, 65536]
     parser.add_argument(
         "--shapes", nargs="+", type=checked_shape, default=shapes if on_gpu else shapes[:1], metavar="H[/G]xD",
-        help="query heads, groups if fewer, and their dimension (here by default: %(default)s)",
+        help="query heads, groups if there are fewer, and head dimension (default here: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--lengths", nargs="+", type=positive, default=lengths if on_gpu else lengths[:1], metavar="N",
-        help="tokens of a sequence; longer ones than --tokens make a batch of one (here by default: %(default)s)",
+        help="tokens per sequence; if above --tokens, the batch is one sequence (default here: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="TAPE's candidates, such as triton (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="TAPE candidates, such as triton (default: all)")
     add_arguments(parser, on_gpu, repetitions=10)
     arguments = parser.parse_args()
     names = candidates(64, DTYPES[arguments.precision], device)[0]
     known = {name.removeprefix("tape ") for name in names if name.startswith("tape")}
     if unknown := set(arguments.only or ()) - known:
-        parser.error(f"--only {' '.join(sorted(unknown))}: here are {', '.join(sorted(known))}")
+        parser.error(f"--only {' '.join(sorted(unknown))}: not among the candidates here, {', '.join(sorted(known))}")
     peak = matmul_peak(DTYPES[arguments.precision], device)
     print(f"matmul: {peak / 1e12:.2f} TFLOP/s")
     record = recorder("attention", arguments)
     results: list[dict] = []
-    # The shortest sequences of every shape come first, should time run out.
+    # The shortest sequences come first, so that every shape has some results if time runs out.
     combinations = list(itertools.product(sorted(arguments.lengths), arguments.shapes))
     started = time.monotonic()
     for length, shape in combinations:

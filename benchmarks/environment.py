@@ -1,4 +1,4 @@
-"""The machine, the packages and the code that a measured number belongs to."""
+"""Describe the machine, the packages and the code with which a number was measured."""
 
 import importlib.metadata
 import json
@@ -39,7 +39,7 @@ def describe() -> dict:
 
 
 class Record:
-    """A file benchmarks/results/NAME-DATE.json, or one elsewhere, that may be written again as results come."""
+    """A file NAME-DATE.json in benchmarks/results/ or another directory, rewritten as further results come in."""
 
     def __init__(self, name: str, directory: Path = RESULTS, commit: str | None = None):
         self.origin = describe()
@@ -47,26 +47,26 @@ class Record:
             self.origin["commit"] = commit
         self.path = directory / f"{name}-{self.origin['date'].replace(':', '')[:17]}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.told = False
+        self.announced = False
 
     def write(self, result: dict) -> None:
-        """Write `result` with its origin, and say so the first time."""
+        """Write `result` with its origin; print the path the first time."""
         with atomic_output(self.path, "w", overwrite=True) as file:
             file.write(json.dumps({"environment": self.origin, **result}, indent=1) + "\n")
-        if not self.told:
+        if not self.announced:
             root = Path(__file__).resolve().parent.parent
             path = self.path.resolve()
             print(f"recorded in {path.relative_to(root) if path.is_relative_to(root) else path}", flush=True)
-        self.told = True
+        self.announced = True
 
 
 def record(name: str, result: dict) -> None:
-    """Write `result` with its origin to benchmarks/results/NAME-DATE.json, and say so."""
+    """Write `result` with its origin to benchmarks/results/NAME-DATE.json and print the path."""
     Record(name).write(result)
 
 
 def _program() -> list[str]:
-    """Name the program by module or by its path in the repository: the machine's own paths mean nothing elsewhere."""
+    """Name the program by its module or its path in the repository, as absolute paths mean nothing elsewhere."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["-m", spec.name]

@@ -1,11 +1,11 @@
-"""Generation with TAPE beside a plain Llama of the same size: tokens per second with and without a cache.
+"""Compare generation with TAPE and with a plain Llama of the same size: tokens per second with and without a cache.
 
     python -m benchmarks.generate [--record]
 
-Both models take turns token by token in one process, and ratios are medians of neighbours, so that whatever else the
-machine does meets both. No figure appears unless, first, TAPE at its zero start gives Llama's logits and, second, with
-TAPE's matrices away from zero, both models generate the same tokens with either cache as without one. Without a cache
-every token costs a pass over the whole context; few are timed, `--uncached-tokens`.
+Both models take turns token by token in one process, and ratios are medians over pairs of neighbouring tokens, so that
+other load on the machine affects both alike. No figure appears unless TAPE with its initial zero matrices gives Llama's
+logits and, after TAPE's matrices are moved away from zero, both models generate the same tokens with either cache as
+without one. Without a cache every token costs a pass over the whole context, so only `--uncached-tokens` are timed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CACHES = ("dynamic", "static")
 
 
 def build(arguments: argparse.Namespace) -> dict[str, PreTrainedModel]:
-    """Return a Llama and a TAPE model with the same weights, TAPE's matrices at zero."""
+    """Return a Llama and a TAPE model with the same weights; TAPE's matrices are zero."""
     settings = dict(
         vocab_size=arguments.vocab_size,
         hidden_size=arguments.heads * arguments.head_dim,
@@ -43,13 +43,13 @@ def build(arguments: argparse.Namespace) -> dict[str, PreTrainedModel]:
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
     for model in models.values():
-        for parameter in model.parameters():  # and not the buffers: phases need float32
+        for parameter in model.parameters():  # but not the buffers: phases need float32
             parameter.data = parameter.data.to(dtype)
     return {name: model.to(arguments.device).eval() for name, model in models.items()}
 
 
 def randomize(model: PreTrainedModel) -> None:
-    """Move TAPE's matrices away from their zero start."""
+    """Move TAPE's matrices away from zero."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".position." in name:
@@ -57,12 +57,12 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def check_parity(models: dict[str, PreTrainedModel], prompt: torch.Tensor) -> None:
-    """Move TAPE away from zero, and exit unless the models are what the figures claim."""
+    """Move TAPE's matrices away from zero; exit if the models do not agree as the module's docstring says."""
     # In float64, so that no two tokens lie within rounding of each other.
     llama, tape = (copy.deepcopy(models[name]).double() for name in ("llama", "tape"))
     difference = (tape(prompt).logits - llama(prompt).logits).abs().max().item()
     if difference > 1e-5:
-        sys.exit(f"error: at TAPE's zero start the logits differ by {difference:.1e}, so no figure is given")
+        sys.exit(f"error: with TAPE's matrices at zero the logits differ by {difference:.1e}, so no figure is given")
     randomize(tape)
     randomize(models["tape"])
     for name, model in (("llama", llama), ("tape", tape)):
@@ -74,11 +74,11 @@ def check_parity(models: dict[str, PreTrainedModel], prompt: torch.Tensor) -> No
         uncached = tokens(use_cache=False)
         for kind in CACHES:
             if not torch.equal(tokens(cache_implementation=kind), uncached):
-                sys.exit(f"error: {name} generates other tokens with a {kind} cache, so no figure is given")
+                sys.exit(f"error: {name} generates different tokens with a {kind} cache, so no figure is given")
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
-    """Return an empty cache of transformers' own, with room for `length` tokens."""
+    """Return an empty transformers cache with room for `length` tokens."""
     return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
 
 
@@ -94,7 +94,7 @@ def seconds(call, device: torch.device) -> float:
 
 
 def cached_seconds(models: dict[str, PreTrainedModel], kind: str, prompt: torch.Tensor, steps: int) -> dict:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S), the models taking turns."""
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns."""
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
@@ -108,7 +108,7 @@ def cached_seconds(models: dict[str, PreTrainedModel], kind: str, prompt: torch.
 
 
 def uncached_seconds(models: dict[str, PreTrainedModel], prompt: torch.Tensor, steps: int) -> dict:
-    """Return each model's seconds for a token that is computed anew from the whole context `prompt` (1, S)."""
+    """Return each model's seconds for a token computed from the whole context `prompt` (1, S), `steps` times."""
     taken = {name: [] for name in models}
     for _ in range(steps):
         for name, model in models.items():
@@ -118,7 +118,7 @@ def uncached_seconds(models: dict[str, PreTrainedModel], prompt: torch.Tensor, s
 
 
 def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
-    """Return medians and TAPE's time over Llama's, the first `skip` tokens left out."""
+    """Return medians and the ratio of TAPE's time to Llama's, without the first `skip` tokens."""
     taken = {name: values[skip:] for name, values in taken.items()}
     ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
@@ -126,11 +126,11 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Measure at every length, then per-token costs along one generation, and print as it goes."""
+    """Measure at every length, then the cost per token during one long generation; print results as they come."""
     models = build(arguments)
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=arguments.device)
     check_parity(models, text[:, :48])
-    print("parity: zero start equals Llama; cached tokens equal uncached tokens")
+    print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without")
     result: dict = {"lengths": {}, "along": {}}
     for length in arguments.lengths:
         prompt = text[:, :length]
@@ -157,9 +157,9 @@ def measure(arguments: argparse.Namespace) -> dict:
         whole = summarize(taken, 1)
         result["along"][kind] = {"last_over_first": growth, **whole}
         print(
-            f"{arguments.steps} tokens in a row, {kind} cache: the last cost "
+            f"{arguments.steps} tokens in a row, {kind} cache: the last tokens cost "
             + ", ".join(f"{value:.3f} ({name})" for name, value in growth.items())
-            + f" of the first; TAPE / Llama time {whole['tape_over_llama']:.3f}"
+            + f" times as much as the first; TAPE / Llama time {whole['tape_over_llama']:.3f}"
         )
     return result
 
@@ -173,12 +173,12 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--cached-tokens", type=int, default=24, help="timed at each length, the first 4 left out")
-    parser.add_argument("--uncached-tokens", type=int, default=3, help="timed at each length")
-    parser.add_argument("--steps", type=int, default=1000, help="tokens of the generation that is watched for growth")
+    parser.add_argument("--cached-tokens", type=int, default=24, help="tokens per length; the first 4 are not counted")
+    parser.add_argument("--uncached-tokens", type=int, default=3, help="tokens timed at each length")
+    parser.add_argument("--steps", type=int, default=1000, help="tokens of one long generation")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, help="CPU threads, torch's own choice unless given")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/generate-*.json")
     arguments = parser.parse_args()
     if arguments.threads:

@@ -1,8 +1,8 @@
-"""The baseline of `preprocess.py`: documents to an indexed dataset in the way of Megatron-LM's preprocessing tool.
+"""The baseline of `preprocess.py`: build an indexed dataset the way Megatron-LM's preprocessing tool does.
 
-Written anew from how that tool works, for comparison only: one pool task per document (sent 32 at a time), which
-parses a line and returns its ids as a list; the parent turns each into an array and hands it to Megatron-core's
-builder. It imports torch and Megatron-core as that tool does.
+This is a new implementation of how that tool works, for comparison only. Each document is one task of a pool (sent 32
+at a time), which parses a line and returns its ids as a list; the parent turns each list into an array and passes it to
+Megatron-core's builder. Like that tool, it imports torch and Megatron-core.
 
     python benchmarks/megatron_preprocess.py INPUT.jsonl TOKENIZER.model PREFIX WORKERS
 """

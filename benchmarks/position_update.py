@@ -1,10 +1,10 @@
-"""The update of the position state: the fused kernel beside plain torch, and beside the memory traffic it cannot avoid.
+"""Time the update of the position state: the fused kernel, plain torch, and the memory traffic that is unavoidable.
 
     python -m benchmarks.position_update [--record]
 
-The floor is what has to be read and written once, over the bandwidth that a plain copy reaches on this machine. Without
-a GPU only plain torch is timed. No figure appears for a form that gives other numbers than float64. Repetitions
-alternate between the forms and medians are reported.
+The floor is the number of bytes that have to be read and written once, divided by the bandwidth of a plain copy on this
+machine. Without a GPU only plain torch is timed. An implementation whose results differ from float64 gets no figure.
+Repetitions alternate between the implementations, and medians are reported.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def inputs(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Draw z, u, the gate's input and the three matrices, far from TAPE's zero start."""
+    """Draw z, u, the gate's input and the three matrices, which are far from their zero start."""
     groups, heads, dim, inner = shape
     shapes = [
         (tokens, groups, dim),
@@ -48,7 +48,7 @@ def inputs(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype, de
 
 
 def run(update, tensors: list[Tensor], direction: Tensor | None) -> None:
-    """Run forward, and backward from the gradient `direction`, if there is one."""
+    """Run forward and, if the gradient `direction` is given, backward from it."""
     with torch.set_grad_enabled(direction is not None):
         out = update(*tensors)
     if direction is not None:
@@ -56,14 +56,14 @@ def run(update, tensors: list[Tensor], direction: Tensor | None) -> None:
 
 
 def traffic(tensors: list[Tensor], backward: bool) -> int:
-    """Count bytes: z, u and the gate read, the new state written; backward, their gradients, and these three again."""
+    """Count the bytes of reading z, u and the gate and writing the new state; backward, also those of the gradients."""
     z, u, gate = (x.numel() * x.element_size() for x in tensors[:3])
     forward = z + u + gate + z
     return forward + (z + 2 * (z + u + gate) if backward else 0)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Measure bytes per second, read and written, of a large copy."""
+    """Measure the bytes per second, reads plus writes, of a large copy."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
     seconds = timed({"copy": partial(target.copy_, source)}, 10, device)[0]["copy"]["seconds"]
@@ -71,7 +71,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def check(update, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say what of `update` is inexact, if anything is; at an odd number of tokens, too."""
+    """Return how `update` is inexact, or None; an odd number of tokens is checked, too."""
     for tokens in (65, 80):
         tensors = inputs(tokens, shape, dtype, device)
         try:
@@ -128,7 +128,7 @@ def main() -> None:
                 )
             result[what] = {"floor_seconds": floor, "timings": timings}
         for update, why in rejected.items():
-            print(f"{name:9} {update} gets no figure: {why}")
+            print(f"{name:9} {update} has no figure: {why}")
         sys.stdout.flush()
         results.append(result | {"rejected": rejected})
         if record:

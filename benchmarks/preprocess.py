@@ -1,9 +1,9 @@
-"""Speed of `tools/preprocess_data.py` beside Megatron-LM's way of preprocessing, on the standard library's source.
+"""Compare the speed of `tools/preprocess_data.py` with Megatron-LM's way, on the source of the standard library.
 
     python -m benchmarks.preprocess --workers 1 2 --repetitions 3 --record
 
-Both run as a user runs them, imports included, one after the other, `--repetitions` times; medians are reported. No
-figure appears unless both wrote the same bytes. `--record` adds a file to benchmarks/results/.
+Both are started as a user starts them, so imports count. They run one after the other, `--repetitions` times; medians
+are reported. No figure appears unless both wrote the same bytes. `--record` adds a file to benchmarks/results/.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Write corpus and tokenizer."""
+    """Write the corpus and train the tokenizer."""
     corpus, tokenizer = directory / "corpus.jsonl", directory / "tokenizer.model"
     run("tools/make_corpus.py", "stdlib", "--output", corpus)
     run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 4096, "--output", tokenizer,
@@ -77,7 +77,7 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
 
 
 def run(program: str, *arguments: object) -> float:
-    """Run a program of this repository and return its seconds; raises ValueError with its last words if it fails."""
+    """Run a program of this repository and return its seconds; raises ValueError with its last output on failure."""
     started = time.perf_counter()
     result = subprocess.run(
         [sys.executable, str(ROOT / program), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT

@@ -1,11 +1,11 @@
-"""What precision TAPE's position state needs: its drift from float64 over many layers, added up in bf16 and in fp32.
+"""What precision TAPE's position state needs: its drift from float64 over many layers, accumulated in bf16 or fp32.
 
     python -m benchmarks.state_precision [--record]
 
-Random TAPE updates (weights, gates and attention maps alike in all precisions, rounded to bf16) rewrite the states of
-tokens between positions 0 and 32,767 through 32 layers. By the size of a layer's update relative to the state: how far
-the sum of all updates is off, relative to its size, and how far attention's scores are, whose queries and keys are
-rotated by the state rounded to bf16 in either case.
+Random TAPE updates rewrite the states of tokens between positions 0 and 32,767 in 32 layers; their weights, gates and
+attention maps are rounded to bf16 and are the same in all precisions. For several sizes of a layer's update relative to
+the state, the table shows the relative errors of the sum of all updates and of attention's scores. In either precision,
+queries and keys are rotated by the state rounded to bf16.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def phases() -> Tensor:
 
 
 def draw_layer(generator: torch.Generator) -> list[Tensor]:
-    """Return an attention map (H, N, N), a gate (N, P), A, W_up and W_down, in values that bf16 holds."""
+    """Return an attention map (H, N, N), a gate (N, P), A, W_up and W_down, with values that bf16 can represent."""
     scores = torch.randn(HEADS, TOKENS, TOKENS, generator=generator) * 2
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     drawn = [scores.masked_fill(~seen, float("-inf")).softmax(-1)]
@@ -39,7 +39,7 @@ def draw_layer(generator: torch.Generator) -> list[Tensor]:
 
 
 def run(layers: list[list[Tensor]], scale: float, state: torch.dtype, arithmetic: torch.dtype) -> Tensor:
-    """Return the last state, added up in `state`, whose updates, A and W_down times `scale`, are in `arithmetic`."""
+    """Return the last state, kept in dtype `state`; updates are in `arithmetic`, with A and W_down times `scale`."""
     z = phases().to(state)
     for layer in layers:
         attention, gate, mixing, up, down = (x.to(arithmetic) for x in layer)
@@ -49,7 +49,7 @@ def run(layers: list[list[Tensor]], scale: float, state: torch.dtype, arithmetic
 
 
 def scale_for(layer: list[Tensor], size: float) -> float:
-    """Return, as a value that bf16 holds, by what to scale a layer so that its update is `size` of the state."""
+    """Return the scale, as a bf16 value, that makes a layer's update the fraction `size` of the state."""
     start = phases()
     unscaled = run([layer], 1e-6, torch.float64, torch.float64)
     return float((size * 1e-6 * start.norm() / (unscaled - start).norm()).bfloat16())

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels have in common: their options, their record, and how they take time."""
+"""What the kernel benchmarks share: their options, their record, and how they measure time."""
 
 import argparse
 import statistics
@@ -13,7 +13,7 @@ from benchmarks.environment import RESULTS, Record
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ENOUGH_SECONDS = 2.0
-"""After which a candidate that has run three times is not repeated."""
+"""Total time after which a candidate is not repeated, once it has run three times."""
 
 
 def positive(text: str) -> int:
@@ -24,28 +24,28 @@ def positive(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: int) -> None:
-    """Add what the benchmarks of kernels have in common."""
+    """Add the options that the kernel benchmarks share."""
     parser.add_argument(
-        "--tokens", type=positive, default=65536 if on_gpu else 2048, help="in a batch (here by default: %(default)s)"
+        "--tokens", type=positive, default=65536 if on_gpu else 2048, help="per batch (default here: %(default)s)"
     )
     parser.add_argument(
-        "--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="(here by default: %(default)s)"
+        "--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="default here: %(default)s"
     )
-    parser.add_argument("--repetitions", type=positive, default=repetitions, help="at most (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write a JSON file, and add to it what gets done")
-    parser.add_argument("--output", type=Path, help="record in this folder (default: benchmarks/results)")
-    parser.add_argument("--commit", help="of this code, where git cannot tell")
+    parser.add_argument("--repetitions", type=positive, default=repetitions, help="maximum (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
+    parser.add_argument("--output", type=Path, help="directory for the record (default: benchmarks/results)")
+    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 
 def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
-    """Return the record to write, if one is asked for."""
+    """Return the record to write, or None if none was requested."""
     if not arguments.record and arguments.output is None:
         return None
     return Record(name, arguments.output or RESULTS, arguments.commit)
 
 
 def reason(error: Exception) -> str:
-    """Say an error in one line; raise it again if after it nothing on the GPU can be trusted."""
+    """Describe an error in one line; raise it again if nothing on the GPU can be trusted after it."""
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
@@ -54,10 +54,10 @@ def reason(error: Exception) -> str:
 def timed(
     functions: dict[str, Callable[[], None]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Return the median seconds of each function, and its peak memory above what was there, of alternating runs.
+    """Return the median seconds and the additional peak memory of each function; the functions' runs alternate.
 
-    On a GPU a run is as many calls as take 20 ms, so that launching is hidden. A function that fails, for want of
-    memory for instance, has its reason among the second result instead.
+    On a GPU one run consists of enough calls to take 20 ms, which hides the launch time. For a function that fails, for
+    example because memory runs out, the second result holds the reason.
     """
     on_gpu = device.type == "cuda"
 

@@ -1,10 +1,10 @@
-"""Step time and peak memory of TAPE beside RoPE: the same model, batch and optimizer, side by side in one process.
+"""Compare step time and peak memory of TAPE and RoPE: the same model, batch and optimizer, in one process.
 
     python -m benchmarks.train_step [--record]
 
-Steps alternate and medians are reported; no figure appears unless both models start with the same loss. The peak of a
-step is at the end of its forward pass: weights, gradients, Adam's moments, and what the backward pass will need. It is
-added up from the tensors themselves, since one process has but one resident size.
+Steps alternate and medians are reported; no figure appears unless both models start with the same loss. Memory peaks at
+the end of the forward pass: weights, gradients, Adam's moments, and what the backward pass needs. It is added up from
+the tensors themselves, since both models share one process and therefore one resident size.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Contestant:
         return loss.item()
 
     def activation_bytes(self) -> int:
-        """Return the bytes that one forward pass keeps for the backward pass, weights left out."""
+        """Return the bytes that one forward pass keeps for the backward pass, without the weights."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         kept: dict[int, int] = {}
 
@@ -75,7 +75,7 @@ class Contestant:
 
 
 def check_parity(contestants: dict[str, Contestant]) -> None:
-    """Refuse to time models that do not start out equal: at its zero start TAPE is RoPE."""
+    """Exit if the models do not start out equal (with zero matrices, TAPE is RoPE); then move TAPE's off zero."""
     tokens = contestants["rope"].tokens
     with torch.no_grad():
         losses = {name: c.model(tokens[:, :-1], tokens[:, 1:]).item() for name, c in contestants.items()}

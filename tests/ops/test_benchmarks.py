@@ -47,7 +47,7 @@ def test_chosen_candidates_are_timed_beside_every_rope(recorded, monkeypatch, ca
     assert "rope torch" in names and {name for name in names if name.startswith("tape")} == {"tape released"}
     with pytest.raises(SystemExit):
         run(monkeypatch, attention, "--only", "relaesed")
-    assert "--only relaesed: here are released, " in capsys.readouterr().err
+    assert "--only relaesed: not among the candidates here, released, " in capsys.readouterr().err
 
 
 def test_what_is_not_exact_gets_no_figure(recorded, monkeypatch, capsys):
@@ -67,7 +67,7 @@ def test_what_is_not_exact_gets_no_figure(recorded, monkeypatch, capsys):
         assert result["rejected"]["triton"].startswith(("is interpreted here", "needs a GPU"))
     assert "tape torch" not in result["attention forward"]["timings"]
     assert "is off by" in result["rejected"]["tape torch"]
-    assert "tape torch gets no figure: 16 tokens: tensor 0" in capsys.readouterr().out
+    assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
 
 
 def test_what_fails_gets_no_figure_and_stops_nothing(monkeypatch):
