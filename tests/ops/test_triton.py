@@ -244,7 +244,7 @@ def test_shapes_that_do_not_fit_are_refused_by_the_update(index, full):
 
 
 @pytest.mark.parametrize("tensor, row", [(0, 1), (1, 40), (2, 47), (3, 0), (4, 40), (5, 20)])
-def test_what_is_wrong_in_one_row_is_told(tensor, row):
+def test_what_is_wrong_in_one_row_is_named(tensor, row):
     inputs = [draw(48, 1, 2, 32, dtype=BF16, seed=n) for n in range(4)]
 
     def wrong(*x):
