@@ -3,8 +3,8 @@ disk. Imports no torch.
 
 Memory is what stays (weights, gradients, optimizer state, as DeepSpeed 0.19.8's ZeRO stages hold them) and what one
 micro-batch adds. The CUDA context, NCCL's buffers and fragmentation come on top: about 6 %. Attention is taken to keep
-no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel. The
-backends are counted as torch's; the fused kernels keep less.
+no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel. All
+backends are counted as torch's SDPA, but for the mask of packs, which only that one keeps.
 """
 
 from dataclasses import dataclass
@@ -171,8 +171,8 @@ def activations(
 ) -> Activations:
     """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
 
-    In bf16 the softmax of the logits, attention's log-sums and the norms' scales are fp32 all the same; the position
-    state is bf16. `masked` adds the mask of packed documents. `fused_norms` is how GPUs run RMSNorm: without it, as on
+    In bf16 the softmax of the logits, attention's log-sums and the norms' scales are fp32 all the same.
+    `masked` adds the mask of packed documents. `fused_norms` is how GPUs run RMSNorm: without it, as on
     CPUs, it keeps its input and a normalised copy in fp32.
     """
     width = 4 if precision == "fp32" else 2

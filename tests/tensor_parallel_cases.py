@@ -1,5 +1,6 @@
 """What test_tensor_parallel.py asks of two processes. Every value returned is checked there."""
 
+import importlib
 import time
 
 import torch
@@ -121,6 +122,10 @@ def main(folder):
     results["tape_recompute"] = compare({}, recompute="full")
     results["tape_packed"] = compare({}, documents=documents)
     results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
+    importlib.import_module("toy_encodings.head_gate")
+    results["head_gate_without_sequence_parallel"] = compare(
+        {"position_encoding": "toy_head_gate"}, sequence_parallel=False
+    )
     results["order_on_node"] = order_on_node(folder)
     results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope")}
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}

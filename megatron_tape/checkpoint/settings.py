@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import read_state
-from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
+from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import refuse
 
 FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
@@ -51,11 +51,13 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """Say, `key: was X, is now Y`, what is set otherwise than in the settings `saved` with a checkpoint of this model.
 
     Settings without effect on what is computed are left out. One that a checkpoint does not know, as it is older, had
-    its default. The last sentence, where there is one, says that the data comes in another order.
+    its default, or what `BEFORE` says. The last sentence, where there is one, says that the data comes in another
+    order.
     """
     found = []
     for section, now in json.loads(json.dumps(config_dict(config))).items():
         defaults = {field.name: _default(field) for field in dataclasses.fields(getattr(config, section))}
+        defaults |= BEFORE.get(section, {})
         for name, value in now.items():
             key, before = f"{section}.{name}", saved.get(section, {}).get(name, defaults.get(name))
             same_model = section == "model" and name not in FREE_IN_A_MODEL

@@ -17,6 +17,8 @@ from megatron_tape.position import setting_classes
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
+BEFORE = {"model": {"position_state_precision": "bf16"}}
+"""What records from before a setting existed were made with, where that is not its default."""
 
 
 @dataclass(kw_only=True)

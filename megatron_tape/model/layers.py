@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -87,14 +88,23 @@ class LayerPosition(torch.nn.Module):
         """When `record_norms` is set, (3, G): sums of |z''|^2 and of |z'' - z|^2 over the local tokens, and how many
         complex numbers that is, for each group."""
 
-    @property
-    def updates(self) -> bool:
+        self.updates = encoding.updates(layer)
         """Whether this layer rewrites the state."""
-        return self.encoding.updates(self.layer)
+        self._learned = any(encoding.updates(earlier) for earlier in range(layer))
+        self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
     def positions(self, state: Tensor | None, hidden_states: Tensor) -> Positions:
         """Return what attention gets."""
-        return self.encoding.positions(self.layer, self._parameters, state, hidden_states)
+        if state is not None and not self._learned:
+            # Recomputation marks every state as learned; a gradient of phases would be computed for nobody.
+            state = state.detach()
+        return self.encoding.positions(self.layer, self._parameters, state, self._for_encoding(hidden_states))
+
+    def _for_encoding(self, hidden_states: Tensor) -> Tensor:
+        """Without sequence parallelism every rank has all tokens, and its heads' part of their gradient."""
+        if self._group is None or self._group.size() == 1:
+            return hidden_states
+        return copy_to_tensor_model_parallel_region(hidden_states, group=self._group)
 
     def forward(
         self, state: Tensor | None, averaged: Tensor | None, attention_output: Tensor, mlp_output: Tensor
@@ -102,7 +112,8 @@ class LayerPosition(torch.nn.Module):
         """Return the next layer's state."""
         if not self.updates:
             return state
-        new = self.encoding.next_state(self.layer, self._parameters, state, averaged, attention_output, mlp_output)
+        outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
+        new = self.encoding.next_state(self.layer, self._parameters, state, averaged, *outputs)
         if self.record_norms:
             with torch.no_grad():
                 after, before = new.float(), state.float()

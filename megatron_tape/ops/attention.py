@@ -82,6 +82,7 @@ def attention(
         if log_gate_TBH.shape != (T, *q_SBHD.shape[1:3]):
             raise ValueError(f"gates {tuple(log_gate_TBH.shape)} are not one for each of {T} keys and query head")
         bias = gates_as_bias(log_gate_TBH, bias)
+    bias = None if bias is None else bias.in_float32()
     if backend == "triton" and not q_SBHD.is_cuda:
         if why := unsupported("triton", q_SBHD.device, q_SBHD.dtype, q_SBHD.shape[-1]):
             raise ValueError(f"backend is triton, which {why}")

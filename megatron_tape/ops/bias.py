@@ -14,12 +14,17 @@ from torch import Tensor
 class Bias:
     """`tile(rows, columns, *tensors)` returns what is added to the scores of these queries and keys.
 
-    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows, columns), and differentiable
-    in `tensors`, the only ones that may need a gradient.
+    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows or 1, columns or 1), finite for
+    pairs that are not seen, too, and differentiable in `tensors`, the only ones that may need a gradient. Attention
+    hands them over in float32 at least, since the gradient of a table adds up over all pairs.
     """
 
     tile: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
+
+    def in_float32(self) -> "Bias":
+        """Return the same bias, whose tensors are in float32 at least."""
+        return Bias(self.tile, tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors))
 
     def of(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile, with its gradient."""
@@ -29,8 +34,8 @@ class Bias:
 def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     """Turn forget gates f into what they add to the scores of query s and key t, sum of log f over t < j <= s.
 
-    Forgetting Transformer (Lin et al., 2025), equation 5; the sums are in float32 at least. Another
-    bias is added to it.
+    Forgetting Transformer (Lin et al., 2025), equation 5; the sums are in float32 at least. The
+    logarithms must be finite. Another bias is added to it.
     """
     # Differences of one running sum: what lies before a document cancels out.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)

@@ -55,6 +55,12 @@ class Packing:
             self._kept[S, dtype] = additive_mask(S, T, self.bounds_2BT, self.bounds_2BT.device, dtype)
         return self._kept[S, dtype]
 
+    def first_seen(self, S: int) -> list[int]:
+        """Return, for each of the last S tokens, the first one that it sees in any pack. Asks the device once."""
+        if ("first", S) not in self._kept:
+            self._kept["first", S] = self.bounds_2BT[0, :, -S:].amin(0).tolist()
+        return self._kept["first", S]
+
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return the cumulative lengths, int32, of documents in queries and keys, and the longest of each.
 

@@ -114,7 +114,9 @@ def initialize_distributed(
         device = torch.device("cpu")
     timeout = WITHOUT_LIMIT if patience is None else timedelta(seconds=patience) + MARGIN
     if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
+        launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
+        alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **alone)
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)

@@ -7,7 +7,7 @@ from models import build, random_tokens, reference_config, released_model, small
 
 from megatron_tape.costs import parameter_count
 from megatron_tape.data.batches import documents_from_tokens
-from megatron_tape.model import reference
+from megatron_tape.model import layers, reference
 from megatron_tape.model.weights import current_name, from_megatron, initial_parameters, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.position import encoding_of
@@ -185,3 +185,20 @@ def test_a_checkpoint_with_the_encodings_former_names_is_read():
     stored = "exp_avg/gpt.decoder.layers.3.position_update.x_proj"
     assert current_name(stored) == "exp_avg/gpt.decoder.layers.3.position.x_proj"
     assert current_name("weight/gpt.embedding.word_embeddings.weight") == "weight/gpt.embedding.word_embeddings.weight"
+
+
+def test_phases_need_no_gradient_where_layers_are_recomputed(monkeypatch):
+    asked = []
+    positions = layers.LayerPosition.positions
+
+    def looked_at(self, state, hidden_states):
+        found = positions(self, state, hidden_states)
+        asked.append(found.z_TBGD.requires_grad)
+        return found
+
+    monkeypatch.setattr(layers.LayerPosition, "positions", looked_at)
+    for encoding, learned in (("rope", False), ("tape", True)):
+        built, _ = build(small_model(position_encoding=encoding), recompute="full")
+        asked.clear()
+        built(random_tokens(), random_tokens(seed=2)).backward()
+        assert any(asked) is learned and len(asked) == 6

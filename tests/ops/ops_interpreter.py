@@ -83,9 +83,9 @@ def compiled(dim, capability):
             z = draw(keys, batch, G, dim, dtype=state)
             o, u = triton_attention.attention(q, k, v, z, True, *bounds, rotate=queries == keys)
             (o.sum() + u.sum()).backward()
-        for groups, inner in ((12, 48), (32, 128)):
+        for groups, inner, state in ((12, 48, torch.bfloat16), (32, 128, torch.bfloat16), (32, 128, torch.float32)):
             matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
-            states = draw(32, groups, dim), draw(32, groups, dim), draw(32, inner)
+            states = draw(32, groups, dim, dtype=state), draw(32, groups, dim), draw(32, inner)
             triton_position_update.update(*states, *matrices).sum().backward()
 
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}

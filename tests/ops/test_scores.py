@@ -166,3 +166,35 @@ def test_a_batch_of_packs_is_looked_at_once(monkeypatch):
     q_ends, k_ends, *longest = packing.lengths(9)
     assert k_ends.tolist() == [0, 5, 10, 15, 20, 21, 26, 31, 36, 41, 42] and longest == [5, 5]
     assert q_ends.tolist() == [0, 0, 0, 3, 8, 9, 9, 9, 12, 17, 18]
+
+
+def test_the_gradient_of_a_bf16_table_is_not_added_up_in_bf16():
+    q, k, v, z = (x.detach().bfloat16() for x in inputs())
+    table = draw(HEADS, 3, seed=8).detach().bfloat16()
+
+    def tile(rows, columns, table):
+        at = [torch.arange(x.start, x.stop) for x in (rows, columns)]
+        return table[:, (at[0][:, None] - at[1]).clamp(0, 2)][None]
+
+    direction = draw(LENGTH, 2, HEADS, DIM, seed=9).detach()
+    gradients = {}
+    for backend, dtype in (("naive", torch.float64), ("naive", None), ("tiled", None), ("torch", None)):
+        tensors = [x if dtype is None else x.to(dtype) for x in (q, k, v, table)]
+        leaf = tensors[3].requires_grad_()
+        o, _ = attention(*tensors[:3], None, backend=backend, bias=Bias(tile, (leaf,)))
+        gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
+    exact = gradients.pop(("naive", torch.float64))
+    assert all((gradient - exact).norm() < 0.02 * exact.norm() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
+def test_a_bias_may_have_one_row_or_one_column(backend):
+    tensors, packing = inputs(), Packing.of(torch.arange(LENGTH).expand(2, -1) // 8)
+    by_key, by_query = draw(1, 1, 1, LENGTH, seed=8), draw(1, HEADS, LENGTH, 1, seed=9)
+    zeros = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.float64)
+    for bias, whole in (
+        (Bias(lambda rows, columns: by_key[..., columns]), by_key + zeros),
+        (Bias(lambda rows, columns: by_query[:, :, rows]), by_query + zeros),
+    ):
+        ours = attention(*tensors, True, packing, backend, bias=bias)
+        torch.testing.assert_close(list(ours), plain(*tensors, whole, packing, True))

@@ -217,13 +217,13 @@ def test_a_state_in_fp32_is_updated_in_fp32(full):
         return lambda z, *others: [function(z.float() if z.dtype is BF16 else z, *others)]
 
     assert_as_exact_as_torch(update(fused_update), update(plain_update), inputs, BF16)
-    z, *others = inputs
-    small = [x * 1e-3 for x in others]
+    z, u, gate, mixing, up, down = inputs
+    small = [u, gate, mixing * 1e-3, up, down * 1e-3]
     for function in (fused_update, plain_update):
         new = function(z.float(), *small)
         truth = plain_update(z.double(), *(x.double() for x in small))
-        assert new.dtype is FP32 and (new - truth).abs().max() < 1e-6
-        assert (function(z, *small) - truth).abs().max() > 1e-4
+        assert new.dtype is FP32 and (new - truth).abs().max() < 1e-4
+        assert (function(z, *small) - truth).abs().max() > 1e-3
 
 
 def test_tensors_of_several_types_are_refused_by_the_update():

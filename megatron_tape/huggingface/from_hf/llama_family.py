@@ -30,7 +30,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
-    "tape": {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5},
+    "tape": {
+        "attention_bias": False,
+        "qk_norm": False,
+        "rms_norm_eps": 1e-5,
+        "position_state_precision": "bf16",
+    },
 }
 # What an architecture has whatever config.json says.
 _FIXED: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.schema import BEFORE, ModelConfig
 from megatron_tape.model.weights import WRAPPED, current_name, parameter_shapes, unshard
 from megatron_tape.records import read_yaml
 
@@ -99,7 +99,7 @@ def open_weights(path: Path) -> SavedWeights:
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
     try:
-        model = ModelConfig(**settings)
+        model = ModelConfig(**{**BEFORE["model"], **settings})
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error

@@ -24,25 +24,28 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D). bf16 and fp16 are computed in fp32."""
     q, k = x.rotated()
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
-    starts = None if x.packing is None else x.packing.bounds_2BT[0]
+    S = q.shape[2]
+    starts, first = (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
     tensors = () if x.bias is None else x.bias.tensors
     q_BGRSD = q.unflatten(1, (k.shape[1], -1))
-    averages = _TiledAttention.apply(len(values), x.bias, starts, q_BGRSD, k, *values, *tensors)
+    averages = _TiledAttention.apply(len(values), x.bias, first, starts, q_BGRSD, k, *values, *tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
 
 class _Tiles:
-    """The tiles that hold scores of keys that are seen, and what of them is not."""
+    """The tiles that hold scores of keys that are seen, and what of them is not.
 
-    def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, device: torch.device):
+    `first` holds, for each query, the first key that any sequence of the batch sees from there on.
+    """
+
+    def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, first: list[int], device: torch.device):
         self.B, self.S, self.R = B, S, R
         self.keys = torch.arange(T, device=device)
         # Queries are counted from 0, keys from the start of the cache.
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
-        # The first key that any sequence of the batch sees from each block of queries on.
-        self.first = [0] * S if starts is None else self.starts.amin(0).tolist()
+        self.first = first
 
     def of_tokens(self, rows: slice) -> slice:
         """Return which tokens a block of queries is."""
@@ -56,9 +59,9 @@ class _Tiles:
             yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
 
     def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
-        """Add a bias (B or 1, H or 1, rows, columns) to scores (B*G, R*rows, columns), in place."""
-        whole = scores.view(self.B, -1, *bias.shape[2:])
-        whole.add_(bias.expand(whole.shape))
+        """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in place."""
+        rows, columns = scores.shape[1] // self.R, scores.shape[2]
+        scores.view(self.B, -1, rows, columns).add_(bias)
         return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
@@ -75,11 +78,11 @@ class _Tiles:
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, count: int, bias: Bias | None, starts, q, k, *tensors):
+    def forward(ctx, count: int, bias: Bias | None, first: list[int], starts, q, k, *tensors):
         values, of_bias = tensors[:count], tensors[count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(B, S, k.shape[2], R, starts, q.device)
+        tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         # Laid out with the sequence first, as the next projection wants them: otherwise it would keep a copy.
         laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
@@ -106,7 +109,7 @@ class _TiledAttention(torch.autograd.Function):
                 output[:, :, :, rows] = part
             lse[:, :, :, rows] = total.log_().add_(largest).view(B, G, R, -1)
         ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
-        ctx.count, ctx.bias = count, bias
+        ctx.count, ctx.bias, ctx.first = count, bias, first
         return tuple(outputs)
 
     @staticmethod
@@ -115,7 +118,7 @@ class _TiledAttention(torch.autograd.Function):
         q, k, lse, starts, *rest = ctx.saved_tensors
         values, outputs, of_bias = rest[: ctx.count], rest[ctx.count : 2 * ctx.count], rest[2 * ctx.count :]
         B, G, R, S, D = q.shape
-        dtype, tiles = lse.dtype, _Tiles(B, S, k.shape[2], R, starts, q.device)
+        dtype, tiles = lse.dtype, _Tiles(B, S, k.shape[2], R, starts, ctx.first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         dq, dk, dwide = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(wide)
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
@@ -142,7 +145,7 @@ class _TiledAttention(torch.autograd.Function):
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
         dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return (
-            *(None, None, None, dq, dk.view_as(k).to(k.dtype)),
+            *(None, None, None, None, dq, dk.view_as(k).to(k.dtype)),
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
             *(() if bias is None else bias.gradients),
         )

@@ -1,0 +1,19 @@
+"""A toy: forget gates whose weights are cut by heads, so that every rank computes its own gates from all tokens."""
+
+from megatron_tape.ops.backends import GATE
+from megatron_tape.position import Parameter, PositionEncoding, Positions, register
+
+
+@register
+class ToyHeadGate(PositionEncoding):
+    name = "toy_head_gate"
+    needs = frozenset({GATE})
+
+    def parameters(self, layer):
+        shape = (self.model.num_attention_heads, self.model.hidden_size)
+        return {"gate": Parameter(shape, std=self.model.init_std, head_axis=0)}
+
+    def positions(self, layer, parameters, state, hidden_states_sBC):
+        from torch.nn.functional import linear, logsigmoid
+
+        return Positions(log_gate_TBH=logsigmoid(linear(hidden_states_sBC, parameters["gate"])))
