@@ -1,4 +1,4 @@
-"""What the command-line tools share: errors as one sentence, clean ends on signals, progress with an estimate."""
+"""What the command-line tools share: one-sentence errors, clean exits on signals, progress with an estimate."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to end; like KeyboardInterrupt it is no Exception."""
+    """A signal asked the program to end; like KeyboardInterrupt, this is not an Exception."""
 
     def __init__(self, number: int):
         super().__init__(f"ended by {signal.Signals(number).name}; nothing unfinished was left behind")
@@ -20,9 +20,9 @@ class Interrupted(BaseException):
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a tool's `main` and exit.
 
-    What a user can cause (ValueError, OSError) ends with one sentence on stderr and exit code 1; so does a stdout that
-    is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP unwind the program, so that
-    unfinished output is removed, and exit with 128 plus the signal's number.
+    An error that a user can cause (ValueError, OSError) is reported as one sentence on stderr with exit code 1; so is a
+    stdout that is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP unwind the program,
+    so that unfinished output is removed; the exit code is then 128 plus the signal's number.
     """
     output_is_lost = sys.stdout is None
     _open_closed_streams()
@@ -37,7 +37,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except Interrupted as interruption:
         _fail(str(interruption), 128 + interruption.number)
     except BrokenPipeError:
-        # The reader of our output, `head` for instance, has seen enough.
+        # The reader of our output, such as `head`, has closed it.
         _end(1)
     except OSError as error:
         named = error.strerror and error.filename
@@ -48,7 +48,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null in the place of the standard streams that the caller has closed."""
+    """Open /dev/null for the standard streams that the caller has closed."""
     # A file opened later would take a closed stream's number, and what a library prints would go into it.
     for descriptor in range(3):
         try:
@@ -85,7 +85,7 @@ def _end(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python would try again at its end, and report the failure over several lines.
+        # Python would flush again at exit and report the failure in several lines.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
@@ -97,7 +97,7 @@ def say(message: str) -> None:
 
 @contextmanager
 def step(description: str):
-    """Announce a step that shows no progress of its own, and say how long it took."""
+    """Announce a step that does not show its progress, and print how long it took."""
     say(f"{description} ...")
     started = time.monotonic()
     yield
@@ -105,9 +105,9 @@ def step(description: str):
 
 
 class Progress:
-    """A line on stderr about once a second on a terminal, every ten seconds in a log.
+    """A progress line on stderr: about once a second on a terminal, every ten seconds in a log.
 
-    `total` is in the unit of `done`; the estimate of the remaining time follows from both. None: no estimate.
+    `total` has the same unit as `done` and serves to estimate the remaining time; None means no estimate.
     """
 
     def __init__(self, total: int | None):
@@ -122,7 +122,7 @@ class Progress:
         return time.monotonic() - self._started
 
     def update(self, done: int, message: Callable[[float], str]) -> None:
-        """Show `message(seconds since the start)` with the share done, unless the last line is too recent."""
+        """Show `message(seconds since the start)` and the share done, unless the last line is too recent."""
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -144,7 +144,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as days, hours, minutes and seconds, `1d 2:03:04`; fewer than 0, of a clock set back, are 0."""
+    """Write seconds as days, hours, minutes and seconds, `1d 2:03:04`; negative ones count as 0."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,10 +1,10 @@
-"""What a model and a run cost, by arithmetic from the configuration alone: parameters, memory per GPU, FLOPs, tokens,
-disk. Imports no torch.
+"""What a model and a run cost, calculated from the configuration: parameters, memory per GPU, FLOPs, tokens, disk.
 
-Memory is what stays (weights, gradients, optimizer state, as DeepSpeed 0.19.8's ZeRO stages hold them) and what one
-micro-batch adds. The CUDA context, NCCL's buffers and fragmentation come on top: about 6 %. Attention is taken to keep
-no S x S scores; torch's SDPA may keep them on GPUs in fp32 with grouped keys, for which it has no fast kernel. All
-backends are counted as torch's SDPA, but for the mask of packs, which only that one keeps.
+Imports no torch. Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed
+0.19.8 hold them) and what one micro-batch adds. The CUDA context, NCCL's buffers and fragmentation, which take about 6 %
+more, are not included. Attention is assumed to keep no S x S scores; on GPUs, torch's SDPA may keep them in fp32 with
+grouped keys, for which it has no fast kernel. All backends are counted like torch's SDPA, except for the mask of packs,
+which only SDPA keeps.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Activations:
     """Bytes on one GPU from one micro-batch."""
 
     layers: int
-    """Kept by the layers, the embedding and the last norm for the backward pass."""
+    """What the layers, the embedding and the last norm keep for the backward pass."""
     logits: int
-    """Kept by the loss: the probabilities of all next tokens in fp32."""
+    """What the loss keeps: the probabilities of all next tokens in fp32."""
     working: int
-    """More at the peak: the logits or their gradient in bf16, or one layer recomputed and run backward."""
+    """Additional at the peak: the logits or their gradient in bf16, or one layer recomputed and run backward."""
 
     @property
     def saved(self) -> int:
@@ -37,10 +37,10 @@ class Activations:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs; memory is in bytes on the fullest GPU and adds up to `peak`."""
+    """What a run needs; memory is in bytes on the GPU that needs most, and adds up to `peak`."""
 
     parameters: int
-    """Trainable numbers of the whole model."""
+    """Number of trainable parameters of the whole model."""
     parameters_per_rank: int
     """Those that one tensor-parallel rank computes with, before ZeRO 3 shards them."""
     weights: int
@@ -54,15 +54,15 @@ class Estimate:
     logits: int
     """What the loss keeps."""
     buffers: int
-    """ZeRO's reduce buckets and, at stage 3, the weights gathered at one time."""
+    """ZeRO's reduce buckets and, at stage 3, the weights gathered at any one time."""
     working: int
-    """More at the peak: in the backward pass, or else in the optimizer's step."""
+    """Additional at the peak, in the backward pass or in the optimizer's step."""
     host: int
     """Bytes of pinned host memory per process under offload_optimizer."""
     checkpoint_bytes: int
-    """One checkpoint: fp32 weights and moments; the little beside them is left out."""
+    """One checkpoint: fp32 weights and moments, without the small rest."""
     checkpoints_bytes: int
-    """Disk space for the checkpoints kept and one more, which exists before the oldest is removed."""
+    """Disk space for the checkpoints kept and one more, as the oldest is removed only after a save."""
     flops_per_step: int
     """Matmul FLOPs of forward and backward over the global batch; recomputation is not counted."""
     flops_per_gpu: int
@@ -74,13 +74,13 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes on the fullest GPU."""
+        """Bytes on the GPU that needs most."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.layer_activations + self.logits + self.buffers + self.working
 
 
 def estimate(config: RunConfig, world_size: int) -> Estimate:
-    """Estimate a run of `config` on `world_size` processes, which `validation.validate` must have accepted."""
+    """Estimate a run of `config` on `world_size` processes; `config.checks.validate` must have accepted both."""
     model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
     held = parameters_per_rank(model, tensor_size)
@@ -94,7 +94,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         config.parallel.uses_sequence_parallel,
         config.data.reset_attention_mask,
     )
-    # A step begins when activations and most buffers are gone; ZeRO 3 is built from whole weights.
+    # When the optimizer steps, activations and most buffers are free; ZeRO 3 is built from whole weights.
     beside = kept.saved + buffers
     built = held * _width(config) - (weights + gradients + optimizer)
     checkpoint = 12 * tensor_size * held
@@ -121,7 +121,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Count the trainable numbers of the whole model."""
+    """Return the number of trainable parameters of the whole model."""
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     attention = (hidden + model.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
     attention += 2 * dim * model.qk_norm
@@ -132,10 +132,10 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """Count the matmul FLOPs of forward and backward for one token of a full sequence.
+    """Return the matmul FLOPs of forward and backward for one token of a full sequence.
 
-    Two per multiply-add, the backward pass twice the forward one, `S / 2` keys per query (causal mean), and what the
-    positional encoding adds.
+    A multiply-add counts as two, the backward pass as two forward passes, and a query has `S / 2` keys (the causal
+    mean). What the positional encoding adds is included.
     """
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     scores = heads * dim * model.seq_length // 2
@@ -147,7 +147,7 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Count one tensor-parallel rank's numbers: norms, and what an encoding does not cut, are not divided."""
+    """Return how many parameters one tensor-parallel rank holds; norms and what an encoding does not cut are whole."""
     norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
     position = sum(prod(p.shape) for p in _position_parameters(model) if p.head_axis is None)
     replicated = model.num_layers * norms + model.hidden_size + position
@@ -171,9 +171,9 @@ def activations(
 ) -> Activations:
     """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
 
-    In bf16 the softmax of the logits, attention's log-sums and the norms' scales are fp32 all the same.
-    `masked` adds the mask of packed documents. `fused_norms` is how GPUs run RMSNorm: without it, as on
-    CPUs, it keeps its input and a normalised copy in fp32.
+    Even in bf16, the softmax of the logits, attention's log-sums and the norms' scales are in fp32. `masked` adds the
+    mask of packed documents. GPUs run RMSNorm with `fused_norms`; without it, as on CPUs, RMSNorm keeps its input and a
+    normalised copy in fp32.
     """
     width = 4 if precision == "fp32" else 2
     tokens = model.seq_length * micro_batch_size
@@ -204,7 +204,7 @@ def activations(
         ]
     logits = tokens * model.vocab_size // tensor_size
     softmax = 4 * logits + 9 * tokens
-    # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
+    # Running a layer backward takes about as much as its MLP keeps; by then the logits are freed.
     backward = recomputed + tokens * 5 * model.ffn_hidden_size // tensor_size * width
     return Activations(
         layers=sum(layers) + inputs + norm,
@@ -214,7 +214,7 @@ def activations(
 
 
 def _tiled(model: ModelConfig) -> bool:
-    """Tell whether attention needs no mask, as with a bias or gates, which are computed tile by tile."""
+    """Return whether attention needs no mask: with a bias or gates, it is computed tile by tile."""
     return bool({BIAS, GATE} & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
 
 
@@ -228,18 +228,18 @@ def _attention(
     averages: bool,
     fused_norms: bool,
 ) -> int:
-    """Count bytes kept by one layer's attention.
+    """Return the bytes that one layer's attention keeps.
 
-    `moves`: the position state needs a gradient, so rotating keeps what it rotates. `averages`: the state is a second
-    value.
+    `moves`: the position state needs a gradient, so the rotation keeps its inputs. `averages`: the state is averaged as
+    a second value.
     """
     tokens = model.seq_length * batch
     heads, groups, dim = model.num_attention_heads // tensor_size, model.query_groups // tensor_size, model.head_dim
     grouped = heads > groups
     projected = heads + 2 * groups
-    # Megatron cuts queries out of groups by a copy.
+    # Megatron copies queries when it separates them from keys and values.
     copied = heads if grouped and groups > 1 else 0
-    # What rotating, or attention itself without it, starts from stays only if the rotation needs a gradient.
+    # The input of the rotation (without one, of attention) is kept only if the rotation needs a gradient.
     read, normed = moves, 0
     if model.qk_norm:
         read = fused_norms or width == 4
@@ -250,7 +250,7 @@ def _attention(
         queries, keys = heads + (copied if read else 0), groups
     values = groups if moves else 0
     if masked and grouped and not _tiled(model):
-        # Keys and values are repeated for every head; the projection's output stays where something is cut out of it.
+        # Keys and values are repeated for every head; the projection's output is kept if parts of it are views.
         keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
         projected = projected if read or not queries else 0
     calls = 2 if averages else 1
@@ -272,12 +272,12 @@ def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int,
     stage, numbers = settings.zero_stage, settings.reduce_bucket_size
     weights = width * (part if stage == 3 else held)
     if stage == 0:
-        # The step's square roots of the second moments.
+        # The step takes square roots of the second moments.
         return weights, 4 * held, 8 * held, 0, 4 * held, 0
-    gradients = 4 * (held if stage == 1 else part)  # bf16 ones are added up in fp32
-    # ZeRO copies the weights even if they are fp32 already.
+    gradients = 4 * (held if stage == 1 else part)  # bf16 gradients are added up in fp32
+    # ZeRO copies the weights even if they already are fp32.
     optimizer = 12 * part
-    # What is reduced at once, and a copy in the precision that it is sent in. With `overlap_comm` ZeRO 1 and 2 fill one
+    # A bucket, and a copy of it in the precision that it is sent in. With `overlap_comm` ZeRO 1 and 2 fill one
     # bucket while they reduce the other.
     bucket_width, sent_width = (4 if stage == 1 else width), (2 if settings.communication_precision == "bf16" else 4)
     buffers = bucket_width * numbers * (2 if settings.overlap_comm and stage < 3 else 1)
@@ -285,7 +285,7 @@ def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int,
         buffers += sent_width * min(numbers, held)
     if stage == 3 and data_size > 1:
         buffers += width * min(held, LIVE_PARAMETERS)
-    # An fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
+    # The step takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
     step = (4 if stage == 2 and width == 2 else 8) * part + (width * numbers if stage == 3 else 0)
     if not settings.offload_optimizer:
         return weights, gradients, optimizer, buffers, step, 0
@@ -293,6 +293,6 @@ def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int,
         return weights, 0, 0, buffers, 0, (12 + 4 + 4) * part
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     largest = width * model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) // tensor_size
-    # On the host: the state, its gradients, weights on their way back, gradients summed over micro-batches.
+    # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
     host = (12 + 4 + 2 * width) * part + largest
     return weights, gradients if stage == 1 else 0, 0, buffers + largest, 0, host

@@ -1,4 +1,4 @@
-"""What a user can cause, and what ends a run; every message is one sentence that says what to do. Imports nothing."""
+"""Errors that a user can cause and that end a run; every message is one sentence that says what to do."""
 
 
 class ConfigError(ValueError):
@@ -14,10 +14,10 @@ class StaleAttempt(RuntimeError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why."""
+    """Training cannot continue; the message says why."""
 
 
 def refuse(refused: bool, sentence: str) -> None:
-    """Raise `ConfigError` with `sentence` where `refused`."""
+    """Raise `ConfigError` with `sentence` if `refused`."""
     if refused:
         raise ConfigError(sentence)

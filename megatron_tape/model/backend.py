@@ -1,4 +1,4 @@
-"""Which attention backend a model runs, and whether its kernels are right where they run. Needs torch, not Megatron."""
+"""Choose a model's attention backend and check its kernels on the device. Needs torch, but not Megatron."""
 
 import logging
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Return what `model.attention_backend` means on `device`; raises `ConfigError` where that cannot run."""
+    """Return the backend that `model.attention_backend` means on `device`; `ConfigError` if it cannot run there."""
     return choose_backend(model.attention_backend, device, dtype, model.head_dim, encoding_of(model).needs)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
-    """Return what decides which fused kernels a model compiles."""
+    """Return the sizes that decide which fused kernels a model compiles."""
     encoding = encoding_of(model)
     return Shapes(
         heads=model.num_attention_heads,
@@ -37,9 +37,9 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
 def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
     """Return the backend that all ranks of `layout` train with; all call this together.
 
-    The fused kernels are compiled and compared with plain torch first, on one rank of each node before the others,
-    which find the compiled kernels in its cache. Where they are not exact, or do not compile, `auto` becomes torch with
-    a warning; `ConfigError` is raised where triton was asked for by name.
+    The fused kernels are first compiled and compared with plain torch: on one rank of each node before the others,
+    which then find the compiled kernels in the node's cache. If they are not exact or do not compile, `auto` becomes
+    torch with a warning, and triton raises `ConfigError`.
     """
     device = torch.device(layout.device)
     backend, error = chosen_backend(model, dtype, device), None
@@ -51,14 +51,14 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
         except ConfigError as caught:
             error = caught
     if not layout.any_rank(error is not None):
-        logger.info("the fused kernels equal plain torch here")
+        logger.info("the fused kernels agree with plain torch here")
         return backend
     if model.attention_backend != "auto":
         raise error or ConfigError(
             "the fused kernels do not work on another rank; set model.attention_backend to torch"
         )
     logger.warning(
-        "WARNING: training goes on with slower attention in plain torch: %s",
+        "WARNING: training continues with slower attention in plain torch: %s",
         error or "the fused kernels do not work on another rank",
     )
     return "torch"

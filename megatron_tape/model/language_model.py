@@ -1,4 +1,4 @@
-"""The language model: Megatron-core's `GPTModel`, as it is, with a position encoding plugged into its layers."""
+"""The language model: Megatron-core's unmodified `GPTModel`, with a positional encoding plugged into its layers."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
 ) -> TransformerConfig:
-    """Translate our settings to Megatron-core's."""
+    """Translate our settings into Megatron-core's."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -63,10 +63,10 @@ def transformer_config(
 
 
 class LanguageModel(torch.nn.Module):
-    """A decoder that returns logits, or the mean next-token loss where labels are given.
+    """A decoder that returns logits or, given labels, the mean next-token loss.
 
-    Weights are drawn whole from torch's CPU generator on every rank and cut: seed it alike on all ranks and the
-    parallel layout does not change them. Those of the positional encoding are drawn by `seed`.
+    Every rank draws whole weights from torch's CPU generator and then cuts them, so they do not depend on the parallel
+    layout if the generator has the same seed on all ranks. Those of the positional encoding are drawn with `seed`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LanguageModel(torch.nn.Module):
     ):
         super().__init__()
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device))
-        """What computes attention on `device`, where the model has to be moved."""
+        """What computes attention on `device`, to which the caller must move the model."""
         self.tokens = TokenLayout(groups.tp, groups.dp, config.sequence_parallel)
         fused = self.attention_backend == "triton"
         self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
@@ -104,8 +104,8 @@ class LanguageModel(torch.nn.Module):
     ) -> Tensor:
         """Return logits (B, S, V) for token ids (B, S), or the scalar mean loss over `loss_mask` given `labels`.
 
-        `documents` (B, S) numbers the documents of a pack: tokens attend only within theirs. `positions` (S,) default
-        to 0, 1, ...; a shift of all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
+        `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
+        defaults to 0, 1, ...; shifting all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -122,10 +122,10 @@ class LanguageModel(torch.nn.Module):
         return self.tokens.mean_loss(forward(labels=labels), loss_mask)
 
     def record_position_norms(self, record: bool) -> None:
-        """Switch on or off that every layer that rewrites the position state keeps the norms of its next forward."""
+        """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""
         for position in self.position_updates():
             position.record_norms = record
 
     def position_updates(self) -> list[LayerPosition]:
-        """Return what rewrites the position state, first layer first; empty for encodings that do not."""
+        """Return the modules that rewrite the position state, in the order of the layers; none for some encodings."""
         return [layer.position for layer in self.gpt.decoder.layers if layer.position.updates]

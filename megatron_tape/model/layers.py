@@ -17,7 +17,7 @@ from megatron_tape.position import PositionEncoding, Positions
 
 
 class RMSNorm(torch.nn.Module):
-    """torch's `rms_norm` with a weight flagged `sequence_parallel`, which Megatron's torch norm refuses to be."""
+    """torch's `rms_norm` with a weight flagged `sequence_parallel`, which Megatron's torch norm does not support."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
@@ -45,7 +45,7 @@ class CoreAttention(torch.nn.Module):
 
 
 class PositionSelfAttention(SelfAttention):
-    """Megatron's self-attention (its projections, tensor-parallel as they are) with what an encoding gives it."""
+    """Megatron's self-attention, with its tensor-parallel projections, extended by what an encoding provides."""
 
     def forward(
         self, hidden_states: Tensor, positions: Positions, packing: Packing | None
@@ -53,7 +53,7 @@ class PositionSelfAttention(SelfAttention):
         """Attend from normalised hidden states (S, B, C), or (s, B, C) under sequence parallelism.
 
         Returns the projected output, its bias (None), and the position state averaged with the attention map,
-        (S, B, h, D), if it is.
+        (S, B, h, D), or None if it is not averaged.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         output, averaged = self.core_attention(query, key, value, positions, packing)
@@ -62,10 +62,10 @@ class PositionSelfAttention(SelfAttention):
 
 
 class LayerPosition(torch.nn.Module):
-    """One layer's part of a positional encoding: its parameters, and norms of what it does to the state.
+    """One layer's part of a positional encoding: its parameters, and the norms of the state and its update.
 
-    The parameters are drawn whole from a stream of their own, by `seed` and layer, and cut: neither the layout nor the
-    encoding changes the other weights of a model.
+    Whole parameters are drawn from a random stream of their own, given by `seed` and layer, and then cut: neither the
+    layout nor the encoding changes the other weights of a model.
     """
 
     def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig, seed: int):
@@ -85,8 +85,8 @@ class LayerPosition(torch.nn.Module):
             self.register_parameter(name, weight)
         self.record_norms = False
         self.norms: Tensor | None = None
-        """When `record_norms` is set, (3, G): sums of |z''|^2 and of |z'' - z|^2 over the local tokens, and how many
-        complex numbers that is, for each group."""
+        """If `record_norms` is set, (3, G): for each group, the sums of |z''|^2 and |z'' - z|^2 over the local tokens,
+        and the number of complex numbers in each sum."""
 
         self.updates = encoding.updates(layer)
         """Whether this layer rewrites the state."""
@@ -124,7 +124,7 @@ class LayerPosition(torch.nn.Module):
 
 
 class PositionTransformerLayer(TransformerLayer):
-    """A pre-norm transformer layer that hands the position state on, rewritten, as its `context`."""
+    """A pre-norm transformer layer that passes the rewritten position state to the next layer as its `context`."""
 
     def __init__(
         self,
@@ -147,9 +147,10 @@ class PositionTransformerLayer(TransformerLayer):
         packed_seq_params: Packing | None = None,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states (S, B, C) and the position state (`context`) to the next layer's.
+        """Map hidden states (S, B, C) and the position state (`context`) to those of the next layer.
 
-        The documents of a pack come as Megatron's `packed_seq_params`, which reaches every layer as it is.
+        The documents of a pack arrive as Megatron's `packed_seq_params`, which Megatron passes to every layer
+        unchanged.
         """
         normed = self.input_layernorm(hidden_states)
         positions = self.position.positions(context, normed)

@@ -17,7 +17,7 @@ from megatron_tape.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What the weights alone do not tell."""
+    """What cannot be inferred from the weights."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -35,7 +35,7 @@ class ReferenceConfig:
 def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
     """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
 
-    `llama3` leaves fast frequencies alone and divides slow ones, by how often they turn in the original context.
+    `llama3` keeps fast frequencies and divides slow ones, depending on how often they turn in the original context.
     """
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     scaled = frequencies / config.rope_scaling_factor
@@ -87,9 +87,9 @@ def forward(
 
     `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing` A (G, H),
     `.x_proj` W_x (P, C), `.up_proj` W_up (P, G) and `.down_proj` W_down (G, P); a layer without them leaves the
-    position state as it is, so with none at all this is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`) and norms
-    of each head's q and k (`self_attn.q_norm.weight`) are applied where they are. Returns `logits` (B, S, V) and, after
-    each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
+    position state unchanged, so without any of them this is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`) and
+    norms of each head's q and k (`self_attn.q_norm.weight`) are applied if present. Returns `logits` (B, S, V) and,
+    after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
     """
     B, S = input_ids.shape
     H, G = config.num_attention_heads, config.num_query_groups
@@ -140,8 +140,8 @@ def forward(
 def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the TAPE authors' parameters to those of `forward`.
 
-    Their `post_attention_linear` W enters as `einsum('bqnd,qe->bqnd')`, which scales each head by its row's sum: it
-    becomes A = diag(W 1), exactly.
+    Their `post_attention_linear` W is applied as `einsum('bqnd,qe->bqnd')`, which scales each head by the sum of its
+    row of W; this equals A = diag(W 1) exactly.
     """
     renamed = {}
     for name, value in weights.items():

@@ -1,4 +1,4 @@
-"""ModuleSpecs: which modules Megatron-core's `TransformerBlock` is made of."""
+"""ModuleSpecs: the modules that Megatron-core's `TransformerBlock` is built from."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,7 +17,7 @@ from megatron_tape.position import PositionEncoding
 def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch", seed: int = 0) -> ModuleSpec:
     """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
 
-    `backend` is one of `ops.backends.BACKENDS`; `seed` is that of the encoding's parameters.
+    `backend` is one of `ops.backends.BACKENDS`; `seed` determines the encoding's initial parameters.
     """
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(

@@ -1,7 +1,7 @@
-"""Parameter names and shapes: whole weights by Hugging Face's Llama names, and one rank's share by Megatron's.
+"""Names and shapes of parameters: whole weights have Hugging Face's Llama names, one rank's shares Megatron's.
 
-The whole, unsharded names are those of `model.reference.forward`. Megatron fuses q, k and v (per group: its
-queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
+The whole, unsharded names are those of `model.reference.forward`. Megatron fuses q, k and v (for each group:
+its queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
 """
 
 import re
@@ -14,9 +14,9 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.position import PositionEncoding, encoding_of
 
 WRAPPED = "gpt."
-"""What `LanguageModel` and checkpoints put before the name of a `GPTModel` parameter."""
+"""Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
 POSITION = "position."
-"""What comes before the name of a positional encoding's parameter in a layer, here and in Hugging Face's names."""
+"""Prefix of a positional encoding's parameters within a layer, here and in Hugging Face's names."""
 _PLAIN = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -77,7 +77,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dict[str, Tensor]:
     """Draw the encoding's parameters of layer `layer`, from 0: whole float32 tensors by name.
 
-    The stream is its own: the other weights of a model with the same seed are the same under every encoding.
+    They have a random stream of their own, so a model's other weights depend on the seed, but not on the encoding.
     """
     generator = torch.Generator().manual_seed((seed + 7919 * (layer + 1)) % 2**63)
     drawn = {}
@@ -90,12 +90,12 @@ def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dic
 
 
 def current_name(stored: str) -> str:
-    """Return the name of a parameter that a checkpoint may hold by an older one."""
+    """Return the current name of a parameter that a checkpoint may hold under an older name."""
     return stored.replace(".position_update.", f".{POSITION}")
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    """Return the whole tensor of the `GPTModel` parameter `name`; KeyError where `weights` lacks a part of it."""
+    """Return the whole tensor of the `GPTModel` parameter `name`; KeyError if `weights` lacks a part of it."""
     _, prefix, rest = _split_layer(name)
     if match := _FUSED.fullmatch(rest):
         parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
@@ -111,7 +111,7 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every whole weight by Hugging Face's names, in the order of the layers."""
+    """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
     shapes = {}
     for name, shape in parameter_shapes(model).items():
         for part, tensor in from_megatron(name, torch.empty(shape, device="meta"), model).items():
@@ -135,7 +135,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """Return tensor-parallel rank `rank`'s share of `whole`; `parameter` tells how Megatron cuts it."""
+    """Return tensor-parallel rank `rank`'s share of `whole`; `parameter` has the attributes that say how to cut."""
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride

@@ -1,8 +1,9 @@
 """Causal attention with a position state, in several backends behind one function.
 
-Queries and keys are rotated by the state z, and where it is asked for the map averages z beside the value: p @ [v | z].
-Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension. Megatron keeps the sequence first. The plain form to compare with is `backends/naive.py`.
+Queries and keys are rotated by the state z. On request, the attention map p averages z as well as the value: p @ [v |
+z]. Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value
+groups, D head dimension. As in Megatron, the sequence axis comes first. `backends/naive.py` is the plain form to
+compare with.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from megatron_tape.ops.packing import Packing
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
-"""Widths that the fused kernels are tested with."""
+"""Head widths that the fused kernels are tested with."""
 _MODULES = {"triton": "triton", "tiled": "tiled", "torch": "sdpa", "flash_attn": "flash", "naive": "naive"}
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,24 +41,24 @@ def attention(
     log_gate_TBH: Tensor | None = None,
     rescore: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by z, if there is one, and average v and, if asked for, z with softmax(q k^T / sqrt(D) + ...).
+    """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
 
-    z has v's type in all backends but triton, and may have one sequence or one group for all. `packing` keeps packed
-    documents from seeing each other. Returns o (S, B, H, D) and u, as large and of z's type, or None. `backend` is one
-    of `BACKENDS`; `choose_backend` turns auto into one.
+    z has v's type (in the triton backend it may be float32 instead), and its sequence or group axis may have size 1.
+    `packing` keeps packed documents from attending to each other. Returns o (S, B, H, D) and u, which has o's shape and
+    z's type, or None. `backend` is one of `BACKENDS`; `choose_backend` resolves auto.
 
-    Scores may be changed: `bias` is added to them, `log_gate_TBH` are logarithms of forget gates, and `rescore(scores,
-    q, k, seen)` returns new ones (B, H, S, T) from whole rows of scores, rotated q (B, H, S, D) and k (B, H, T, D), and
-    which keys each query sees (B or 1, 1, S, T).
+    Three arguments change the scores: `bias` is added to them, `log_gate_TBH` holds logarithms of forget gates, and
+    `rescore(scores, q, k, seen)` returns new scores (B, H, S, T), given whole rows of scores, rotated q (B, H, S, D)
+    and k (B, H, T, D), and which keys each query sees (B or 1, 1, S, T).
 
-    With a cache (T > S, one query at a time for instance) each token is rotated once, when it comes: q by its own
-    state and the new key before it joins the cache (`ops.rotation.rotate_groups`), and here `rotate` is False.
-    Raises ValueError for shapes or types that do not fit, a cache to be rotated, no state to average, or what the
-    backend cannot do.
+    With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
+    own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
+    Raises ValueError if shapes or types do not fit, if `rotate` is true with a cache, if there is no state to average,
+    or if the backend cannot do what is requested.
     """
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend is {backend!r}, not one of {', '.join(BACKENDS)}; choose_backend turns auto into one"
+            f"backend is {backend!r}, not one of {', '.join(BACKENDS)}; use choose_backend to resolve auto"
         )
     if average_state and z_TBGD is None:
         raise ValueError("there is no position state to average")
@@ -66,13 +67,13 @@ def attention(
         and z_TBGD.dtype != v_TBGD.dtype
         and not (backend == "triton" and z_TBGD.dtype == torch.float32)
     ):
-        raise ValueError(f"states of type {z_TBGD.dtype} do not go with values of type {v_TBGD.dtype} in {backend}")
+        raise ValueError(f"{backend} cannot combine states of {z_TBGD.dtype} with values of {v_TBGD.dtype}")
     _check_shapes(q_SBHD, k_TBGD, v_TBGD, z_TBGD, None if packing is None else packing.bounds_2BT)
     S, T = q_SBHD.shape[0], k_TBGD.shape[0]
     if S < T and rotate and z_TBGD is not None:
         raise ValueError(
-            f"{S} queries have {T} keys: those of a cache were rotated when they came; rotate the new ones with "
-            "ops.rotation.rotate_groups, and pass rotate=False"
+            f"{S} queries have {T} keys: cached keys were rotated when they arrived; rotate the new ones with "
+            "ops.rotation.rotate_groups and pass rotate=False"
         )
     needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state, BIAS: bias is not None}
     needs |= {GATE: log_gate_TBH is not None, SCORES: rescore is not None}
@@ -80,7 +81,7 @@ def attention(
         raise ValueError(f"backend is {backend}, which {why}")
     if log_gate_TBH is not None:
         if log_gate_TBH.shape != (T, *q_SBHD.shape[1:3]):
-            raise ValueError(f"gates {tuple(log_gate_TBH.shape)} are not one for each of {T} keys and query head")
+            raise ValueError(f"gates {tuple(log_gate_TBH.shape)} need a value for each of {T} keys and each query head")
         bias = gates_as_bias(log_gate_TBH, bias)
     bias = None if bias is None else bias.in_float32()
     if backend == "triton" and not q_SBHD.is_cuda:
@@ -93,7 +94,7 @@ def attention(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Tensor | None) -> None:
-    """Refuse what a kernel would read beyond its end."""
+    """Reject shapes with which a kernel would read beyond the end of a tensor."""
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"queries and keys have {q.dim()} and {k.dim()} axes, not 4: sequence, batch, heads, head dimension"
@@ -107,11 +108,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Ten
     if v.shape != k.shape:
         raise ValueError(f"{keys} have values {tuple(v.shape)}, not of the same shape")
     if z is not None and (z.shape[::3] != (T, D) or z.shape[1] not in (1, B) or z.shape[2] not in (1, G)):
-        raise ValueError(
-            f"{keys} have states {tuple(z.shape)}, not {(T, B, G, D)}, or 1 for {B} or {G}: those of all keys"
-        )
+        raise ValueError(f"{keys} have states {tuple(z.shape)}, not {(T, B, G, D)}; {B} or {G} may be 1 instead")
     if z is not None and D % 2:
-        raise ValueError(f"heads of {D} hold no pairs that a state could rotate: their dimension must be even")
+        raise ValueError(f"heads of {D} cannot be split into pairs to rotate; their dimension must be even")
     if bounds is not None and bounds.shape != (2, B, T):
         raise ValueError(f"{keys} have document bounds {tuple(bounds.shape)}, not {(2, B, T)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -119,7 +118,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Ten
 
 
 def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Say in half a sentence why `backend` cannot run, or return None if it can."""
+    """Return why `backend` cannot run, as the predicate of a sentence, or None if it can."""
     if backend not in ("triton", "flash_attn"):
         return None
     if why := _not_importable(backend):
@@ -127,7 +126,7 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
     if device.type != "cuda" and not (backend == "triton" and _interpreted()):
         return f"needs a GPU, and this runs on {device.type}"
     if device.type != "cuda" and _interpreted_wrong(dtype):
-        return f"computes {str(dtype).removeprefix('torch.')} wrong where it is interpreted; interpret it in fp32"
+        return f"computes {str(dtype).removeprefix('torch.')} incorrectly in the interpreter; use fp32 there"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     types = [_TYPES[name] for name in BACKENDS[backend].precisions]
@@ -135,8 +134,8 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         names = " or ".join(str(kind).removeprefix("torch.") for kind in types)
         return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
     if backend == "triton":
-        return None if head_dim in HEAD_DIMS else f"has heads of {', '.join(map(str, HEAD_DIMS))}, not of {head_dim}"
-    return None if head_dim <= 256 and head_dim % 8 == 0 else f"has no heads of {head_dim}"
+        return None if head_dim in HEAD_DIMS else f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    return None if head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
 
 def _not_importable(package: str) -> str | None:
@@ -144,32 +143,32 @@ def _not_importable(package: str) -> str | None:
         return "is not installed"
     try:
         importlib.import_module(package)
-    except Exception as error:  # built for another torch, for instance
+    except Exception as error:  # for example, it was built for another version of torch
         return f"cannot be imported ({type(error).__name__})"
     return None
 
 
 def _interpreted() -> bool:
-    """Tell whether Triton runs kernels on the CPU, statement by statement."""
+    """Return whether Triton interprets kernels on the CPU, statement by statement."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
 def _interpreted_wrong(dtype: torch.dtype) -> bool:
-    """Tell whether Triton's interpreter (3.6, 3.7) is wrong: it truncates to bf16, and multiplies the bits."""
+    """Return whether Triton's interpreter (3.6, 3.7) is wrong: it truncates bf16 and multiplies its bits."""
     return dtype is torch.bfloat16
 
 
 def choose_backend(
     wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Set[str] = frozenset()
 ) -> str:
-    """Return the backend for `wanted` that can do all of `needs`, what the positional encoding asks of attention.
+    """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
 
-    `auto` takes the fastest that can: on a GPU triton where a state is averaged, flash_attn where none is, and torch
-    where neither can run; on a CPU tiled where a state is averaged, else torch; where there is a bias or a gate, tiled;
-    where positions depend on scores, naive. Raises `ConfigError`, in one sentence, where one asked for by name cannot
-    run or cannot do it: it never becomes another.
+    `auto` chooses the fastest that can. On a GPU this is triton if a state is averaged, flash_attn if none is, and
+    torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch. With a bias or a gate it is
+    tiled; if positions depend on scores, naive. A backend that was named is never replaced by another: if it cannot run
+    or cannot do what is needed, this raises `ConfigError`.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim):
@@ -187,5 +186,5 @@ def choose_backend(
             continue
         if not (why := unsupported(name, device, dtype, head_dim)):
             return name
-        logger.info("attention cannot run as %s, which %s", name, why)
+        logger.info("attention does not use %s, which %s", name, why)
     raise ConfigError(f"no attention backend can {described(needs)} at once; choose another model.position_encoding")

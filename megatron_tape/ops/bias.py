@@ -1,4 +1,4 @@
-"""What is added to attention's scores, computed for the tile of queries and keys that is asked for.
+"""What is added to attention's scores, computed for one tile of queries and keys at a time.
 
 Axes: T tokens, B batch, H query heads.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 class Bias:
     """`tile(rows, columns, *tensors)` returns what is added to the scores of these queries and keys.
 
-    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows or 1, columns or 1), finite for
-    pairs that are not seen, too, and differentiable in `tensors`, the only ones that may need a gradient. Attention
-    hands them over in float32 at least, since the gradient of a table adds up over all pairs.
+    `rows` and `columns` are slices of the T tokens; the result is (B or 1, H or 1, rows or 1, columns or 1) and must be
+    finite even for pairs that are not seen. It is differentiable in `tensors`; everything that needs a gradient must be
+    among them. Attention passes them at least in float32, since the gradient of a table is a sum over all pairs.
     """
 
     tile: Callable[..., Tensor]
@@ -32,12 +32,12 @@ class Bias:
 
 
 def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
-    """Turn forget gates f into what they add to the scores of query s and key t, sum of log f over t < j <= s.
+    """Turn forget gates f into a bias: query s and key t get the sum of log f over t < j <= s.
 
-    Forgetting Transformer (Lin et al., 2025), equation 5; the sums are in float32 at least. The
-    logarithms must be finite. Another bias is added to it.
+    Forgetting Transformer (Lin et al., 2025), equation 5. The sums are at least in float32; the logarithms must be
+    finite. `bias`, if given, is added to the result.
     """
-    # Differences of one running sum: what lies before a document cancels out.
+    # Differences of one running sum, so that everything before a document cancels out.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
     sums_BHT = log_gate_TBH.to(dtype).cumsum(0).permute(1, 2, 0)
 

@@ -1,4 +1,4 @@
-"""What a backend of attention is given."""
+"""The input of an attention backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_tape.ops.rotation import rotate_groups
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Checked inputs of one attention; see `ops.attention.attention`, whose gates have become part of the bias."""
+    """Checked arguments of `ops.attention.attention`; its gates have become part of the bias."""
 
     q_SBHD: Tensor
     k_TBGD: Tensor
@@ -25,11 +25,11 @@ class AttentionInputs:
     rescore: Callable[..., Tensor] | None
 
     def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, rotated by the state where that is asked for."""
+        """Return queries and keys, rotated by the state if requested."""
         if not self.rotate or self.z_TBGD is None:
             return self.q_SBHD, self.k_TBGD
         return rotate_groups(self.q_SBHD, self.z_TBGD), rotate_groups(self.k_TBGD, self.z_TBGD)
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return what is averaged: the value, and the state where that is asked for."""
+        """Return what is averaged: the value and, if requested, the state."""
         return (self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)) if self.average_state else (self.v_TBGD,)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 def document_bounds(documents_BT: Tensor) -> Tensor:
-    """Return, int32 (2, B, T), where each token's document starts and where the next one does.
+    """Return, as int32 (2, B, T), where each token's document starts and where the next document starts.
 
-    `documents_BT` numbers the documents of each pack in ascending order. Padding before a sequence is a document, too:
-    an attention mask of zeros and then ones will do. Raises ValueError for another order; it is looked at on CPUs only.
+    `documents_BT` numbers the documents of each pack in ascending order. Padding before a sequence counts as a
+    document, so an attention mask of zeros followed by ones can be passed. Raises ValueError for another order; this is
+    checked only on CPUs.
     """
     documents_BT = documents_BT.contiguous().long()
     if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
@@ -24,7 +25,7 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
 
 
 def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True where a query may see a key: none later, of the same document."""
+    """Return the boolean mask (B or 1, 1, S, T), True if the key is not later than the query and in its document."""
     keys = torch.arange(T, device=device)
     mask = (keys <= keys[T - S :, None])[None, None]
     return mask if bounds_2BT is None else mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
@@ -38,7 +39,7 @@ def additive_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.devic
 
 @dataclass(frozen=True)
 class Packing:
-    """The documents of a batch of packs. What a backend derives from their bounds (2, B, T) is kept for all layers."""
+    """The documents of a batch of packs; what backends derive from their bounds (2, B, T) is kept for all layers."""
 
     bounds_2BT: Tensor
     _kept: dict = field(default_factory=dict, repr=False, compare=False)
@@ -64,7 +65,7 @@ class Packing:
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return the cumulative lengths, int32, of documents in queries and keys, and the longest of each.
 
-        The queries are the last S tokens of each pack; all packs lie one after the other. Asks the device once.
+        The queries are the last S tokens of each pack; all packs are concatenated. The host waits for the device once.
         """
         if S not in self._kept:
             _, B, T = self.bounds_2BT.shape

@@ -1,4 +1,4 @@
-"""Whether kernels are right where they run: outputs and gradients beside float64, and beside plain torch's rounding."""
+"""Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
-"""Relative error that no computation in a type can do without; plain torch may be lucky where tensors are small."""
+"""Relative error that is always allowed for a type, as plain torch may be exact by chance for small tensors."""
 
 ROWS = 16
-"""Rows of a tensor's first axis that are compared together, beside all."""
+"""Rows of a tensor's first axis that are compared as a block, in addition to the whole tensor."""
 
 LENGTH = 272
-"""Tokens that `check_fused_kernels` looks at: several tiles of each kernel, and a part of one."""
+"""Tokens with which `check_fused_kernels` runs: several tiles of each kernel, and a partial one."""
 
 Function = Callable[..., Sequence[Tensor | None]]
 
 
 def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Say what of `ours` is off by more than twice the rounding of `plain`, or return None.
+    """Return which result of `ours` is off by more than twice the rounding of `plain`, or None.
 
-    Both map `inputs` to tensors, of which absent ones are None. Compared with `plain` in float64 are all outputs and
-    the gradients of all inputs along one direction, whole and in blocks of `ROWS` rows of the first axis: what is wrong
-    in a few rows is lost in a norm of all. `plain` is rounded in `dtype`.
+    Both map `inputs` to tensors, or None for absent ones. All outputs, and the gradients of all inputs along one
+    direction, are compared with `plain` in float64: whole and in blocks of `ROWS` rows of the first axis, since an
+    error in a few rows would vanish in the norm of the whole. The rounding is that of `plain` in `dtype`.
     """
 
     def run(function: Function, kind: torch.dtype | None) -> list[Tensor]:
@@ -46,7 +46,7 @@ def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.
         for first in (None, *range(0, len(tensors[0]), ROWS)):
             rows = slice(None) if first is None else slice(first, first + ROWS)
             our, theirs, truth = (x[rows] for x in tensors)
-            # A gradient that is zero but for rounding has no size of its own.
+            # A gradient that consists of nothing but rounding errors has no meaningful size.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
             if not error <= 2 * rounding + FLOOR[dtype]:
@@ -57,7 +57,7 @@ def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides which kernels a model compiles: sizes of the whole model, and how it is cut."""
+    """What decides which kernels a model compiles: sizes of the whole model, and how tensor parallelism cuts it."""
 
     heads: int
     groups: int
@@ -72,9 +72,9 @@ class Shapes:
 
 
 def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-    """Run the fused kernels on `device` as a model of `shapes` will, compiling them, and compare them with plain torch.
+    """Compile and run the fused kernels on `device` as a model of `shapes` will, and compare them with plain torch.
 
-    Raises `ConfigError` where they do not compile, do not fit or are not exact.
+    Raises `ConfigError` if they do not compile, do not fit or are not exact.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -87,7 +87,7 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
     starts = [[3 * LENGTH // 8], [5 * LENGTH // 8 + 1]]
     packing = Packing.of(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
     tensors = [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)]
-    # The first layer's state needs no gradient, and the last layer's is not averaged: both are compiled apart.
+    # The first layer's state needs no gradient, and the last layer's is not averaged: both have kernels of their own.
     layers = {"": (averages, True), " in the first layer": (averages, False), " in the last layer": (False, averages)}
     checks = {
         f"attention{' of packed documents' * packed}{where}": (
@@ -127,11 +127,11 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
 def _attention(
     averages: bool, packing: Packing | None, backend: str, state: Tensor | None, *tensors: Tensor
 ) -> Sequence[Tensor | None]:
-    """Attend, with a `state` that needs no gradient or with one among `tensors`."""
+    """Attend, with a `state` that needs no gradient or with the state as the last of `tensors`."""
     states = () if state is None else (state.to(tensors[0]),)
     return attention(*tensors, *states, averages, packing, backend)
 
 
 def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-    """Update a state; in fp32, where that is asked for, it holds numbers that the type of the rest does not."""
+    """Update a state; with `fp32_state` it holds numbers that the narrower type of the other tensors cannot hold."""
     return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]

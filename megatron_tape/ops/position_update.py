@@ -2,12 +2,12 @@
 
 Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. With g = silu(gate):
     z' = z + A u,    z'' = z' + M z',    M = W_down diag(g) W_up  in R^(G x G).
-Forming M costs G*G*P and applying it G*G*D multiply-adds a token, against 2*P*G*D for projecting every frequency up and
-down, and the backward pass keeps G x G numbers a token instead of P x D. M for all tokens is one matrix product
-with the P x G*G table of the outer products of W_down's columns and W_up's rows.
+Per token, forming M costs G*G*P and applying it G*G*D multiply-adds, compared with 2*P*G*D for projecting every
+frequency up and down; the backward pass keeps G x G numbers instead of P x D. One matrix product computes M for all
+tokens: that of g with the P x G*G table of the outer products of W_down's columns and W_up's rows.
 
-The state may be in fp32 where all else is in bf16: its additions are then in fp32, so that increments which bf16 would
-round away stay, and it is rounded only as a factor of a product.
+The state may be in fp32 while everything else is in bf16. Its additions are then in fp32, so that increments which bf16
+would round away are kept; it is rounded only where it is a factor of a product.
 """
 
 import torch
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SHARED_MEMORY = 96 * 1024
-"""Bytes that one program of a kernel may share on every GPU of compute capability 8.0 and newer, with some to spare."""
+"""Bytes of shared memory per program that all GPUs of compute capability 8.0 and newer have, with some to spare."""
 
 
 def fits_fused(groups: int, heads: int, head_dim: int, inner: int, dtype: torch.dtype) -> bool:
-    """Tell whether the fused kernels' matrices fit `SHARED_MEMORY`.
+    """Return whether the matrices of the fused kernels fit into `SHARED_MEMORY`.
 
-    The backward pass takes the most; the factors are read off compiled kernels, a few percent too high or low.
+    The backward pass needs most; the factors are read from compiled kernels and are accurate to a few percent.
     """
     G, H, D, P = (max(16, 1 << (n - 1).bit_length()) for n in (groups, heads, head_dim, inner))
     return dtype.itemsize * (3 * G * P + 3 * H * D + 4 * G * D + G * H) <= SHARED_MEMORY
@@ -37,7 +37,7 @@ def plain_update(
 def fused_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
-    """Return the same from one Triton kernel; on GPUs, or where Triton is interpreted."""
+    """Return the same, computed by one Triton kernel on a GPU (or by Triton's interpreter)."""
     from megatron_tape.ops.kernels.position_update import update
 
     return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)

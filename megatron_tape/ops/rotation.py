@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
-    """Return x * z on complex pairs; x (..., D), z (..., D) broadcasts over x's leading axes."""
+    """Return the product x * z of complex pairs; z (..., D) broadcasts over the leading axes of x (..., D)."""
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)

@@ -1,7 +1,7 @@
 """Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` chooses by name.
 
-Importing this imports no torch. An encoding of another package becomes one of these by `register`, before a
-configuration that names it is checked.
+Importing this does not import torch. `register` adds an encoding from another package; call it before a configuration
+that names the encoding is checked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from megatron_tape.config.schema import ModelConfig
 
 BUILT_IN: tuple[type[PositionEncoding], ...] = (TapePosition, RotaryPosition, NoPosition)
-"""A new file's class is added here; the settings of these are keys of `model`."""
+"""Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}
 
 
 def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
     """Add an encoding without settings of its own; raises ValueError for a name that is taken."""
     if ENCODINGS.setdefault(encoding.name, encoding) is not encoding:
-        raise ValueError(f"there is a positional encoding {encoding.name} already; choose another name")
+        raise ValueError(f"there already is a positional encoding {encoding.name}; choose another name")
     return encoding
 
 
 def encoding_of(model: ModelConfig) -> PositionEncoding:
-    """Return the declared side of a model's encoding; raises `ConfigError` for a name that none has."""
+    """Return a model's encoding, for its declarations; raises `ConfigError` if no encoding has that name."""
     if model.position_encoding not in ENCODINGS:
         raise ConfigError(
             f"model.position_encoding is {model.position_encoding!r}; choose one of {', '.join(ENCODINGS)}"
@@ -39,7 +39,7 @@ def encoding_of(model: ModelConfig) -> PositionEncoding:
 
 
 def setting_classes() -> tuple[type, ...]:
-    """Return the dataclasses of settings of all built-in encodings, each once, those that extend others first."""
+    """Return the settings classes of the built-in encodings as bases of a class, without those that others extend."""
     classes = [encoding.settings for encoding in BUILT_IN if encoding.settings is not object]
     return tuple(a for i, a in enumerate(classes) if not any(issubclass(b, a) for b in classes[:i]))
 

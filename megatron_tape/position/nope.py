@@ -1,4 +1,4 @@
-"""No positional encoding: causal attention alone tells the order."""
+"""No positional encoding: only causal attention conveys the order."""
 
 from megatron_tape.position.base import PositionEncoding
 

@@ -19,15 +19,15 @@ class RotarySettings:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling_type: Literal["linear", "llama3"] = "linear"
-    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) those of slow frequencies alone."""
+    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) only those of slow frequencies."""
     rope_scaling_factor: float = 1.0
-    """What positions are divided by; 2 stretches a trained context twofold."""
+    """Divisor of the positions; 2 doubles the context of a trained model."""
     rope_low_freq_factor: float = 1.0
-    """llama3: frequencies that turn less often than this in rope_original_seq_length tokens are scaled in full."""
+    """llama3: frequencies that turn fewer times than this in rope_original_seq_length tokens are scaled fully."""
     rope_high_freq_factor: float = 4.0
-    """llama3: frequencies that turn more often than this are left alone; between the two, scaling fades in."""
+    """llama3: frequencies that turn more times than this are not scaled; between the two, scaling changes gradually."""
     rope_original_seq_length: int = 8192
-    """llama3: tokens of the context before it was stretched."""
+    """llama3: tokens of the context before it was extended."""
 
 
 class RotaryPosition(PositionEncoding):
@@ -39,15 +39,15 @@ class RotaryPosition(PositionEncoding):
     exports_to = "plain"
 
     def check(self) -> None:
-        """Refuse llama3's bounds in the wrong order."""
+        """Reject llama3's bounds in the wrong order."""
         low, high = self.model.rope_low_freq_factor, self.model.rope_high_freq_factor
         refuse(
             low >= high,
-            f"model.rope_low_freq_factor {low} is not below model.rope_high_freq_factor {high}; change either",
+            f"model.rope_low_freq_factor {low} is not below model.rope_high_freq_factor {high}; change one of them",
         )
 
     def state_size(self, layer: int) -> int:
-        """One head's phases serve all."""
+        """Return the size of one head's phases, which all heads share."""
         return self.model.head_dim
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
@@ -58,7 +58,7 @@ class RotaryPosition(PositionEncoding):
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype).unsqueeze(2)
 
     def _frequencies_on(self, device: "torch.device") -> "Tensor":
-        """Return the frequencies on `device`; computed on the CPU once, as a copy at every forward pass would wait."""
+        """Return the frequencies on `device`; copied there once, as a copy in every forward pass would stall it."""
         if getattr(self, "_frequencies", None) is None or self._frequencies.device != device:
             self._frequencies = self.frequencies().to(device)
         return self._frequencies
@@ -66,7 +66,7 @@ class RotaryPosition(PositionEncoding):
     def frequencies(self) -> "Tensor":
         """Return the angles per position theta_f, float32 (D/2,).
 
-        llama3 leaves fast frequencies alone and divides slow ones, by how often they turn in the original context.
+        llama3 keeps fast frequencies and divides slow ones, depending on how often they turn in the original context.
         """
         import torch
 

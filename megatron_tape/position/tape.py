@@ -1,11 +1,11 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
-The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update nobody
-would read:
+The state z (S, B, G, D) starts as RoPE's phases and is rewritten by every layer but the last, whose update would never
+be read:
     z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization"),
 where u is z averaged by the attention map. Under sequence parallelism z is kept where the hidden states are, as
-(s, B, G, D): the update mixes all heads of one token, attention all tokens of one head, and an all-to-all of S*B*C/tp
-numbers leads from one to the other.
+(s, B, G, D): the update needs all heads of a token, attention needs all tokens of a head, and an all-to-all of S*B*C/tp
+numbers switches between the two.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class TapeSettings(RotarySettings):
-    """The position update."""
+    """Settings of the position update."""
 
     position_mlp_size: int | None = None
     """Inner width of TAPE's position MLP (P); null means 4 * num_attention_heads, as in the paper."""
@@ -36,8 +36,8 @@ class TapeSettings(RotarySettings):
     token_mixing: Literal["full", "per_head"] = "full"
     """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
     position_state_precision: Literal["fp32", "bf16"] = "fp32"
-    """What TAPE's position state is added up in; attention reads it rounded to train.precision in any case. In bf16 an
-    update below 2^-9 of the state is lost. In an fp32 run it is fp32."""
+    """Precision in which TAPE's position state accumulates updates; attention always reads it rounded to
+    train.precision. In bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
 
     @property
     def position_mlp_width(self) -> int:
@@ -62,7 +62,7 @@ class TapePosition(RotaryPosition):
         self._update = None
 
     def check(self) -> None:
-        """Refuse a scale per head where heads share groups."""
+        """Reject a scale per head if heads share groups."""
         super().check()
         heads, groups = self.model.num_attention_heads, self.model.query_groups
         refuse(
@@ -72,11 +72,11 @@ class TapePosition(RotaryPosition):
         )
 
     def updates(self, layer: int) -> bool:
-        """All but the last."""
+        """Return whether the layer is not the last."""
         return layer < self.model.num_layers - 1
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return those of the update."""
+        """Return the parameters of the update."""
         if not self.updates(layer):
             return {}
         model = self.model
@@ -89,7 +89,7 @@ class TapePosition(RotaryPosition):
         }
 
     def multiply_adds(self, layer: int) -> int:
-        """Count the widened value, token mixing, and the collapsed position MLP: the gate, forming M, applying M."""
+        """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M)."""
         if not self.updates(layer):
             return 0
         model = self.model
@@ -104,15 +104,15 @@ class TapePosition(RotaryPosition):
         return averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
 
     def state_size(self, layer: int) -> int:
-        """Count all groups' states; the first layer's phases are RoPE's."""
+        """Count the states of all groups; the first layer gets RoPE's phases, which all groups share."""
         return self.model.head_dim * (self.model.query_groups if layer > 0 else 1)
 
     def state_bytes(self, layer: int, width: int) -> int:
-        """In fp32 where the state is added up in it."""
+        """Return the bytes of the state, which is in fp32 if it accumulates in fp32."""
         return self.state_size(layer) * (4 if self.model.position_state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count what the update keeps: the gate and its input, the states, M, and the averages it was sent."""
+        """Count what the update keeps: the gate and its input, the states, M, and averages from other ranks."""
         if not self.updates(layer):
             return 0
         model, groups, inner = self.model, self.model.query_groups, self.model.position_mlp_width
@@ -121,7 +121,7 @@ class TapePosition(RotaryPosition):
         return (batch.local_tokens * per_token + inner * groups * groups) * batch.width
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return this rank's tokens' phases, the same for all groups, (s, B or 1, 1, D)."""
+        """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
         import torch
 
         dtype = torch.float32 if self.model.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
@@ -130,7 +130,7 @@ class TapePosition(RotaryPosition):
     def positions(
         self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
     ) -> Positions:
-        """Return all tokens' state for this rank's groups, rounded to the precision of the hidden states."""
+        """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
         return Positions(self.tokens.to_heads(rounded), average_state=self.updates(layer))
 
@@ -163,8 +163,8 @@ class TapePosition(RotaryPosition):
             fits = fits_fused(*sizes, dtype)
             if self.fused and not fits:
                 logger.warning(
-                    "%d groups, %d heads of %d and a position MLP of %d do not fit the fused position update; it runs "
-                    "in plain torch",
+                    "the fused position update has no room for %d groups, %d heads of %d and a position MLP of %d; "
+                    "plain torch computes the update",
                     *sizes,
                 )
             self._update = fused_update if self.fused and fits else plain_update

@@ -107,10 +107,10 @@ def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
         ("flash_attn", GPU, BF16, 64, False, "is not installed"),
         ("triton", CPU, BF16, 64, True, "needs a GPU, and this runs on cpu"),
         ("flash_attn", CPU, BF16, 64, True, "needs a GPU, and this runs on cpu"),
-        ("triton", GPU, BF16, 48, True, "has heads of 32, 64, 80, 96, 128, not of 48"),
+        ("triton", GPU, BF16, 48, True, "supports heads of 32, 64, 80, 96, 128, not 48"),
         ("triton", GPU, torch.float64, 64, True, "computes in bfloat16 or float16 or float32, not in float64"),
         ("flash_attn", GPU, torch.float32, 64, True, "computes in bfloat16 or float16, not in float32"),
-        ("flash_attn", GPU, BF16, 512, True, "has no heads of 512"),
+        ("flash_attn", GPU, BF16, 512, True, "does not support heads of 512"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backend, device, dtype, dim, installed, why):
@@ -146,13 +146,13 @@ def test_what_does_not_fit_together_is_refused():
     one, five, six = (torch.zeros(n, 1, 2, 8) for n in (1, 5, 6))
     for message, arguments in (
         (r"queries \(6, .* have keys \(5, .*: each query's own token", (six, five, five, five)),
-        ("1 queries have 5 keys: those of a cache were rotated .* pass rotate=False", (one, five, five, five)),
+        ("1 queries have 5 keys: cached keys were rotated .* pass rotate=False", (one, five, five, five)),
         ("there is no position state to average", (five, five, five, None, True)),
         (r"keys \(5, 1, 2, 8\) have values \(6, 1, 2, 8\)", (five, five, six, None)),
         (r"have states \(1, 1, 2, 8\)", (one, five, five, one, True)),
-        ("heads of 7 hold no pairs", (five[..., :7], five[..., :7], five[..., :7], five[..., :7])),
+        ("heads of 7 cannot be split into pairs", (five[..., :7], five[..., :7], five[..., :7], five[..., :7])),
         ("3 and 4 axes, not 4", (five[0], five, five, None)),
-        ("float64 do not go with values of type torch.float32", (five, five, five, five.double())),
+        ("float64 with values of torch.float32", (five, five, five, five.double())),
         (r"have states \(5, 2, 2, 8\)", (five, five, five, five.expand(-1, 2, -1, -1))),
         (
             r"document bounds \(2, 1, 6\), not \(2, 1, 5\)",
@@ -175,13 +175,13 @@ def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=f"backend is '{backend}', not one of triton, tiled, .* choose_backend"):
             attention(x, x, x, None, backend=backend)
     monkeypatch.setattr(ops, "_interpreted", lambda: True)
-    with pytest.raises(ValueError, match="triton, which has heads of 32.* not of 8"):
+    with pytest.raises(ValueError, match="triton, which supports heads of 32.* not 8"):
         attention(x, x, x, None, backend="triton")
     x = torch.zeros(5, 1, 2, 32)
-    with pytest.raises(ValueError, match="triton, which computes bfloat16 wrong where it is interpreted"):
+    with pytest.raises(ValueError, match="triton, which computes bfloat16 incorrectly in the interpreter"):
         attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
     many = x[:1].expand(1, 2**15, 2, 32)
-    with pytest.raises(ValueError, match="32768 sequences of 2 heads are more than the 65535 heads of one launch"):
+    with pytest.raises(ValueError, match="32768 sequences of 2 heads exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
     with pytest.raises(ValueError, match="triton, which needs a GPU, and this runs on cpu"):

@@ -133,13 +133,13 @@ def test_a_backend_refuses_what_it_cannot_do():
     q, k, v, z = inputs()
     gates = torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)
     for backend, changes, what in (
-        ("flash_attn", {"log_gate_TBH": gates}, "weigh keys down by forget gates"),
+        ("flash_attn", {"log_gate_TBH": gates}, "lower the scores of keys with forget gates"),
         ("triton", {"bias": Bias(lambda rows, columns: 0)}, "add a bias to the scores"),
-        ("tiled", {"rescore": lambda scores, *_: scores}, "take positions from the scores themselves"),
+        ("tiled", {"rescore": lambda scores, *_: scores}, "derive positions from the scores themselves"),
     ):
         with pytest.raises(ValueError, match=f"backend is {backend}, which cannot {what}"):
             attention(q, k, v, z, backend=backend, **changes)
-    with pytest.raises(ValueError, match="not one for each of 21 keys and query head"):
+    with pytest.raises(ValueError, match="need a value for each of 21 keys and each query head"):
         attention(q, k, v, z, log_gate_TBH=gates[:5])
 
 
@@ -153,7 +153,7 @@ def test_the_choice_matches_needs_and_backends():
     ):
         assert choose_backend("auto", cpu, torch.float32, 64, needs) == on_cpu
         assert choose_backend("auto", gpu, torch.bfloat16, 64, needs) == on_gpu
-    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot take positions from the scores"):
+    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot derive positions from the scores"):
         choose_backend("torch", cpu, torch.float32, 64, {SCORES})
     with pytest.raises(ConfigError, match="no attention backend can rotate .* and dream at once"):
         choose_backend("auto", cpu, torch.float32, 64, {ROTATION, "dream"})

@@ -73,11 +73,11 @@ def test_a_plugged_in_encoding_keeps_packed_documents_apart(name, recompute):
 
 def test_what_no_backend_or_layout_can_do_is_refused_by_name():
     model = small_model(position_encoding="toy_gate", attention_backend="triton")
-    with pytest.raises(ConfigError, match="triton, which cannot weigh keys down by forget gates, as"):
+    with pytest.raises(ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"):
         validate_model(model)
     assert ENCODINGS["toy_gate"](model).needs_sharded_tokens
     assert not ENCODINGS["toy_bias"](model).needs_sharded_tokens
-    with pytest.raises(ValueError, match="there is a positional encoding nope already"):
+    with pytest.raises(ValueError, match="there already is a positional encoding nope"):
         register(type("Other", (PositionEncoding,), {"name": "nope"}))
     assert ENCODINGS["nope"] is NoPosition
 

@@ -361,5 +361,5 @@ def test_the_automatic_choice_takes_torch_where_a_kernel_computes_wrong(run, mon
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
     assert run("--model.hidden_size=128", *short) == 0
     log = capfd.readouterr().err
-    assert "WARNING: training goes on with slower attention in plain torch: the fused kernel of the attention" in log
+    assert "WARNING: training continues with slower attention in plain torch: the fused kernel of the attention" in log
     assert "attention runs as torch" in log

@@ -1,4 +1,4 @@
-"""The attention backends, a module each, and what each of them can do. Imports neither the modules nor torch."""
+"""The attention backends, one module each, and what each of them can do. Imports neither the modules nor torch."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 ROTATION, AVERAGE, BIAS, GATE, SCORES = "rotation", "average", "bias", "gate", "scores"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
-    AVERAGE: "average a position state beside the values",
+    AVERAGE: "average a position state along with the values",
     BIAS: "add a bias to the scores",
-    GATE: "weigh keys down by forget gates",
-    SCORES: "take positions from the scores themselves",
+    GATE: "lower the scores of keys with forget gates",
+    SCORES: "derive positions from the scores themselves",
 }
-"""What a positional encoding may need of attention."""
+"""What a positional encoding may need from attention."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend can do, and the types it computes in; None stands for every type."""
+    """What a backend can do, and the types it computes in; None means all types."""
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
@@ -32,12 +32,12 @@ BACKENDS = {
 
 
 def described(needs: Set[str]) -> str:
-    """Say what these needs mean, in one order always."""
+    """Describe these needs in words, always in the same order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:
-    """Say in half a sentence which of `needs` the backend cannot do, or return None."""
+    """Return which of `needs` the backend cannot do, as the predicate of a sentence, or None."""
     missing = set(needs) - BACKENDS[backend].can
     return f"cannot {described(missing)}" if missing else None

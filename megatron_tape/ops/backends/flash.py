@@ -1,4 +1,4 @@
-"""flash-attn, once for each value, as its kernels want a value as wide as the key."""
+"""flash-attn, called once for each value, as its kernels require values to have the width of the keys."""
 
 import torch
 from torch import Tensor

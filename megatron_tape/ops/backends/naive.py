@@ -1,4 +1,4 @@
-"""Attention with explicit scores, S x T of them for each head: to compare with, and for what needs whole rows."""
+"""Attention with explicit scores, S x T for each head: for comparison, and for encodings that need whole rows."""
 
 import torch
 from torch import Tensor

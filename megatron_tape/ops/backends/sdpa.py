@@ -1,6 +1,6 @@
-"""torch's scaled_dot_product_attention, once for each value: with a wider value it leaves its fast path.
+"""torch's scaled_dot_product_attention, called once for each value, as a wider value would not take its fast path.
 
-That is 2x RoPE's attention instead of the 1.5x that one pass over a widened value takes.
+Two calls cost twice RoPE's attention; one pass over a widened value would cost 1.5 times as much.
 """
 
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
     if mask is not None and heads_per_group > 1:
-        # SDPA's kernels that take a mask know no groups; its fallback would hold all S x S scores.
+        # SDPA's kernels that take a mask do not support groups; its fallback would hold all S x S scores.
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
     return tuple(
@@ -36,7 +36,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 def _mask(x: AttentionInputs) -> Tensor | None:
     S, T, dtype, device = x.q_SBHD.shape[0], x.k_TBGD.shape[0], x.q_SBHD.dtype, x.q_SBHD.device
     if x.bias is None and x.packing is None and S in (1, T):
-        # One query sees all keys; as many queries as keys are the case that SDPA knows itself.
+        # A single query sees all keys; with as many queries as keys, SDPA applies the causal mask itself.
         return None
     mask = additive_mask(S, T, None, device, dtype) if x.packing is None else x.packing.mask(S, dtype)
     return mask if x.bias is None else x.bias.of(slice(T - S, T), slice(0, T)).to(dtype) + mask

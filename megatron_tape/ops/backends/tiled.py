@@ -1,8 +1,9 @@
 """Causal attention that averages several values with one map, in plain torch, a tile of scores at a time.
 
-torch's SDPA wants a value as wide as the key, and so runs once for each value. Here the values lie side by side, and
-the tiles are small enough for a processor's cache: on CPUs faster than two calls of SDPA, and neither a pack of
-documents nor a bias needs S x S numbers. Flash attention (Dao, 2023) without a kernel. The plain form is `naive.py`.
+torch's SDPA requires values to have the width of the keys, so it runs once for each value. Here the values are
+concatenated, and the tiles are small enough for a processor's cache. On CPUs this is faster than two calls of SDPA, and
+neither packs of documents nor a bias need S x S numbers. It is flash attention (Dao, 2023) without a kernel; the plain
+form is `naive.py`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
 tokens), D head dimension.
 """
@@ -21,7 +22,7 @@ QUERIES, KEYS = 128, 256
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the average of each value, (S, B, H, D). bf16 and fp16 are computed in fp32."""
+    """Return the average of each value, (S, B, H, D). bf16 and fp16 inputs are computed in fp32."""
     q, k = x.rotated()
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
     S = q.shape[2]
@@ -33,22 +34,22 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 class _Tiles:
-    """The tiles that hold scores of keys that are seen, and what of them is not.
+    """The tiles in which some query sees some key, and which scores in them are hidden.
 
-    `first` holds, for each query, the first key that any sequence of the batch sees from there on.
+    `first` holds, for each query, the first key that it or a later query sees in any sequence of the batch.
     """
 
     def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, first: list[int], device: torch.device):
         self.B, self.S, self.R = B, S, R
         self.keys = torch.arange(T, device=device)
-        # Queries are counted from 0, keys from the start of the cache.
+        # Queries are numbered from 0, keys from the start of the cache.
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
         self.first = first
 
     def of_tokens(self, rows: slice) -> slice:
-        """Return which tokens a block of queries is."""
+        """Return the tokens of a block of queries."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
@@ -65,7 +66,7 @@ class _Tiles:
         return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
-        """Overwrite what is not seen of scores (B*G, R*rows, columns)."""
+        """Overwrite the scores (B*G, R*rows, columns) of keys that the query does not see."""
         if self.starts is None and columns.stop <= rows.start + self.offset + 1:
             return
         queries, keys = self.queries[rows, None], self.keys[columns]
@@ -84,7 +85,7 @@ class _TiledAttention(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        # Laid out with the sequence first, as the next projection wants them: otherwise it would keep a copy.
+        # The sequence axis comes first in memory, as the next projection expects; otherwise it would keep a copy.
         laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
         outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
@@ -152,7 +153,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 class _BiasGradient:
-    """Computes a bias's tiles again in the backward pass, and adds up the gradients of what it is computed from."""
+    """Recomputes the tiles of a bias in the backward pass, and accumulates the gradients of the bias's tensors."""
 
     def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
         self._bias = bias
@@ -166,7 +167,7 @@ class _BiasGradient:
         return self._tile.detach()
 
     def add(self, ds_BHrc: Tensor) -> None:
-        """Take the gradient of the scores of the tile computed last."""
+        """Add the gradient of the scores of the tile that was computed last."""
         if self._learned and self._tile.requires_grad:
             leaves = [self._leaves[i] for i in self._learned]
             ds = ds_BHrc.sum_to_size(self._tile.shape).to(self._tile.dtype)

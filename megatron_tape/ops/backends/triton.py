@@ -1,4 +1,4 @@
-"""Our kernels for GPUs: all values in one pass, rotation beside it."""
+"""Our kernels for GPUs: all values in one pass, with rotation in a kernel of its own."""
 
 from torch import Tensor
 

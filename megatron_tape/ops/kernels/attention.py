@@ -1,10 +1,10 @@
-"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `rotation.py` beside this has the rotation.
+"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `rotation.py` holds the rotation.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension. Flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D multiply-adds
-forward instead of D + D, and backward 7D instead of 5D, or 8D where heads are wider than 64. Gradients of queries are
-then added up by all blocks of keys, in whatever order they come, so that their last bits differ from run to run; under
-`torch.use_deterministic_algorithms` a kernel of their own takes care of them, at 10D. What is saved for the backward
+head dimension. This is flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D
+multiply-adds forward instead of D + D, and backward 7D instead of 5D, or 8D if heads are wider than 64. All blocks of
+keys add to the gradients of queries, in an order that varies, so that their last bits differ from run to run; under
+`torch.use_deterministic_algorithms` a separate kernel computes them, at 10D. What is saved for the backward
 pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain form to compare with is
 `ops.backends.naive`.
 """
@@ -27,12 +27,12 @@ from megatron_tape.ops.kernels.rotation import (
 )
 
 MAX_HEADS = 65535
-"""Of all sequences together: the second axis of a grid goes no further."""
+"""Heads of all sequences together: the limit of the second axis of a CUDA grid."""
 
 
 @triton.jit
 def _seen(queries, keys, starts, offset, T, PACKED: tl.constexpr):
-    """Whether query s, which is token s + offset, sees key t: not a later one, and none before its document."""
+    """Whether query s, which is token s + offset, sees key t: it must not be later, nor before the query's document."""
     seen = (keys <= queries + offset) & (keys < T)
     if PACKED:
         seen = seen & (keys >= starts)
@@ -55,7 +55,7 @@ def _forward_blocks(
             seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, T, PACKED)
             scores = tl.where(seen, scores, float("-inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet has no largest score to subtract.
+        # A row that has not seen any key yet has no largest score to subtract.
         shift = tl.where(now == float("-inf"), 0.0, now)
         p = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(largest - shift)
@@ -78,7 +78,7 @@ def _forward(
     PER_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The last queries see the most keys: they start first.
+    # The last queries start first, as they see the most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -124,7 +124,7 @@ def _delta(
     OUT, U, DO, DU, DELTA, o_row, o_batch, o_head, S, H,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax's backward pass subtracts: each output times its gradient, summed."""
+    """Sum the products of each output and its gradient, which the softmax's backward pass subtracts."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     queries, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     base = batch * o_batch + head * o_head
@@ -148,8 +148,9 @@ def _backward_keys(
 ):  # fmt: skip
     """Gradients of one block of keys, from all later queries of all heads of the group.
 
-    VALUES stores those of values, and with STATE those of the averaged state; KEYS those of keys; QUERIES adds to those
-    of queries, in fp32. Scores are (keys, queries), so that the products with p and ds need no transposed registers.
+    VALUES stores the gradients of values and, with STATE, of the averaged state; KEYS stores those of keys; QUERIES
+    adds to those of queries, in fp32. Scores are (keys, queries), so that the products with p and ds need no transposed
+    registers.
     """
     block = tl.program_id(0)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
@@ -169,7 +170,7 @@ def _backward_keys(
     high = S
     if PACKED:
         high = tl.load(ENDS + batch * T + tl.minimum((block + 1) * BLOCK_T, T) - 1) - offset
-    # `scale` holds the logarithm's base as well.
+    # `scale` includes the conversion to base-2 logarithms.
     factor = scale * 0.6931471805599453
     for member in range(PER_GROUP):
         head = group * PER_GROUP + member
@@ -222,7 +223,7 @@ def _backward_queries(
     PER_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of queries of one head, from all keys that it sees."""
+    """Gradient of one block of queries of one head, from all keys that the block sees."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     group = head // PER_GROUP
@@ -259,9 +260,10 @@ def _backward_queries(
     store_rows(DQ, base, queries, o_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
-# Queries and keys of a tile, warps, stages, for heads of up to 64 and of more, with and without much shared memory; the
-# backward kernel's keys say what it computes. Chosen by the binaries for capabilities 9.0 and 8.6 (not measured): none
-# of those that train serializes its matrix instructions or spills more than a few registers.
+# (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for wider ones, with and without much
+# shared memory; the tuples that are keys say what the backward kernel computes. Chosen by looking at the binaries for
+# capabilities 9.0 and 8.6 (not measured): no kernel used in training serializes its matrix instructions or spills more
+# than a few registers.
 _TILES = {
     True: {
         "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
@@ -284,7 +286,7 @@ _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
 
 def _large_shared_memory(device: torch.device) -> bool:
-    """Whether the GPU has 227 KiB of shared memory a program, not 99: compute capability 9 and 10."""
+    """Return whether a program can use 227 KiB of shared memory instead of 99: compute capability 9 and 10."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -299,7 +301,7 @@ def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, i
 
 
 class _Attention(torch.autograd.Function):
-    """`rotate` says that z turns q and k, `wide` that it is averaged."""
+    """`rotate`: z rotates q and k; `wide`: z is averaged."""
 
     @staticmethod
     def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
@@ -331,7 +333,7 @@ def _rotated(q: Tensor, k: Tensor, z: Tensor | None, rotate: bool) -> tuple[Tens
 def attend(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Average v, and z if given, for rotated q (S, B, H, D) and k (T, B, G, D), whose last S are the queries' own.
+    """Average v and, if given, z for rotated q (S, B, H, D) and k (T, B, G, D), whose last S belong to the queries.
 
     Returns o and u (S, B, H, D), u in z's type, and the base-2 log-sum-exp (B, H, S) of the scores.
     """
@@ -351,7 +353,7 @@ def attend(
 
 
 def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
-    """Return the gradients of rotated q (perhaps in fp32) and k, of v, and of z as a value, if `needed`."""
+    """Return the gradients of rotated q (possibly in fp32) and k, of v and, if `needed`, of z as a value."""
     S, B, H, D = q.shape
     T, G = k.shape[0], k.shape[2]
     do = do.contiguous()
@@ -391,14 +393,14 @@ def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
 
 
 def _repeatable() -> bool:
-    """Whether gradients of queries shall be summed in one order always."""
+    """Return whether gradients of queries must always be summed in the same order."""
     return torch.are_deterministic_algorithms_enabled()
 
 
 def _backward_passes(D: int, repeatable: bool) -> tuple[tuple[bool, bool, bool], ...]:
     """Return what each launch of `_backward_keys` computes: gradients of values, of keys, of queries.
 
-    Wide heads take two launches, which compute the scores twice: the sums of all would not fit a program's registers.
+    Wide heads need two launches, which both compute the scores, as all sums would not fit into a program's registers.
     """
     if repeatable:
         return ((True, True, False),)
@@ -419,15 +421,15 @@ def attention(
     ends: Tensor | None = None,
     rotate: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Rotate q (S, B, H, D) and k (T, B, G, D) by z, if asked for, and average v and, if `average_state`, z.
+    """Rotate q (S, B, H, D) and k (T, B, G, D) by z if requested, and average v and, if `average_state`, z.
 
-    z (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document begins and the
-    next one does. Returns o (S, B, H, D) and, if asked for, u, its like. Only where S = T can z rotate. Raises
-    ValueError for more heads of all sequences together than a launch takes.
+    z is (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document and the next
+    one begin. Returns o (S, B, H, D) and u, which has the same shape, or None. z can rotate only if S = T. Raises
+    ValueError if all sequences together have more heads than one launch can take.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:
-        raise ValueError(f"{B} sequences of {H} heads are more than the {MAX_HEADS} heads of one launch; take fewer")
+        raise ValueError(f"{B} sequences of {H} heads exceed the {MAX_HEADS} heads of one launch; use smaller batches")
     z = z.expand(*k.shape) if z is not None and (rotate or average_state) else None
     starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
     with torch.cuda.device_of(q):

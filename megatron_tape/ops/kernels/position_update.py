@@ -2,9 +2,9 @@
 
 Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token
     z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
-Forward reads z, u and the gate once and writes z'' once. Backward reads them and the gradient of z'', recomputes z'
-and M, and writes the gradients of z, u and the gate; those of the matrices are added up by every program over its
-tokens, and over the programs afterwards. The plain form is in `position_update.py`.
+The forward kernel reads z, u and the gate once and writes z'' once. The backward kernel reads them and the gradient of
+z'', recomputes z' and M, and writes the gradients of z, u and the gate. Each program adds up the gradients of the
+matrices over its tokens; these sums are added afterwards. The plain form is in `ops/position_update.py`.
 """
 
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PROGRAMS = 4
-"""For each multiprocessor, at most: each loads the matrices once, and writes its part of their gradients once."""
+"""Maximum number of programs per multiprocessor; each loads the matrices and writes its sums of gradients once."""
 
 TOKENS = 16
-"""Of one program, at least."""
+"""Minimum number of tokens per program."""
 
 
 @triton.jit
 def _matrix(pointer, rows, columns, R: tl.constexpr, C: tl.constexpr):
-    """Load a contiguous (R, C) matrix into a larger block, zero beyond it."""
+    """Load a contiguous (R, C) matrix into a larger block, filled up with zeros."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     return tl.load(pointer + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
 
@@ -146,7 +146,7 @@ class _Update(torch.autograd.Function):
 
 
 def _tokens(z: Tensor) -> int:
-    """Return how many tokens a program takes."""
+    """Return the number of tokens per program."""
     multiprocessors = torch.cuda.get_device_properties(z.device).multi_processor_count if z.is_cuda else 1
     return max(TOKENS, triton.cdiv(len(z), PROGRAMS * multiprocessors))
 
@@ -168,8 +168,8 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
 def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
-    z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other mixtures of types, as the kernel
-    multiplies equal ones, and for shapes that do not fit.
+    z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other combinations of types, as
+    the kernel multiplies operands of equal types, and for shapes that do not fit.
     """
     (N, G, D), H, P = z_NGD.shape, u_NHD.shape[1], gate_NP.shape[1]
     matrices = ((G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))

@@ -1,7 +1,7 @@
-"""The product of queries and keys with the position state as Triton kernels: beside attention, not inside it.
+"""The product of queries and keys with the position state as Triton kernels of their own.
 
-Inside, each tile of keys would be rotated again for every tile of queries. Axes: S sequence, B batch, H query heads, G
-groups, D head dimension, F = D/2 complex numbers. The plain form is in `rotation.py`.
+Inside attention, each tile of keys would be rotated again for every tile of queries. Axes: S sequence, B batch, H query
+heads, G groups, D head dimension, F = D/2 complex numbers. The plain form is in `ops/rotation.py`.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @triton.jit
 def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr):
-    """Load (rows, columns) of a matrix, zero where a row is at or beyond `limit` or a column beyond D."""
+    """Load (rows, columns) of a matrix, with zeros where the row is not below `limit` or the column not below D."""
     inside = (rows[:, None] < limit) & (columns[None, :] < D)
     return tl.load(pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.constexpr):
-    """Store (rows, columns) of a matrix, as far as a row is below `limit` and a column below D."""
+    """Store (rows, columns) of a matrix where the row is below `limit` and the column below D."""
     inside = (rows[:, None] < limit) & (columns[None, :] < D)
     target = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     tl.store(target, value.to(pointer.dtype.element_ty), mask=inside)
@@ -63,7 +63,7 @@ def _rotate_backward(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of rotated queries and keys into those of queries and keys; add the state's."""
+    """Turn the gradients of rotated queries and keys into those of queries and keys; also compute the state's."""
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
@@ -91,12 +91,12 @@ def _rotate_backward(
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return those of all axes but the last."""
+    """Return the strides of all axes but the last."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """Return x, or a copy of it whose last axis lies side by side."""
+    """Return x, or a copy of it whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -117,8 +117,8 @@ def rotated_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of q, in its type, and of z, if it is `needed`, from those of rotated q and k.
 
-    That of k replaces dk, and that of q replaces dq if it has q's type. `dz` is what z's gradient is so far, if it has
-    other roles; it is added to.
+    The gradient of k replaces dk, and that of q replaces dq if dq has q's type. `dz`, if given, is the gradient that z
+    has from other uses; it is added to.
     """
     S, B, G, D = k.shape
     averaged = dz is not None
