@@ -1,10 +1,10 @@
-"""Convert checkpoints: to Hugging Face's transformers, from there, and from the TAPE authors' code.
+"""Convert checkpoints to and from Hugging Face's transformers, and from the TAPE authors' code.
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
     python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
 
-An output appears only when it is complete, and one that exists is left alone.
+An output appears only when it is complete; an existing output is never changed.
 """
 
 import argparse
@@ -93,10 +93,20 @@ def parser() -> argparse.ArgumentParser:
     export = directions.add_parser("to-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
     export.set_defaults(convert=to_hf)
     add = export.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints (the newest whole one), or one step")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run or its checkpoints directory (the newest complete checkpoint is used), or one step",
+    )
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="number type of the weights (default: %(default)s)",
+    )
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
 
     what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
@@ -107,24 +117,29 @@ def parser() -> argparse.ArgumentParser:
     imported = directions.add_parser("from-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
     imported.set_defaults(convert=from_hf)
     add = imported.add_argument
-    add("--model", required=True, metavar="DIR", help="config.json, weights and tokenizer, as transformers saves them")
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="directory with config.json, weights and tokenizer, as transformers saves them",
+    )
     _add_output(imported)
     add(
         "--position-encoding",
         choices=("tape", "rope"),
         default="tape",
-        help="tape starts as the model is, and can learn to move positions; rope keeps it (default: %(default)s)",
+        help="tape starts out the same and can learn to move positions; rope keeps the model (default: %(default)s)",
     )
     add(
         "--rope-scaling-factor",
         type=factor,
         default=1.0,
         metavar="X",
-        help="divide positions by this besides, which stretches the context as much (default: %(default)s)",
+        help="also divide positions by this, which extends the context by the same factor (default: %(default)s)",
     )
     add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
     add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
-    add("--seed", type=int, default=1234, help="of what TAPE draws at its start (default: %(default)s)")
+    add("--seed", type=int, default=1234, help="seed of TAPE's random initial parameters (default: %(default)s)")
 
     what = "a checkpoint of the TAPE authors' code to one of this project"
     example = (
@@ -136,14 +151,19 @@ def parser() -> argparse.ArgumentParser:
     )
     released.set_defaults(convert=from_released)
     add = released.add_argument
-    add("--weights", required=True, metavar="FILE", help="safetensors file by the released names")
+    add(
+        "--weights",
+        required=True,
+        metavar="FILE",
+        help="safetensors file with the parameter names of the released code",
+    )
     add("--config", required=True, metavar="JSON", help="the config.json with which the model was trained")
     _add_output(released)
     return result
 
 
 def _add_output(direction: argparse.ArgumentParser) -> None:
-    """Add the options that both imports have."""
+    """Add the options that both imports share."""
     add = direction.add_argument
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
     add(
@@ -157,10 +177,14 @@ def _add_output(direction: argparse.ArgumentParser) -> None:
         "--token-mixing",
         choices=("full", "per_head"),
         default="full",
-        help="how the checkpoint can be trained on: TAPE's map over heads as a matrix, or as the scales that the "
-        "released code knows (default: %(default)s)",
+        help="form of TAPE's map over heads for further training: a matrix, or one scale per head as in the "
+        "released code (default: %(default)s)",
     )
-    add("--allow-pickle", action="store_true", help="read .bin and .pt files, too: only from people you trust")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="also read .bin and .pt files; use this only for files from people you trust",
+    )
 
 
 if __name__ == "__main__":

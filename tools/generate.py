@@ -20,11 +20,11 @@ def main() -> None:
         raise FileNotFoundError(f"{directory} is not a directory with a config.json; give one that to-hf has written")
     settings = read_settings(directory / "config.json")
     if "auto_map" in settings and not arguments.trust_remote_code:
-        raise ValueError(f"{arguments.model} brings Python code to run; read it, and pass --trust-remote-code")
+        raise ValueError(f"{arguments.model} includes Python code to run; read it, and pass --trust-remote-code")
     if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
-        raise ValueError("--max-new-tokens has to be at least 1, and --temperature not negative")
+        raise ValueError("--max-new-tokens must be at least 1, and --temperature must not be negative")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise FileNotFoundError(f"{directory} holds no tokenizer; export it again with --tokenizer")
+        raise FileNotFoundError(f"{directory} does not contain a tokenizer; export it again with --tokenizer")
     if not 0 <= arguments.seed < 2**32:
         raise ValueError(f"--seed is {arguments.seed}; give a whole number from 0 below 2**32")
     if not arguments.prompt:
@@ -42,7 +42,7 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     def load(kind):
         try:
             return kind.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
-        except Exception as error:  # whatever the libraries below raise, often over many lines
+        except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"{arguments.model} cannot be loaded: {reason or type(error).__name__}") from None
 
@@ -50,7 +50,7 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
     length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
     if length == 0:
-        raise ValueError("--prompt has no token for this tokenizer; give some text to continue")
+        raise ValueError("this tokenizer turns --prompt into no tokens; give some text to continue")
     if context is not None and not arguments.beyond_context:
         if length >= context:
             raise ValueError(
@@ -76,9 +76,14 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="a Hugging Face model with its tokenizer")
     add("--prompt", required=True, metavar="TEXT", help="what to continue")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="at most this many tokens (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token; above it, sample (default: 0)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 always takes the likeliest token; above 0, tokens are sampled (default: 0)",
+    )
     add("--seed", type=int, default=1234, help="of sampling (default: %(default)s)")
-    add("--beyond-context", action="store_true", help="go on past the context that the model was trained on")
+    add("--beyond-context", action="store_true", help="continue beyond the context that the model was trained on")
     add("--trust-remote-code", action="store_true", help="run the Python files in DIR, as TAPE models need")
     return result
 

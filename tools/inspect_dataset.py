@@ -1,4 +1,4 @@
-"""Show what an indexed dataset holds and check that its files are whole; exit code 1 when they are not.
+"""Show what an indexed dataset holds and check that its files are intact; the exit code is 1 if they are not.
 
 python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
 """
@@ -13,7 +13,7 @@ from megatron_tape.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
-    """Parse the command line, check the dataset and print about it."""
+    """Parse the command line, check the dataset and describe it."""
     arguments = parser().parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     dataset = IndexedDatasetReader(arguments.prefix)

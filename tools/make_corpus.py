@@ -1,4 +1,4 @@
-"""Write a text corpus as JSON lines, one document a line: {"text": ...}.
+"""Write a text corpus as JSON lines, one document per line: {"text": ...}.
 
     python tools/make_corpus.py stdlib --output data/stdlib.jsonl
     python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
@@ -26,7 +26,7 @@ _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 def main() -> None:
     """Parse the command line and write the corpus."""
     arguments = parser().parse_args()
-    # First, since an existing output is refused before anything is downloaded.
+    # Opened first, so that an existing output is rejected before anything is downloaded.
     with atomic_output(arguments.output, "w", overwrite=arguments.overwrite) as file:
         if arguments.source == "stdlib":
             records, total = standard_library(), None
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def standard_library() -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of the standard library's modules and tests, sorted by path; empty ones are left out."""
+    """Yield {"text", "path"} of the standard library's modules and tests, sorted by path; without empty ones."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     for name in sorted(files):
@@ -63,7 +63,7 @@ def _source(path: Path) -> str | None:
 
 
 def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield {"text"} of a data set's rows; empty texts are left out. Raises ValueError when it cannot be read."""
+    """Yield {"text"} of a data set's rows; without empty texts. Raises ValueError when it cannot be read."""
     import datasets
 
     if arguments.max_documents is not None and arguments.max_documents < 1:
@@ -72,7 +72,7 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
     rows = _open(datasets, arguments)
     if rows.column_names is not None and arguments.text_key not in rows.column_names:
         raise ValueError(
-            f"{arguments.name} has no column {arguments.text_key!r} but {rows.column_names}; set --text-key"
+            f"{arguments.name} does not have a column {arguments.text_key!r}, only {rows.column_names}; set --text-key"
         )
     written = 0
     for number, row in enumerate(rows, start=1):
@@ -98,7 +98,9 @@ def _open(datasets, arguments: argparse.Namespace):
             streaming=arguments.streaming,
             data_files=arguments.data_files,
         )
-    except Exception as error:  # the library raises a dozen kinds, most of them the user's or the network's
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds of exception, mostly caused by the user or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"cannot open {arguments.name} ({reason}); check name, --config-name and --split") from error
 

@@ -1,9 +1,9 @@
-"""Join indexed datasets to one, in the order given, or the shards that preprocess_data.py --shard made.
+"""Join indexed datasets in the given order, or the shards that preprocess_data.py --shard made.
 
     python tools/merge_datasets.py --shards data/c4 --remove-shards
     python tools/merge_datasets.py --input data/c4 data/wiki --output-prefix data/both
 
-The result appears under its name only when it is complete. Memory does not grow with the tokens.
+The result appears under its name only when it is complete. Memory does not grow with the number of tokens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
     found = shards.find_shards(prefix, arguments.count)
     if not found:
         if shards.read_origin(prefix) is None:
-            raise FileNotFoundError(f"there is no shard of {prefix}; make them with tools/preprocess_data.py --shard")
+            raise FileNotFoundError(f"there are no shards of {prefix}; make them with tools/preprocess_data.py --shard")
         IndexedDatasetReader(prefix)
         command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
         return
@@ -61,7 +61,9 @@ def _common_origin(prefixes: list[str]) -> dict:
     for prefix in prefixes:
         origin = shards.read_origin(prefix)
         if origin is None:
-            raise ValueError(f"{prefix} has no .origin, so it may be of other inputs; remove it and make it again")
+            raise ValueError(
+                f"{prefix} has no .origin file, so it may come from other inputs; remove it and make it again"
+            )
         first = origin if first is None else first
         if origin != first:
             reason = shards.difference(first, origin)
@@ -80,8 +82,8 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: s
     for prefix, dataset in zip(prefixes, datasets):
         if dataset.dtype != dtype:
             raise ValueError(
-                f"{prefix} holds {dataset.dtype.name} tokens and {prefixes[0]} {dtype.name}; "
-                "merge datasets of one tokenizer only"
+                f"{prefix} holds {dataset.dtype.name} tokens, but {prefixes[0]} holds {dtype.name}; "
+                "merge only datasets of the same tokenizer"
             )
         if dataset.multimodal:
             raise ValueError(f"{prefix} is a multimodal dataset, which cannot be merged; leave it out")
@@ -119,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     sources.add_argument("--shards", metavar="P", help="merge the shards of P into P")
     add = result.add_argument
     add("--output-prefix", metavar="P", help="with --input: write P.bin and P.idx")
-    add("--count", type=int, metavar="N", help="with --shards: how many there are, if P has shards of several counts")
+    add("--count", type=int, metavar="N", help="with --shards: the number of shards, if P has shards of several counts")
     add("--remove-shards", action="store_true", help="remove the shards once they are merged")
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     return result

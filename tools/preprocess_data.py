@@ -7,10 +7,10 @@ The result does not depend on --workers. It appears under its name only when it 
 at most P.bin.partial and P.idx.partial, which the next run takes over.
 
 Several machines can share the work: `--shard I/N` makes one of N parts, P.shard-0000I-of-0000N, and
-`tools/merge_datasets.py --shards P` joins them to the very bytes that one process would have written;
-`slurm/preprocess.sh` does both in a Slurm job array. P.origin, which such datasets carry, says what they were made
-from: one that is complete and was made from the same inputs and settings is kept, so that a part may be run again at
-any time; one of others is refused without --overwrite.
+`tools/merge_datasets.py --shards P` joins them into the very bytes that one process would have written;
+`slurm/preprocess.sh` does both in a Slurm job array. P.origin records what such a dataset was made from. A complete
+dataset that was made from the same inputs and settings is kept, so a part may be run again at any time; one that was
+made from other inputs or settings is replaced only with --overwrite.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
-    """Write a shard, unless it or the whole dataset is there already; raises ValueError when an input changes."""
+    """Write a shard, unless it or the whole dataset already exists; raises ValueError if an input changes."""
     prefix = shard.prefix(arguments.output_prefix)
     origin = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
     for existing in (arguments.output_prefix, prefix):
@@ -62,7 +62,7 @@ def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, argum
         now = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
         if now != origin:
             reason = shards.difference(now, origin)
-            raise ValueError(f"the inputs changed while {prefix} was made ({reason}); make it again")
+            raise ValueError(f"the inputs changed while {prefix} was being made ({reason}); make it again")
         writer.finish(json.dumps(origin))
     command_line.say(f"{prefix}: {speed}")
 
@@ -70,9 +70,9 @@ def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, argum
 def write(
     writer: IndexedDatasetWriter, parts: list[FilePart], encoding: Encoding, arguments: argparse.Namespace
 ) -> str:
-    """Tokenize into the writer, showing progress, and return what that came to.
+    """Tokenize into the writer, showing progress, and return a summary.
 
-    Raises ValueError at a bad document unless these are skipped.
+    Raises ValueError at a bad document unless bad documents are skipped.
     """
     size = sum(part.size for part in parts)
     command_line.say(f"{len(parts):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
@@ -109,8 +109,13 @@ def parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
     add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
-    add("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: %(default)s, the cores)")
-    add("--text-key", default="text", help="where a document's text is (default: %(default)s)")
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that tokenize (default: %(default)s, the number of cores)",
+    )
+    add("--text-key", default="text", help="key or column of a document's text (default: %(default)s)")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document token")
     add(
         "--on-error",
@@ -119,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
-    add("--shard", metavar="I/N", help="make only part I, from 0, of N; see below")
+    add("--shard", metavar="I/N", help="make only part I (from 0) of N; see below")
     add("--chunk-bytes", type=int, default=1 << 18, help="bytes given to a worker at a time (default: %(default)s)")
     return result
 

@@ -1,9 +1,9 @@
-"""Train a SentencePiece tokenizer that gives back every text exactly, source code's spaces and newlines included.
+"""Train a SentencePiece tokenizer that reproduces every text exactly, including the spaces and newlines of source code.
 
     python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output data/tokenizer.model
 
-Text that no piece covers falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The one
-character that does not survive is U+2581, which SentencePiece keeps for the space.
+Text that no piece covers falls back to bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
+character that is not reproduced is U+2581, which SentencePiece uses for the space.
 The same input and options give the same tokenizer.
 """
 
@@ -18,7 +18,7 @@ from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
 from megatron_tape.files import atomic_output
 
-# SentencePiece drops sentences that are too long, so it gets a few lines at a time.
+# SentencePiece drops sentences that are too long, so it gets only a few lines at a time.
 _SENTENCE_CHARACTERS = 1000
 
 
@@ -42,8 +42,8 @@ def main() -> None:
 def sample_texts(paths: list[str], text_key: str, max_bytes: int, seed: int) -> list[str]:
     """Return random documents of at most `max_bytes` UTF-8 bytes together, in the order of the input.
 
-    Every document draws a number, and those with the smallest ones stay: one pass over inputs of any size, in memory
-    for `max_bytes`. Of a document that is longer by itself, the beginning is taken.
+    Every document draws a random number, and the documents with the smallest numbers are kept. This takes one pass over
+    inputs of any size and memory for `max_bytes`. If a single document is longer, its beginning is used.
     """
     draw, progress = random.Random(seed), command_line.Progress(None)
     kept: list[tuple[float, int, int, str]] = []
@@ -73,7 +73,7 @@ def sentences(texts: list[str]) -> Iterator[str]:
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose: bool = False) -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces; raises ValueError when the texts do not yield as many."""
+    """Return a SentencePiece model of `vocab_size` pieces; raises ValueError when the texts do not yield enough."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -104,10 +104,10 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose
 def _explain(error: str, vocab_size: int) -> str:
     largest = re.search(r"<= (\d+)", error)
     if largest:
-        return f"--vocab-size {vocab_size} is more than these texts yield; give at most {largest[1]}, or more text"
+        return f"--vocab-size {vocab_size} is more than these texts yield; give at most {largest[1]}, or give more text"
     smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", error)
     if smallest:
-        return f"--vocab-size {vocab_size} is less than the bytes and characters take; give more than {smallest[1]}"
+        return f"--vocab-size {vocab_size} is too small for the bytes and characters; give more than {smallest[1]}"
     return f"SentencePiece could not train {vocab_size} pieces: {' '.join(error.split())}; change --vocab-size"
 
 
@@ -121,9 +121,9 @@ def parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, default=4096, help="number of ids (default: %(default)s)")
     add("--output", required=True, metavar="F.model", help="the model to write")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
-    add("--text-key", default="text", help="where a document's text is (default: %(default)s)")
+    add("--text-key", default="text", help="key or column of a document's text (default: %(default)s)")
     add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
-    add("--seed", type=int, default=0, help="chooses the random documents (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--verbose", action="store_true", help="show SentencePiece's own messages")
     add("--overwrite", action="store_true", help="replace an existing output")
     return result

@@ -1,6 +1,6 @@
-"""What is refused before a process group or a parameter exists: settings that cannot work, alone or together.
+"""Reject settings that cannot work, alone or together, before a process group or a parameter exists.
 
-Each refusal is one sentence that names the key, its value and the fix. No file is read, and torch is not imported.
+Each error is one sentence that names the key, its value and the fix. No file is read, and torch is not imported.
 """
 
 from typing import Any, get_type_hints
@@ -24,11 +24,11 @@ LARGEST = {
     "parallel.tensor_model_parallel_size": 2**16,
     "train.seed": 2**32 - 1,
 }
-"""No model comes near these sizes, and arithmetic with larger ones takes minutes; numpy takes no larger seed."""
+"""No model comes near these sizes, and arithmetic with larger ones takes minutes; numpy accepts no larger seed."""
 
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Check types, choices, signs and sizes of one section; None passes where it stands for a derived value."""
+    """Check types, choices, signs and sizes of one section; None is allowed if it stands for a derived value."""
     for key, kind in get_type_hints(type(section)).items():
         value = getattr(section, key)
         accept(f"{name}.{key}", value, kind)
@@ -38,13 +38,13 @@ def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_
             refuse(not is_positive(value), f"{name}.{key} is {shown(value)}; set it to a number above 0")
         if key in not_negative:
             wrong = value != 0 and not is_positive(value)
-            refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a number above")
+            refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a positive number")
         if (largest := LARGEST.get(f"{name}.{key}")) is not None:
             refuse(value > largest, f"{name}.{key} is {shown(value)}; set it to at most {largest}")
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Raise `ConfigError` where the model's sizes do not fit each other."""
+    """Raise `ConfigError` if the model's sizes do not fit together."""
     sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
     numbers = "kv_channels unpadded_vocab_size position_mlp_size norm_epsilon init_std"
     rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length"
@@ -72,8 +72,8 @@ def validate_model(model: ModelConfig) -> None:
     )
     refuse(
         (model.unpadded_vocab_size or 0) > model.vocab_size,
-        f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which has "
-        "its rows and the padding's; raise vocab_size",
+        f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which "
+        "includes padding; raise vocab_size",
     )
     if model.attention_backend != "auto":
         why = lacks(model.attention_backend, encoding.needs)
@@ -86,7 +86,7 @@ def validate_model(model: ModelConfig) -> None:
 
 
 def validate(config: RunConfig, world_size: int) -> None:
-    """Raise `ConfigError` with one sentence where `config` cannot run on `world_size` processes.
+    """Raise `ConfigError` with one sentence if `config` cannot run on `world_size` processes.
 
     Needs no process group and reads no file; `check_inputs` looks at files.
     """
@@ -155,7 +155,7 @@ def _validate_optimizer(config: RunConfig) -> None:
             kinds = ", ".join(PARAMETER_KINDS)
             refuse(kind not in PARAMETER_KINDS, f"optimizer.{key} names the kind {kind}; choose from {kinds}")
             in_range = value == 0 or is_positive(value)
-            refuse(not in_range, f"optimizer.{key}.{kind} is {value!r}; set it to 0 or a number above")
+            refuse(not in_range, f"optimizer.{key}.{kind} is {value!r}; set it to 0 or a positive number")
     for key in ("beta1", "beta2"):
         value = getattr(optimizer, key)
         refuse(not 0 <= value < 1, f"optimizer.{key} is {value}; set it to at least 0 and below 1")

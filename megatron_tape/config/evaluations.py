@@ -1,8 +1,8 @@
-"""The evaluations that `train.evaluations` may name. Imports no torch, so that a wrong name is refused early."""
+"""The evaluations that `train.evaluations` may name. Does not import torch, so that wrong names are rejected early."""
 
 EVALUATIONS: dict[str, str] = {
     "validation_loss": "megatron_tape.training.hooks:ValidationLoss",
     "sample": "megatron_tape.training.hooks:Sample",
     "position_norms": "megatron_tape.training.position_norms:PositionNorms",
 }
-"""The class of each, as `module:class`, imported only where it is named: a subclass of `training.hooks.Hook`."""
+"""The class of each as `module:class`, a subclass of `training.hooks.Hook`; imported only if it is used."""

@@ -1,4 +1,4 @@
-"""Reads settings from `--config` files and `--section.key value`, and says in one line what is wrong with them."""
+"""Read settings from `--config` files and `--section.key value`, and report in one line what is wrong with them."""
 
 import argparse
 import ast
@@ -21,10 +21,10 @@ from megatron_tape.position import encoding_of
 
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
-    """Read `--config` files and overrides from `argv` (`sys.argv` if None); what comes later wins.
+    """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
 
-    Ends the process with one line `error: ...` and status 2 where a key is unknown, missing or of the wrong type,
-    and with status 0 after `--help` or `--print_config`. Directories left open are filled from the recipe's name.
+    Ends the process with one line `error: ...` and status 2 if a key is unknown, missing or of the wrong type, and with
+    status 0 after `--help` or `--print_config`. Directories that are not set get defaults from the recipe's name.
     """
     try:
         config, print_only = _read(argv)
@@ -39,7 +39,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
 
 
 def fill_directories(config: RunConfig, name: str) -> None:
-    """Give every directory left open its place under `runs/<name>`, or beside the data."""
+    """Set every directory that is not set to its default under `runs/<name>` or beside the data."""
     config.logging.directory = config.logging.directory or f"runs/{name}"
     config.checkpoint.directory = config.checkpoint.directory or f"{config.logging.directory}/checkpoints"
     config.data.cache_directory = config.data.resolved_cache_directory
@@ -82,20 +82,20 @@ def _kinds() -> dict[str, Any]:
 
 
 def _from_recipe(given: Given, kinds: dict[str, Any]) -> Any:
-    """Return the value of a recipe's key; None for a section without keys."""
+    """Return the value of a recipe's key, or None for a section without keys."""
     try:
         if given.key in kinds:
             return _first_accepted(given.key, [given.value, *_as_yaml(given.value)], kinds[given.key])
         if given.key not in {section.name for section in dataclasses.fields(RunConfig)}:
             raise _unknown_key(given.key, kinds)
         wrong = given.value != {}
-        refuse(wrong, f"{given.key} is {shown(given.value)}; give it keys, or remove it for its defaults")
+        refuse(wrong, f"{given.key} is {shown(given.value)}; give it keys, or remove it to use the defaults")
     except ConfigError as error:
         raise ConfigError(f"{given.place}: {error}") from None
 
 
 def _as_yaml(text: Any) -> list[Any]:
-    """Return what text, such as a number in quotes, is as YAML; nothing for what is not text or not YAML."""
+    """Return text, such as a number in quotes, read as YAML; an empty list for what is not text or not YAML."""
     try:
         return [parse_value(text)] if isinstance(text, str) else []
     except ValueError:
@@ -103,7 +103,7 @@ def _as_yaml(text: Any) -> list[Any]:
 
 
 def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
-    """Return the first of several readings of a setting that has the right type; the error shows the first."""
+    """Return the first of several readings of a setting that has the right type; an error shows the first reading."""
     for value in readings:
         try:
             return accept(key, value, kind)
@@ -113,7 +113,7 @@ def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
 
 
 def _build(values: dict[str, Any], kinds: dict[str, Any], files: list[str]) -> RunConfig:
-    """Return the configuration; raises `ConfigError` naming the settings that are missing."""
+    """Return the configuration; raises `ConfigError` that names missing settings."""
     sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
     missing = [
         f"{name}.{item.name}"
@@ -143,7 +143,7 @@ def _default(item: dataclasses.Field) -> Any:
 
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
-    """Return the error for a key that does not exist, with the existing one that is spelt most like it."""
+    """Return the error for a key that does not exist, with the existing key that is spelled most similarly."""
     close = difflib.get_close_matches(key, kinds, n=1)
     return ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "correct or remove it"))
 
@@ -154,10 +154,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(kinds: dict[str, Any]) -> _Parser:
-    """Return the command line: settings and recipes are gathered in `given`, in their order."""
+    """Return the command line, which collects settings and recipes in `given`, in order."""
     parser = _Parser(
         usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
-        description="Train one model. Settings come from --config and from --section.key; what comes later wins.",
+        description="Train one model. Settings come from --config and --section.key; later ones override earlier ones.",
         allow_abbrev=False,
     )
 
@@ -173,7 +173,7 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
         )
 
     add(parser, "config", "RECIPE.yaml", "YAML file; may be given more than once.")
-    parser.add_argument("--print_config", action="store_true", help="Print the configuration that would run, and exit.")
+    parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
     for section in dataclasses.fields(RunConfig):
         explanations = _explanations(section.type)
         group = parser.add_argument_group(section.name, inspect.getdoc(section.type))

@@ -1,7 +1,7 @@
-"""Strict YAML: what a recipe sets, each with its line; whatever could be read in two ways is refused.
+"""Strict YAML: the settings of a recipe with their lines; anything ambiguous is rejected.
 
-Refused are keys given twice, anchors and aliases (nested, they stand for gigabytes), and files too large for a recipe.
-Numbers are decimal, 1e-3 is one, and dates are text.
+Keys that are given twice, anchors and aliases (nested aliases can expand to gigabytes), and files that are too large
+for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates are text.
 """
 
 import re
@@ -27,7 +27,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Given:
-    """A `section.key` of a recipe, or a section that has no keys: its value, and the place that messages name."""
+    """A `section.key` of a recipe, or a section without keys, with its value and the place for error messages."""
 
     key: str
     value: Any
@@ -35,7 +35,7 @@ class Given:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without anchors, keys given twice, dates and numbers in other bases."""
+    """YAML without anchors, duplicate keys, dates, and numbers in other bases."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -66,7 +66,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML in which text is quoted wherever this module's loader or another would read something else."""
+    """YAML in which text is quoted wherever this loader or another YAML loader would not read it as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -80,7 +80,7 @@ for _name, (_pattern, _number) in _NUMBERS.items():
 
 
 def parse_value(text: str) -> Any:
-    """Return what `text` is as YAML; raises ValueError where it is none."""
+    """Return `text` read as YAML; raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -88,12 +88,12 @@ def parse_value(text: str) -> Any:
 
 
 def dump(settings: dict[str, dict[str, Any]]) -> str:
-    """Return sections of settings as a recipe that `read_recipe` and other readers of YAML understand alike."""
+    """Return sections of settings as a recipe that `read_recipe` and other YAML readers read in the same way."""
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
 def read_recipe(path: str) -> list[Given]:
-    """Return every setting of a YAML file, in order; raises `ConfigError` naming the file and the line."""
+    """Return every setting of a YAML file, in order; raises `ConfigError` that names the file and the line."""
     loader = None
     try:
         loader = _Loader(_text(path))

@@ -1,8 +1,8 @@
 """Every setting of a run, as documented dataclasses filled from YAML and the command line.
 
-A run reads `--config recipe.yaml` and then `--section.key value` overrides, later ones winning; an unknown key is
-an error. `validate` refuses what cannot work before a process group or a parameter exists, and
-`check_inputs` looks at the files. Nothing here imports torch.
+A run reads `--config recipe.yaml` and `--section.key value`; later ones override earlier ones, and an unknown key is an
+error. `validate` rejects settings that cannot work before a process group or a parameter exists, and `check_inputs`
+checks the files. Nothing here imports torch.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class ModelConfig(*setting_classes()):
     """The shape of the model; saved with every checkpoint. Each positional encoding adds its own settings."""
 
     position_encoding: str = "tape"
-    """How attention learns where tokens are: tape, rope or nope."""
+    """How attention gets the positions of tokens: tape, rope or nope."""
     num_layers: int
     """Transformer layers."""
     hidden_size: int
@@ -46,12 +46,12 @@ class ModelConfig(*setting_classes()):
     seq_length: int
     """Tokens per training sequence (S)."""
     vocab_size: int
-    """Rows of the embedding: the tokenizer's pieces, rounded up as tensor parallelism needs."""
+    """Rows of the embedding: the size of the tokenizer, rounded up as tensor parallelism requires."""
     unpadded_vocab_size: int | None = None
-    """Rows that stand for tokens, which an export keeps; null means as many as the tokenizer has ids."""
+    """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
-    """What computes attention: triton (our kernels for GPUs, of the position update, too), tiled (plain torch, made for
-    CPUs), torch (its SDPA), flash_attn or naive."""
+    """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
+    made for CPUs), torch (its SDPA), flash_attn or naive."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False
@@ -75,18 +75,18 @@ class DataConfig:
     """The tokens to train on, as Megatron's indexed datasets."""
 
     prefix: dict[str, float] | list[float | str] | str
-    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. One that holds
-    less than a sequence of a split is left out of it, with a warning."""
+    """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
+    that gives a split less than one sequence is left out of that split, with a warning."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str | None = None
-    """Tokenizer that made the data; needed to sample text and to find document ends."""
+    """The tokenizer with which the data was made; needed to sample text and to find document ends."""
     reset_attention_mask: bool = False
     """Keep packed documents from attending to each other."""
     num_workers: int = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: str | None = None
-    """Where index maps are kept between runs; null means index_cache beside the first dataset."""
+    """Where Megatron's index maps are kept between runs; null means index_cache beside the first dataset."""
 
     @property
     def resolved_cache_directory(self) -> str:
@@ -105,13 +105,13 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; norms, biases and other vectors do not decay.
 
-    It pulls TAPE's matrices towards zero, where TAPE is RoPE, unless weight_decay_of is {position: 0.0}."""
+    It pulls TAPE's matrices towards zero, at which TAPE equals RoPE, unless weight_decay_of is {position: 0.0}."""
     weight_decay_of: dict[str, float] = field(default_factory=dict)
-    """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay; given
-    for a kind, it holds for vectors of that kind, too. position are the positional encoding's parameters."""
+    """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay. A
+    value also applies to vectors of its kind. position stands for the positional encoding's parameters."""
     lr_scale_of: dict[str, float] = field(default_factory=dict)
-    """What the learning rate is multiplied by, by kind of parameter; 1 for kinds not given. Weight decay, a share of
-    the learning rate, scales with it."""
+    """Factor of the learning rate by kind of parameter; 1 for kinds that are not given. Weight decay, which is
+    proportional to the learning rate, scales with it."""
     beta1: float = 0.9
     """Decay of the gradient's mean."""
     beta2: float = 0.95
@@ -143,7 +143,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     """GPUs that share every layer's matrices."""
     sequence_parallel: bool | None = None
-    """Shard tokens, too, between matrices; null means exactly when tensor_model_parallel_size > 1."""
+    """Also shard tokens outside attention and the MLP; null means if tensor_model_parallel_size > 1."""
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -160,15 +160,15 @@ class DeepSpeedConfig:
 
     In bf16, every stage adds up micro-batches in fp32."""
     communication_precision: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are averaged in over data-parallel ranks when training in bf16; bf16 halves the bytes that are
-    sent and rounds the sums."""
+    """Precision in which a bf16 run averages gradients over data-parallel ranks; bf16 halves the bytes that are sent,
+    but rounds the sums."""
     overlap_comm: bool = False
-    """Average gradients while the backward pass goes on, for a second buffer of reduce_bucket_size numbers at stages 1
-    and 2. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
+    """Average gradients during the backward pass; stages 1 and 2 then take a second buffer of
+    reduce_bucket_size numbers. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: int = 500_000_000
-    """Numbers reduced at once; smaller takes less memory and more messages."""
+    """Numbers that are reduced at once; a smaller value takes less memory, but more messages."""
 
 
 @dataclass(kw_only=True)
@@ -186,22 +186,22 @@ class TrainConfig:
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
-    """Take only kernels that give the same bits every time, at some cost in speed: then a run that is repeated on the
-    same GPUs gives the same losses. On a CPU they do so without it."""
+    """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
+    same GPUs then gives the same losses. On a CPU, runs do so in any case."""
     recompute: Literal["none", "full"] = "none"
-    """Recompute every layer in the backward pass: a third more work for far fewer activations."""
+    """Recompute every layer in the backward pass: a third more computation, but far fewer activations."""
     eval_interval: int | None = None
     """Steps between evaluations; null means never."""
     evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])
     """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    position_norms, TAPE's distance from RoPE by layer, which every logged step shows, too."""
+    position_norms, TAPE's distance from RoPE by layer, which logged steps also show."""
     eval_steps: int = 10
     """Global batches per evaluation."""
     max_bad_steps: int = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
     hang_timeout: float | None = 1800.0
-    """Seconds after which a process in which nothing got done (no step, evaluation batch or save) dumps its stacks and
-    ends the attempt; the start-up has at least an hour. null means never."""
+    """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
+    the attempt; the start-up may take at least an hour. null means never."""
 
 
 @dataclass(kw_only=True)
@@ -211,15 +211,16 @@ class CheckpointConfig:
     directory: str | None = None
     """Where checkpoints go; null means checkpoints inside logging.directory."""
     interval: int = 1000
-    """Steps between checkpoints; the last step is always saved. After a save that failed the next is due as usual."""
+    """Steps between checkpoints; the last step is always saved. After a failed save, the next one is due as usual."""
     keep: int = 2
-    """Newest checkpoints that stay."""
+    """How many of the newest checkpoints are kept."""
     frozen: bool = True
-    """Save frozen parameters, too; false saves the trained ones alone, and names the checkpoint that the run began with
-    (resume), which has to stay where it is, as the place of the others."""
+    """Also save frozen parameters; false saves only the trained ones and the path of the checkpoint with which the run
+    began (resume), which holds the others and must therefore stay where it is."""
     resume: str = "auto"
-    """auto continues from the newest whole checkpoint if there is one; none starts afresh, in a directory without later
-    ones; else the path of a checkpoint: one from elsewhere is where the run begins, and its own go before it."""
+    """auto continues from the newest complete checkpoint, if there is one; none starts afresh and requires that the
+    directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
+    begins with it and later continues from its own checkpoints."""
 
 
 @dataclass(kw_only=True)
@@ -254,12 +255,12 @@ class RunConfig:
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """Nested plain dictionaries of every setting."""
+    """Return every setting as nested plain dictionaries."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every setting as YAML that `--config` reads back."""
+    """Return every setting as YAML that `--config` can read."""
     from megatron_tape.config.recipes import dump
 
     return dump(config_dict(config))
@@ -302,5 +303,5 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def is_positive(value: Any) -> bool:
-    """Tell whether a setting is a finite number above 0."""
+    """Return whether a setting is a finite number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

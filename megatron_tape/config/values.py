@@ -1,4 +1,4 @@
-"""Which values a setting takes: the types of the dataclasses' fields, checked, and described in words."""
+"""Which values a setting accepts: check values against the types of the dataclasses' fields, described in words."""
 
 import types
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,9 +10,9 @@ _SHOWN_CHARACTERS = 200
 
 
 def accept(name: str, value: Any, kind: Any) -> Any:
-    """Return `value` as a setting of type `kind` holds it: whole numbers as floats where it is a number.
+    """Return `value` converted to `kind`: whole numbers become floats if `kind` is float.
 
-    Raises `ConfigError`, naming the setting, the value and what would be right.
+    Raises `ConfigError`, which names the setting, the value and what is accepted.
     """
     try:
         return _converted(value, kind)
@@ -23,7 +23,7 @@ def accept(name: str, value: Any, kind: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """Say in words what a setting of type `kind` may be."""
+    """Describe in words what a setting of type `kind` may be."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         words = [describe(option) for option in arguments]
@@ -34,7 +34,7 @@ def describe(kind: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it: as YAML spells it, and not endlessly long."""
+    """Return a value as messages show it: in YAML's spelling, and shortened if it is long."""
     text = (
         {None: "null", True: "true", False: "false"}[value] if value is None or value is True or value is False else ""
     )
@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`; raises TypeError where it is none."""
+    """Return `value` as `kind`; raises TypeError if that is not possible."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -54,7 +54,7 @@ def _converted(value: Any, kind: Any) -> Any:
             except (TypeError, OverflowError):
                 continue
     elif origin is Literal:
-        # To Python true equals 1.
+        # In Python, True == 1.
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
     elif origin is list and isinstance(value, list):

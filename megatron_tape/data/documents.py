@@ -1,7 +1,7 @@
-"""Texts out of JSON lines, parquet and text files, in bounded memory, with place and reason for every bad one.
+"""Read texts from JSON lines, parquet and text files in bounded memory, with place and reason for every bad one.
 
 Reading happens in two steps, so that the expensive one can run in another process: `read_chunks` cuts files into
-chunks of raw bytes, `parse_chunk` makes texts of a chunk.
+chunks of raw bytes, and `parse_chunk` turns a chunk into texts.
 """
 
 import functools
@@ -21,7 +21,8 @@ FORMATS = """input formats, by the ending of the file's name:
   .jsonl .json   JSON lines: one object per line, its text under --text-key
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
-.jsonl, .json and .txt may be compressed: .gz or .zst follows. A file named twice, also through a link, is read once."""
+.jsonl, .json and .txt may be compressed: .gz or .zst follows. A file that is given twice, even through a link, is read
+once."""
 
 _COMPRESSED_BLOCK = 1 << 16
 _SCANNED_BLOCK = 1 << 20
@@ -45,7 +46,7 @@ class FilePart:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, as near as is known without reading."""
+        """Bytes on disk, as exactly as is known without reading."""
         return os.path.getsize(self.path) if self.stop is None else self.stop - self.start
 
 
@@ -107,7 +108,7 @@ class Problems:
 def find_inputs(patterns: list[str]) -> list[str]:
     """Return the files that paths and glob patterns name: in the order of the patterns, sorted within each.
 
-    A file that is named again is left out, with a warning where it goes by another name. Raises ValueError when a
+    A file that is named again is left out, with a warning if it has another name there. Raises ValueError when a
     pattern matches no file or a file's format is unknown.
     """
     files: dict[tuple[int, int], str] = {}
@@ -186,7 +187,7 @@ def _format(path: str) -> str:
 
 
 class _Counted:
-    """A file to read, at most `limit` bytes of it, that counts them, since a pipe has no position to ask for."""
+    """Reads at most `limit` bytes of a file and counts them, since a pipe cannot report its position."""
 
     def __init__(self, file: IO[bytes], limit: int | None = None):
         self._file = file
@@ -200,7 +201,7 @@ class _Counted:
 
 
 def _start_of_line(file: IO[bytes], position: int) -> int:
-    """Return where the first line begins that does not begin before `position`: the file's end if there is none."""
+    """Return where the first line at or after `position` begins, or the end of the file if there is none."""
     start = max(position - 1, 0)
     file.seek(start)
     while position and (block := file.read(_SCANNED_BLOCK)):
@@ -212,7 +213,7 @@ def _start_of_line(file: IO[bytes], position: int) -> int:
 
 @functools.lru_cache
 def _lines_before(path: str, offset: int) -> int:
-    """Count the lines in the first `offset` bytes of a file, for messages alone."""
+    """Count the lines in the first `offset` bytes of a file, for messages only."""
     lines = 0
     with open(path, "rb") as file:
         while block := file.read(min(_SCANNED_BLOCK, offset - file.tell())):
@@ -255,7 +256,7 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
     stream, unfinished = new(), False
     while data := file.read(_COMPRESSED_BLOCK):
         while data:
-            # Files may be several compressed streams one after the other, as `cat a.gz b.gz` makes them.
+            # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.
             if stream.eof:
                 data = data.lstrip(b"\0") if path.endswith(".gz") else data
                 if not data:
@@ -312,14 +313,18 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, position: int) -> 
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if text_key not in names:
-                raise UnreadableFile(f"it has no column {text_key!r} but {names}; choose one with --text-key")
+                raise UnreadableFile(
+                    f"it does not have a column {text_key!r}, only {names}; choose one with --text-key"
+                )
             column = file.schema_arrow.field(text_key).type
             if not (pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)):
-                raise UnreadableFile(f"its column {text_key!r} is {column}, not string; choose another with --text-key")
+                raise UnreadableFile(
+                    f"its column {text_key!r} holds {column}, not strings; choose another with --text-key"
+                )
             row, rows = 1, max(file.metadata.num_rows, 1)
             texts, size = [], 0
             for batch in file.iter_batches(batch_size=64, columns=[text_key], use_threads=False):
-                # As bytes, so that invalid UTF-8 in one row is that row's error alone.
+                # As bytes, so that invalid UTF-8 in one row is an error of that row only.
                 for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     texts.append(text)
                     size += len(text or b"")

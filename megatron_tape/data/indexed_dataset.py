@@ -9,9 +9,9 @@
     int64[m] document indices: document d consists of sequences [d] to [d + 1]
     int8[n]  sequence modes, in multimodal datasets only
 
-As Megatron-LM's own preprocessing does, the writer makes every document one sequence, so that document indices are
-0..n, unless it is given whole datasets with other documents. `P.origin`, if there is one, is text that says what the
-dataset was made from; Megatron-core does not read it.
+Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so that document indices are 0..n;
+whole datasets that are appended keep their documents. `P.origin`, if it exists, is a text that records what the dataset
+was made from; Megatron-core does not read it.
 """
 
 import os
@@ -42,7 +42,7 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ValueError where files called `prefix` and an ending would be hidden, such as those of `directory/`."""
+    """Raise ValueError if files named `prefix` plus an ending would be hidden, as with `directory/`."""
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
         raise ValueError(f"{option} is {prefix!r}, a directory; give it a name for the dataset, such as {fix}")
@@ -105,9 +105,10 @@ class IndexedDatasetWriter:
         self.tokens += total
 
     def add_dataset(self, dataset: "IndexedDatasetReader", copied: Callable[[], None] = lambda: None) -> None:
-        """Append all documents of a whole dataset of this `dtype`, in bounded memory; `copied` follows every block.
+        """Append all documents of a dataset of this `dtype` in bounded memory; `copied` is called after every block.
 
-        A writer takes whole datasets or documents, not both. Raises ValueError when the dataset's tokens end too early.
+        A writer takes whole datasets or documents, not both. Raises ValueError if the dataset's token file is too
+        short.
         """
         assert dataset.dtype == self.dtype, "a dataset holds tokens of one type"
         assert self._datasets or not self.documents, "a writer takes whole datasets or documents"
@@ -116,7 +117,7 @@ class IndexedDatasetWriter:
             while left:
                 block = file.read(min(_COPIED_BYTES, left))
                 if not block:
-                    raise ValueError(f"{dataset.bin_path} became shorter while it was read; write it again")
+                    raise ValueError(f"{dataset.bin_path} became shorter while it was being read; write it again")
                 self._bin.file.write(block)
                 left -= len(block)
                 self.tokens += len(block) // self.dtype.itemsize
@@ -128,9 +129,9 @@ class IndexedDatasetWriter:
         self.documents += len(dataset)
 
     def finish(self, origin: str | None = None) -> None:
-        """Complete the index, bring all to disk and give the files their names; `origin` becomes P.origin.
+        """Complete the index, sync all files to disk and give them their names; `origin` becomes P.origin.
 
-        The index appears last: where it is, the rest is too.
+        The index appears last: if it exists, so do the others.
         """
         self._write_pointers()
         for block in self._document_indices():
@@ -144,7 +145,7 @@ class IndexedDatasetWriter:
             files.insert(0, self._origin)
         for file in files:
             file.sync()
-        # A reader needs all files: while they change, the index is missing, so that parts never look like a whole.
+        # While the files change, the index is missing, so that parts never look like a complete dataset.
         with hold_signals():
             self._idx.path.unlink(missing_ok=True)
             self._origin_path.unlink(missing_ok=True)
@@ -153,7 +154,7 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: of `add` one sequence each, of datasets as these have them."""
+        """Yield blocks of the document indices: one sequence per document from `add`, or those of the datasets."""
         if not self._datasets:
             for start in range(0, self.documents + 1, _BLOCK):
                 yield np.arange(start, min(start + _BLOCK, self.documents + 1))
@@ -183,7 +184,7 @@ class IndexedDatasetReader:
 
     `lengths`, `pointers` and `document_indices` are the arrays of the index, `multimodal` says whether it also has
     sequence modes. Raises FileNotFoundError when a file is missing and ValueError when the index cannot be read at
-    all; `problems` finds the rest.
+    all; `problems` finds everything else.
     """
 
     def __init__(self, prefix: str | Path):
@@ -198,7 +199,9 @@ class IndexedDatasetReader:
             raise ValueError(f"{self.idx_path} is not a dataset index (its header is damaged); write the dataset again")
         _, version, code, sequences, entries = _HEADER.unpack(header)
         if version != 1:
-            raise ValueError(f"{self.idx_path} has version {version}, only 1 is known; write the dataset again")
+            raise ValueError(
+                f"{self.idx_path} has version {version}, but only version 1 is supported; write the dataset again"
+            )
         if code not in _DTYPES:
             raise ValueError(f"{self.idx_path} has the unknown dtype code {code}; write the dataset again")
         self.dtype = np.dtype(_DTYPES[code])

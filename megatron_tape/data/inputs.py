@@ -1,4 +1,4 @@
-"""Whether the files that a run reads are there, whole and fit for it. Imports no torch."""
+"""Check that the files that a run reads exist, are complete and suit the run. Does not import torch."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Load `data.tokenizer`, if one is set; `ConfigError` when it cannot be read or has more pieces than the model."""
+    """Load `data.tokenizer`, if one is set; `ConfigError` if it cannot be read or has more ids than the model."""
     if config.data.tokenizer is None:
         return None
     try:
@@ -32,18 +32,18 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 def check_same_vocabulary(checkpoint: Path, state: dict, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Raise `ConfigError` where a run would go on with another vocabulary than its checkpoint was saved with.
+    """Raise `ConfigError` if a run would continue with a vocabulary other than that of its checkpoint.
 
-    A checkpoint that does not say, as it is older or an import, is compared with the tokenizer that it came with, or
-    that its settings name, as far as that is there: then a difference is a warning.
+    Older checkpoints and imports do not record their vocabulary. For these, a tokenizer that was saved with the
+    checkpoint or that its settings name is compared, if it still exists, and a difference is only a warning.
     """
     used, digest = config.data.tokenizer, tokenizer.vocabulary_digest()
     named = state["config"].get("data", {}).get("tokenizer")
     saved = state["progress"].get("vocabulary")
     refuse(
         saved is not None and saved != digest,
-        f"data.tokenizer {used} has another vocabulary than that which checkpoint {checkpoint} was trained with "
-        f"({named}); give that one, or begin another run with checkpoint.resume: none",
+        f"data.tokenizer {used} has another vocabulary than the one with which checkpoint {checkpoint} was trained "
+        f"({named}); use that one, or start a new run with checkpoint.resume: none",
     )
     source = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else named
     if saved is None and source is not None:
@@ -52,12 +52,12 @@ def check_same_vocabulary(checkpoint: Path, state: dict, tokenizer: Tokenizer, c
         except (ValueError, OSError):
             return
         if not same:
-            message = "data.tokenizer %s has another vocabulary than %s, which the model of %s came with"
+            message = "data.tokenizer %s has another vocabulary than %s, the tokenizer of the model in %s"
             logger.warning(message, used, source, checkpoint)
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Raise `ConfigError` where a dataset is not whole, or has no document ends that the run needs."""
+    """Raise `ConfigError` if a dataset is damaged, or lacks the document ends that the run needs."""
     tokenizer = load_run_tokenizer(config)
     for prefix in blend(config.data.prefix)[0]:
         try:
@@ -75,7 +75,7 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` naming the first input file that does not exist, or an output directory that cannot be."""
+    """Raise `ConfigError` for the first input file that does not exist, or output directory that cannot be written."""
     for name, directory in (
         ("logging.directory", config.logging.directory),
         ("checkpoint.directory", config.checkpoint.directory),
@@ -84,7 +84,7 @@ def check_inputs(config: RunConfig) -> None:
         existing = next((path for path in parts if path.exists()), None)
         refuse(
             existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
-            f"{name} is {directory}, but {existing} is not a directory that can be written; choose another",
+            f"{name} is {directory}, but {existing} is not a writable directory; choose another",
         )
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):

@@ -1,4 +1,4 @@
-"""Documents to an indexed dataset, in parallel, with the same bytes whatever the number of processes.
+"""Turn documents into an indexed dataset in parallel; its bytes do not depend on the number of processes.
 
 The parent cuts the input into chunks of raw bytes and writes; worker processes parse and tokenize. A bounded number
 of chunks is in flight and results are taken in order, so memory does not grow with the corpus.
@@ -26,7 +26,7 @@ CHUNKS_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become tokens: `text_key` names them, `append_eod` ends each with the tokenizer's end of document."""
+    """How texts become tokens; `append_eod` ends each document with the tokenizer's end-of-document token."""
 
     tokenizer: Tokenizer
     text_key: str
@@ -82,7 +82,7 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
         workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
     )
     try:
-        # Fork before anything here has started a thread.
+        # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(parts, encoding.text_key, chunk_bytes):
@@ -93,7 +93,7 @@ def encode_files(parts: list[FilePart], encoding: Encoding, workers: int, chunk_
             yield _result(pending.popleft())
     except BrokenProcessPool:
         raise ChildProcessError(
-            "a worker process died, as the kernel kills one when memory is short; use fewer --workers"
+            "a worker process died; the kernel may have killed it for lack of memory; use fewer --workers"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
@@ -117,13 +117,13 @@ def _start_worker(encoding: Encoding) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # One process per core is all the parallelism there should be.
+    # There already is one process per core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """End this worker when its parent is killed: it would wait for work for ever."""
+    """End this worker when its parent is killed; otherwise it would wait for work forever."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """Preprocessing in shards: which part of the inputs a shard holds, its name, and what it was made from.
 
-Shards are datasets of their own, `P.shard-00003-of-00008`. One after the other they are, byte for byte, what a single
-process would have written to P. Each carries its origin, so that shards of different inputs or settings never meet.
+Each shard, such as `P.shard-00003-of-00008`, is a dataset. Concatenated, the shards have the very bytes that a single
+process would have written to P. Each records its origin, so that shards of different inputs or settings are not mixed.
 """
 
 import glob
@@ -19,10 +19,10 @@ from megatron_tape.files import refuse_existing
 from megatron_tape.records import read_record
 
 CUT = """how --shard cuts the inputs: by their bytes on disk, in order. Uncompressed .jsonl and .json are cut between
-lines: a line belongs to the shard in whose bytes it begins. Every other file belongs whole to the shard in which it
-begins; for many shards of compressed text or parquet give many files. A shard may be empty."""
+lines: a line belongs to the shard in whose bytes it begins. Any other file belongs as a whole to the shard in which it
+begins, so many shards of compressed text or parquet need many files. A shard may be empty."""
 
-# Counts up when the same inputs are cut in another way.
+# Increase this when the same inputs are cut in another way.
 _CUT_VERSION = 1
 
 
@@ -39,7 +39,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """Return the shard that "3/8" names; raises ValueError when it names none."""
+        """Return the shard that a text such as "3/8" names; raises ValueError for other texts."""
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or int(match[1]) >= int(match[2]):
             raise ValueError(f"--shard is {text!r}; give I/N with I from 0 to N - 1, such as 0/8")
@@ -70,7 +70,7 @@ class Shard:
 def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     """Return the complete shards of the dataset `prefix`, in order.
 
-    Raises ValueError when there are shards of several counts and `count` does not choose.
+    Raises ValueError when shards of several counts exist and `count` is None.
     """
     found = []
     for path in glob.glob(f"{glob.escape(prefix)}.shard-*-of-*.idx"):
@@ -79,19 +79,19 @@ def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     counts = sorted({shard.count for shard in found} if count is None else {count})
     if len(counts) > 1:
         numbers = " and of ".join(map(str, counts))
-        raise ValueError(f"there are shards of {numbers} of {prefix}; pass --count to choose")
+        raise ValueError(f"{prefix} has shards of {numbers}; pass --count to choose")
     return sorted((shard for shard in found if shard.count in counts), key=lambda shard: shard.index)
 
 
 def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, on_error: str) -> dict[str, Any]:
-    """Return all that a dataset's content depends on, as JSON knows it.
+    """Return everything that a dataset's content depends on, ready for JSON.
 
     Raises ValueError for an input that is not a regular file, since it cannot be cut.
     """
     inputs = {}
     for path in paths:
         if not os.path.isfile(path):
-            raise ValueError(f"{path} is not a regular file; leave out --shard or write it to one")
+            raise ValueError(f"{path} is not a regular file; leave out --shard, or copy it to a regular file")
         status = os.stat(path)
         inputs[path] = [status.st_size, status.st_mtime_ns]
     return {
@@ -115,10 +115,10 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
-    """Return whether the dataset exists and was made from `origin`; otherwise the way is free to write it.
+    """Return whether the dataset already exists and was made from `origin`; if not, it may be written.
 
-    Raises FileExistsError when something else is in the way and `overwrite` is false. What a killed writer of a
-    dataset with an origin left behind is not in the way.
+    Raises FileExistsError when something else exists there and `overwrite` is false. Files left behind by a killed
+    writer of a dataset with an origin may be replaced.
     """
     bin_path, idx_path = dataset_paths(prefix)
     found = read_origin(prefix)
@@ -134,7 +134,7 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
 
 
 def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
-    """Say in what `found` first differs from the origin `wanted`."""
+    """Describe the first difference of `found` from the origin `wanted`."""
     for key in wanted:
         here, there = wanted[key], found.get(key)
         if here == there:
@@ -147,12 +147,12 @@ def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
             if path not in here:
                 return f"from the input {path} too"
             if here[path] != there[path]:
-                return f"from {path} before or after a change"
+                return f"from another version of {path}"
     return "with its inputs in another order"
 
 
 def remove(prefix: str) -> None:
-    """Remove a dataset, its index first, so that what remains never looks whole."""
+    """Remove a dataset, its index first, so that what remains never looks complete."""
     bin_path, idx_path = dataset_paths(prefix)
     for path in (idx_path, bin_path, origin_path(prefix)):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One small interface over SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
+"""One small interface to SentencePiece models and Hugging Face tokenizers, without the `transformers` package."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", 
 
 
 class Tokenizer(Protocol):
-    """What the tools and the evaluation ask of a tokenizer.
+    """What the tools and the evaluation need from a tokenizer.
 
-    Encoding adds no special token, and no text encodes to one: those are placed by id.
+    Encoding adds no special tokens, and no text encodes to one; special tokens are added by id.
     """
 
     @property
@@ -95,7 +95,7 @@ class _HuggingFace:
 
         try:
             self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises the bare class
+        except Exception as error:  # the library raises plain Exception
             raise ValueError(
                 f"{path} is not a Hugging Face tokenizer.json ({error}); save the tokenizer again"
             ) from error
@@ -132,7 +132,7 @@ def _digest(pieces: Iterable[tuple[str, int]]) -> str:
 
 
 def _id_or_none(index: int) -> int | None:
-    """SentencePiece says -1 for a special piece that the model lacks."""
+    """Return None for -1, by which SentencePiece denotes a special piece that the model lacks."""
     return None if index < 0 else index
 
 

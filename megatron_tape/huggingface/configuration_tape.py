@@ -6,7 +6,7 @@ from packaging.version import Version
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     raise ImportError(
-        f"TAPE models need transformers {OLDEST_TRANSFORMERS} or newer, and this is {transformers.__version__}: "
+        f"TAPE models need transformers {OLDEST_TRANSFORMERS} or newer, but this is {transformers.__version__}: "
         "pip install -U transformers"
     )
 
@@ -18,7 +18,7 @@ ROPE_TYPES = ("default", "linear", "llama3")
 class TapeConfig(transformers.PreTrainedConfig):
     """Settings of a Llama-like decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
 
-    Llama's keys mean what they mean there. Besides:
+    Llama's keys have the same meaning as there. In addition:
 
     attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
     qk_norm: RMSNorm on each head's query and key before they are rotated (as in Qwen3).
@@ -26,10 +26,10 @@ class TapeConfig(transformers.PreTrainedConfig):
     position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
     gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
         block's output before its residual).
-    position_state_precision: what the position state is added up in: `fp32`, or `bf16` for the model's own type, which
-        models without this key have.
+    position_state_precision: what the position state accumulates in: `fp32`, or `bf16` for the model's own type, which
+        is the default for models without this key.
 
-    Raises ValueError for settings that the model cannot have.
+    Raises ValueError for settings that the model does not support.
     """
 
     model_type = "tape"

@@ -1,11 +1,11 @@
 """TAPE language models for transformers: a Llama-like decoder whose rotary positions are rewritten by content.
 
 "Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). This file and
-`configuration_tape.py` travel with an exported checkpoint; they need torch and transformers alone.
+`configuration_tape.py` are part of an exported checkpoint; they need only torch and transformers.
 
-Beside its hidden state every token carries a position state z (B, S, G, D): D/2 complex numbers for each key/value
-head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f); queries and keys are multiplied by it,
-the attention map averages it as it averages values, and each layer but the last rewrites it:
+In addition to its hidden state, every token carries a position state z (B, S, G, D): D/2 complex numbers for each
+key/value head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f); queries and keys are
+multiplied by it, the attention map averages it as it averages values, and each layer but the last rewrites it:
     z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
 No token's states depend on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
 
@@ -31,10 +31,10 @@ from .configuration_tape import TapeConfig
 logger = logging.get_logger(__name__)
 _CACHES = (DynamicCache, StaticCache)
 _NO_CONTINUOUS_BATCHING = (
-    "TAPE models do not support continuous batching (generate_batch, paged attention): its cache has no place for the "
+    "TAPE models do not support continuous batching (generate_batch, paged attention): its cache cannot hold the "
     "position state; use generate"
 )
-# Before transformers 5.4 caches and masks do not know by themselves where the new tokens go.
+# Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
@@ -46,10 +46,10 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attend with explicit scores; a value of any width, and no copy of keys and values for the heads of a group.
+    """Attend with explicit scores; values may have any width, and are not copied, like keys, for each head of a group.
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or added.
-    Returns the averages (B, S, H, E) and the attention map (B, H, S, T).
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or
+    additive. Returns the averages (B, S, H, E) and the attention map (B, H, S, T).
     """
     B, H, S, _ = query.shape
     G = key.shape[1]
@@ -112,7 +112,7 @@ class TapePosition(nn.Module):
         N = B * S
         mixing = self.token_mixing.expand(N, -1, -1)
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
-        # A state in fp32 is added up in fp32, and rounded only as a factor.
+        # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
         wider = state.dtype != averaged.dtype
         mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
         gate = F.silu(F.linear(gate_input, self.x_proj)).view(N, -1)
@@ -146,9 +146,9 @@ class TapeAttention(nn.Module):
     def forward(
         self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
     ):
-        """Return the output (B, S, C), the averaged state (B, S, H, D) if asked for, and the map where it exists.
+        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the map or None.
 
-        hidden_states (B, S, C), state (B, S, G, D); the mask as the attention implementation wants it.
+        hidden_states (B, S, C), state (B, S, G, D); the mask is in the form that the attention implementation expects.
         """
         B, S, _ = hidden_states.shape
         D, G = self.head_dim, state.shape[2]
@@ -170,12 +170,12 @@ class TapeAttention(nn.Module):
         return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
 
     def attend(self, query, key, value, attention_mask, **kwargs) -> tuple[list[Tensor], Tensor | None]:
-        """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map where it exists."""
+        """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map or None."""
         implementation = self.config._attn_implementation
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        # The fast kernels want a value as wide as the key, so they run once for each part; one query has so little to
-        # do that reading the keys once is faster.
+        # The fast kernels require values as wide as keys, so they run once for each part; a single query has so little
+        # to do that reading the keys once is faster.
         if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
             averages, weights = eager_attention_forward(self, query, key, value, attention_mask, **kwargs)
             return averages.split(self.head_dim, dim=-1), weights
@@ -213,7 +213,7 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, **kwargs):
-        """Map (B, S, C) and (B, S, G, D) to the same, and give the attention map where it exists."""
+        """Map (B, S, C) and (B, S, G, D) to the same shapes; also return the attention map or None."""
         kwargs["average_state"] = self.position is not None
         normed = self.input_layernorm(hidden_states)
         attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, past_key_values, **kwargs)
@@ -239,7 +239,7 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Allow `set_attn_implementation`: transformers looks for words in this file, other ones in each version."""
+        """Allow `set_attn_implementation`: transformers searches this file for words, which differ between versions."""
         return True
 
     @torch.no_grad()
@@ -283,26 +283,27 @@ class TapeModel(TapePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
-        attention_mask (B, T) is 0 at padding; position_ids (B or 1, S) matter up to a shift only. Tokens whose
-        position_ids start over are documents that do not see each other, if there is no mask and use_cache is False.
+        attention_mask (B, T) is 0 at padding; shifting all position_ids (B or 1, S) changes nothing. Where position_ids
+        start over, a new document begins, which does not see the one before, if there is no mask and use_cache is
+        False.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
+            raise ValueError("give either input_ids or inputs_embeds, but not both")
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
-                f"{config._attn_implementation} attention never holds the maps that output_attentions asks for; "
+                f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
         if kwargs.get("cache") is not None or config._attn_implementation.startswith("paged|"):
             raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
         if past_key_values is not None and type(past_key_values) not in _CACHES:
             raise NotImplementedError(
-                f"TAPE models do not support {type(past_key_values).__name__}, which may not keep the position state "
-                f"beside the values; use {' or '.join(cache.__name__ for cache in _CACHES)}"
+                f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "
+                f"position state with the values; use {' or '.join(cache.__name__ for cache in _CACHES)}"
             )
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
@@ -315,7 +316,7 @@ class TapeModel(TapePreTrainedModel):
             past_key_values = DynamicCache(config=config)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         B, S, _ = hidden_states.shape
-        # A static cache keeps its length on the device; asking for it would stall every step.
+        # A static cache keeps its length on the device; reading it would stall every step.
         known = isinstance(past_length, int) and not torch.compiler.is_compiling()
         if known and past_length + S > config.max_position_embeddings:
             logger.warning_once(
@@ -383,7 +384,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (B, S, V), of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
 
-        labels (B, S) are the input ids themselves (they are shifted here), -100 where no loss shall be taken.
+        labels (B, S) are the input ids themselves (they are shifted here), -100 at tokens without a loss.
         """
         outputs = self.model(
             input_ids=input_ids,

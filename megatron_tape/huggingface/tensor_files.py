@@ -24,7 +24,7 @@ def size_in_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 class TensorFile:
     """A safetensors file of `shapes`, all of one type, that `write` fills in any order. Use as a context manager.
 
-    At the end of the block the file is whole and on disk.
+    At the end of the block the file is complete and on disk.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class TensorFile:
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor under the name and shape announced; each once.
+        """Write a tensor with the announced name and shape; each must be written once.
 
-        Raises ValueError where a finite number does not fit the file's type.
+        Raises ValueError if a finite number does not fit the file's type.
         """
         shape, offset = self._missing.pop(name)
         assert tuple(tensor.shape) == shape, (name, tuple(tensor.shape), shape)

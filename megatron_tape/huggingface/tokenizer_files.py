@@ -1,7 +1,7 @@
-"""The files from which `AutoTokenizer` makes the tokenizer that a model was trained with, id for id.
+"""Write the files from which `AutoTokenizer` makes the tokenizer that a model was trained with, with the same ids.
 
-A Hugging Face tokenizer is copied. A SentencePiece model becomes a `tokenizer.json` of the same pieces; whether it
-gives the same ids is tried out on real text before it is written. The `transformers` package is not needed.
+A Hugging Face tokenizer is copied. A SentencePiece model becomes a `tokenizer.json` of the same pieces; before it is
+written, it is checked on real text that both give the same ids. The `transformers` package is not needed.
 """
 
 import json
@@ -22,7 +22,7 @@ _BESIDE = (
     "chat_template.jinja",
 )
 TOKENIZER = "tokenizer"
-"""The directory in a checkpoint that holds the tokenizer an imported model came with."""
+"""The directory in a checkpoint that holds the original tokenizer of an imported model."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *_BESIDE)
 _ROLES = ("bos", "eos", "unk", "pad")
 _SPACE = "▁"
@@ -34,12 +34,12 @@ _TRIED_TEXT = (
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece's types of pieces
 _FROM_TEXT = (_NORMAL, _USER_DEFINED)
 _NEVER = -1e9
-"""Score of a piece into which no text is split, even where the text spells its name."""
+"""Score of a piece that is never used for text, even if the text contains its name."""
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """What the rest of an export needs to know."""
+    """What the rest of an export needs to know about the tokenizer."""
 
     vocab_size: int
     special_ids: dict[str, int | None]
@@ -49,8 +49,7 @@ class ExportedTokenizer:
 def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
     """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
 
-    Raises FileNotFoundError where there is none, ValueError where the file is not a tokenizer or cannot be converted
-    exactly.
+    Raises FileNotFoundError if there is none, ValueError if the file is not a tokenizer or cannot be converted exactly.
     """
     ours, source = load_tokenizer(source), Path(source)
     if source.is_dir():
@@ -107,11 +106,11 @@ def _convert_sentencepiece(source: Path, ours: Tokenizer, output: Path, context:
         [piece.score for piece in model.pieces] if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM else None
     )
     _try_out(converted, ours, source, texts, scores)
-    # The library's own `save` raises a bare Exception where the disk is full.
+    # The library's own `save` raises a plain Exception when the disk is full.
     (output / "tokenizer.json").write_text(converted.to_str(pretty=True), encoding="utf-8")
     shutil.copyfile(source, output / "tokenizer.model")
     names = {role: model.pieces[index].piece for role, index in special.items()}
-    # SentencePiece never reads a special token from text, so the model never saw one there.
+    # SentencePiece never finds a special token in text, so the model never saw one there.
     _write_config(output, context, names, split_special_tokens=True)
     return dict(special)
 
@@ -162,7 +161,7 @@ def _converted(model, source: Path):
 
 
 def _merges(pieces) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, the third with the best score first, as SentencePiece joins them."""
+    """Return all ways to join two pieces into a third, best score of the third first, as SentencePiece joins them."""
     normal = {piece.piece: (-piece.score, index) for index, piece in enumerate(pieces) if piece.type == _NORMAL}
     found = []
     for piece, rank in normal.items():
@@ -174,17 +173,17 @@ def _merges(pieces) -> list[tuple[str, str]]:
 
 
 def _texts() -> list[str]:
-    """Return text that every machine has, and what tokenizers find hard."""
+    """Return text that every machine has, and text that is difficult for tokenizers."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [library / f"{module}.py" for module in _TRIED_MODULES]
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()] + [_TRIED_TEXT]
 
 
 def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores: list[float] | None) -> None:
-    """Raise ValueError where the converted tokenizer gives other ids than ours.
+    """Raise ValueError if the converted tokenizer gives other ids than ours.
 
-    A unigram model, whose `scores` are given, may divide a text in another way that is as likely, such as a line of
-    dashes: which of the two SentencePiece takes is arbitrary, and is not reproduced.
+    A unigram model, for which `scores` are given, may divide a text such as a line of dashes in another way that is
+    equally likely. SentencePiece's choice between the two is arbitrary and not reproduced, so both are accepted.
     """
     converted.encode_special_tokens = True
     for text in texts:
@@ -194,7 +193,7 @@ def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores:
         if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
             continue
         raise ValueError(
-            f"{source} cannot be converted: its tokenizer.json would give other ids on some text; give an "
+            f"{source} cannot be converted: its tokenizer.json would give other ids for some text; give an "
             "exact tokenizer.json with --tokenizer"
         )
     converted.encode_special_tokens = False

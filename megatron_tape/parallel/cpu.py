@@ -1,4 +1,4 @@
-"""megatron-core without CUDA: the few places where it names CUDA answer with the CPU. Inert where CUDA exists."""
+"""megatron-core without CUDA: redirect the few places where it assumes CUDA to the CPU. Does nothing with CUDA."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import torch
 
 
 class _CpuRngTracker:
-    """Stands in for Megatron's `CudaRNGStatesTracker`: named random streams, here of torch's CPU generator."""
+    """Replaces Megatron's `CudaRNGStatesTracker`: named random streams of torch's CPU generator."""
 
     def __init__(self):
         self._states: dict[str, torch.Tensor] = {}
@@ -29,7 +29,7 @@ class _CpuRngTracker:
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng"):
         if name not in self._states:
-            raise KeyError(f"random stream {name!r} was not added; it has {sorted(self._states)}")
+            raise KeyError(f"random stream {name!r} was not added; there are {sorted(self._states)}")
         outside = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
@@ -42,7 +42,7 @@ class _CpuRngTracker:
 def enable_megatron_on_cpu() -> bool:
     """Make megatron-core usable on this machine; call once per process, before a model is built.
 
-    Returns True where it changed something, False where CUDA exists (then nothing is touched). What it changes:
+    Returns False and changes nothing if CUDA is available, otherwise True. What it changes:
     `torch.cuda.current_device()` (Megatron allocates its collectives' buffers there) and the random number tracker
     and state functions of `megatron.core.tensor_parallel.random`, which activation recomputation calls.
     """
@@ -63,7 +63,7 @@ def enable_megatron_on_cpu() -> bool:
 def keep_deepspeed_from_compiling() -> None:
     """Stop DeepSpeed from building its shared-memory collectives with a C++ compiler when it starts without CUDA.
 
-    They serve inference only, cost half a minute, and would make a compiler necessary. Inert where CUDA exists.
+    They serve only inference, take half a minute, and would require a compiler. Does nothing if CUDA is available.
     """
     if torch.cuda.is_available():
         return

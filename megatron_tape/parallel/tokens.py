@@ -1,8 +1,8 @@
-"""Who holds which tokens: the one object that knows how sequences and their heads lie over the processes.
+"""Which rank holds which tokens: the only object that knows how sequences and heads are distributed over processes.
 
 Data-parallel ranks hold different sequences. Under sequence parallelism each of the ranks that share a model holds,
-between matrices, a stretch of every sequence with all heads, and inside attention all tokens of some heads; an
-all-to-all leads from one to the other. Everything that depends on this asks here.
+outside attention, a stretch of every sequence with all heads, and inside attention all tokens of some heads; an
+all-to-all switches between the two. Everything that depends on this uses `TokenLayout`.
 
 Axes: S all tokens of a sequence, s those of this rank, B batch, N heads or groups, n those of this rank.
 """
@@ -22,11 +22,11 @@ class TokenLayout:
     model_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     sequence_parallel: bool
-    """Whether the model's ranks share the tokens of a sequence between matrices."""
+    """Whether the ranks of `model_group` share the tokens of a sequence outside attention."""
 
     @property
     def sequence_shards(self) -> int:
-        """In how many stretches a sequence lies; its length has to be a multiple of that."""
+        """Into how many stretches a sequence is cut; its length must be a multiple of this number."""
         return self.model_group.size() if self.sequence_parallel else 1
 
     def local_tokens(self, x_SB: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class TokenLayout:
         return x_SB.chunk(self.sequence_shards)[self.model_group.rank()] if self.sequence_shards > 1 else x_SB
 
     def local_heads(self, x_N: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's heads of a tensor that has all heads along `dim`."""
+        """Return this rank's heads of a tensor whose axis `dim` holds all heads."""
         return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
 
     def to_heads(self, x_sBN: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class TokenLayout:
         return all_to_all(self.model_group, by_rank.contiguous()).movedim(0, 2).flatten(2, 3)
 
     def mean_loss(self, losses_BS: Tensor, mask_BS: Tensor | None = None) -> Tensor:
-        """Return the mean of next-token losses, over `mask_BS` if given: what this rank differentiates."""
+        """Return the mean of next-token losses, over `mask_BS` if given; this rank differentiates it."""
         losses_BS = losses_BS.float()
         if mask_BS is None:
             return losses_BS.mean()
@@ -65,9 +65,10 @@ class TokenLayout:
         return value / self.data_group.size()
 
     def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
-        """Yield the numbers of the samples of this rank's micro-batches of `size` among samples `first` to `stop`.
+        """Yield the sample indices of this rank's micro-batches of `size` among the samples from `first` up to `stop`.
 
-        Consecutive micro-batches go to consecutive data-parallel ranks; a remainder that is not enough for all is left.
+        Consecutive micro-batches go to consecutive data-parallel ranks; a remainder that does not suffice for all ranks
+        is dropped.
         """
         rank, ranks = self.data_group.rank(), self.data_group.size()
         for i in range((stop - first) // (size * ranks)):
@@ -75,5 +76,5 @@ class TokenLayout:
             yield list(range(start, start + size))
 
     def cut(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the model's forward takes on this rank of a batch of whole sequences (B, S)."""
+        """Return this rank's part of a batch of whole sequences (B, S), as the model's forward expects it."""
         return batch

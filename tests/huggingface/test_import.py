@@ -330,7 +330,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
         assert os.listdir(tmp_path) == ["source"]
 
     refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
-    refused("not a whole safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
+    refused("not a complete safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
     refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
     refused("nested too deeply", lambda folder: (folder / "config.json").write_text("[" * 100_000))
     refused("larger than", lambda folder: os.truncate(folder / "config.json", 65 << 20))

@@ -65,7 +65,7 @@ def test_released_pickles_need_permission(tmp_path):
         ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),
         ({"num_hidden_layers": 1}, "model.layers.1"),
         ({"intermediate_size": 48}, "mlp"),
-        ({"vocab_size": 60}, "settings ask for"),
+        ({"vocab_size": 60}, "settings require"),
     ],
 )
 def test_released_checkpoints_that_do_not_fit_are_refused(tmp_path, change, refusal):

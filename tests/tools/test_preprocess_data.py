@@ -177,7 +177,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
     error = preprocess(tmp_path / "a.parquet", code=1, options=["--text-key", "body", "--overwrite"]).stderr
-    assert "it has no column 'body' but ['text']" in error
+    assert "it does not have a column 'body', only ['text']" in error
 
 
 def test_user_errors_are_one_sentence_before_any_work(preprocess, run_tool, corpus, tmp_path):

@@ -194,7 +194,7 @@ def test_shard_of_another_origin_is_refused_saying_what_differs(preprocess, two_
         assert error == f"error: {shard} was made differently ({reason}); remove it or pass --overwrite"
     os.utime(two_shards, ns=(0, 0))
     error = preprocess(two_shards, "--shard", "1/2", code=1).stderr
-    assert f"(from {two_shards} before or after a change)" in error
+    assert f"(from another version of {two_shards})" in error
     preprocess(two_shards, "--shard", "1/2", "--overwrite")
 
 
@@ -237,9 +237,9 @@ def test_merge_that_was_killed_while_it_removed_shards_is_completed(merge, two_s
 
 
 def test_merge_names_what_is_wrong_with_shards(preprocess, merge, two_shards, tmp_path):
-    assert "there is no shard of" in merge(prefix="none", code=1).stderr
+    assert "there are no shards of" in merge(prefix="none", code=1).stderr
     preprocess(two_shards, "--shard", "3/5")
-    assert "there are shards of 2 and of 5" in merge(code=1).stderr
+    assert "has shards of 2 and of 5" in merge(code=1).stderr
     assert "4 of the 5 shards of" in (error := merge("--count", 5, code=1).stderr)
     assert "are missing: 0, 1, 2, 4; make them with tools/preprocess_data.py --shard 0/5" in error
     shard = tmp_path / "out.shard-00001-of-00002.bin"

@@ -31,7 +31,7 @@ def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_to
     error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 100000, *output, code=1).stderr
     assert "error: --vocab-size 100000 is more than these texts yield; give at most" in error
     error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 50, *output, code=1).stderr
-    assert "error: --vocab-size 50 is less than the bytes and characters take; give more than" in error
+    assert "error: --vocab-size 50 is too small for the bytes and characters; give more than" in error
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t.model").write_text("mine")
     assert "exists; pass --overwrite" in run_tool("train_tokenizer", "--input", corpus, *output, code=1).stderr

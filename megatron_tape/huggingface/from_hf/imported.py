@@ -1,4 +1,4 @@
-"""Writes weights that came from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
+"""Write weights from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
 
 import dataclasses
 import shutil
@@ -24,9 +24,9 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class _Padded(Mapping):
-    """Weights of `model`, checked, with its padded vocabulary: rows added are the mean of all, which no token prefers.
+    """Checked weights of `model` with its padded vocabulary; added rows are the mean of all rows.
 
-    Raises ValueError for a weight of another shape or type than the model's, or with numbers that are not finite.
+    Raises ValueError for a weight whose shape or type is not the model's, or with numbers that are not finite.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
@@ -39,14 +39,14 @@ class _Padded(Mapping):
             shape = (self._model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{self._origin} gives {name} the shape {tuple(tensor.shape)}, and its settings ask for {shape}"
+                f"{self._origin} gives {name} the shape {tuple(tensor.shape)}, but its settings require {shape}"
             )
         if tensor.dtype not in _TYPES:
             raise ValueError(f"{self._origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
             raise ValueError(
-                f"{self._origin} holds {name} with numbers that are not finite (NaN or infinite), from which nothing "
-                "can be trained; choose an earlier checkpoint of that model"
+                f"{self._origin} holds {name} with numbers that are not finite (NaN or infinite), so it cannot be "
+                "trained; choose an earlier checkpoint of that model"
             )
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
@@ -70,14 +70,14 @@ def write_imported(
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
 
-    The weights have `model.unpadded_vocab_size` rows, to which those up to `model.vocab_size` are added; an export
-    takes them away again. `weights` is asked for one parameter at a time and may read it only then. `origin` says where
-    they come from. The tokenizer in the directory `tokenizer`, if there is one, goes along as `OUTPUT/tokenizer`.
-    Raises ValueError where a weight is missing, of another shape, or not one of the model's, unless its name starts
-    with one of `unread`; then nothing is left behind.
+    The weights have `model.unpadded_vocab_size` rows; rows up to `model.vocab_size` are added here, and an export
+    removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
+    where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
+    Raises ValueError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
+    model (unless its name starts with one of `unread`).
 
-    The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings as
-    `OUTPUT/model.yaml` has them.
+    The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
+    from `OUTPUT/model.yaml`.
     """
     output = Path(output)
     shapes = parameter_shapes(model)
@@ -119,24 +119,24 @@ def write_imported(
         f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
     )
     if not copied:
-        command_line.say(f"there is no tokenizer in {output}: give the model's own as TOKENIZER, and to an export")
+        command_line.say(f"{output} has no tokenizer: pass the model's own as TOKENIZER, and to an export")
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise ValueError where names are not the model's."""
-    # A mapping that is asked whether it has a name may read the tensor.
+    """Raise ValueError if the names are not the model's."""
+    # Testing whether a mapping has a name may read the tensor.
     expected, found = whole_shapes(model), set(weights)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(f"{origin} lacks the parameter {missing[0]}")
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in found:
         if not torch.equal(weights[embedding], weights[head]):
-            raise ValueError(f"{origin} holds a {head} of its own, and its settings say tie_word_embeddings")
+            raise ValueError(f"{origin} holds a separate {head}, but its settings say tie_word_embeddings")
         found.remove(head)
     for name in sorted(found):
-        # Older programs saved rotary frequencies, which follow from the settings.
+        # Older programs also saved rotary frequencies, which follow from the settings.
         if name not in expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"{origin} holds {name}, which a model of its settings does not have")
+            raise ValueError(f"{origin} holds {name}, which a model with its settings does not have")
 
 
 def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
@@ -146,7 +146,7 @@ def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
     try:
         load_tokenizer(source)
     except (ValueError, OSError) as error:
-        command_line.say(f"the tokenizer is left out: {error}")
+        command_line.say(f"the tokenizer is not copied: {error}")
         return []
     target.mkdir()
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -1,6 +1,6 @@
-"""Reads models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and exported TAPE models.
+"""Read models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and exported TAPE models.
 
-A setting that would change what the model computes and has no counterpart here is refused by name. The `transformers`
+A setting that would change what the model computes and has no counterpart here is rejected by name. The `transformers`
 package is not needed.
 """
 
@@ -18,7 +18,7 @@ from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sent
 from megatron_tape.model.weights import POSITION, from_megatron, initial_parameters
 from megatron_tape.position import encoding_of
 
-# What transformers takes where config.json is silent, as far as it is needed and does not follow from the rest.
+# Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "rms_norm_eps": 1e-6},
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "position_state_precision": "bf16",
     },
 }
-# What an architecture has whatever config.json says.
+# Settings that an architecture has regardless of config.json.
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
     "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
@@ -74,9 +74,9 @@ def import_model(
 ) -> None:
     """Write the model of transformers in the directory `source` as the new checkpoint `output`.
 
-    With `tape`, a model without TAPE gets its zero start, drawn with `seed`: its logits stay what they are. Positions
-    are divided by `rope_scaling_factor` besides what the model itself does, and its context grows as much. Raises
-    ValueError or OSError, in one sentence, where the model is not whole or has no counterpart here.
+    With `tape`, a model without TAPE gets TAPE's initial parameters, drawn with `seed`, which do not change its logits.
+    Positions are divided by `rope_scaling_factor` in addition to the model's own scaling, and the context grows by the
+    same factor. Raises ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
     """
     source = Path(source)
     if not source.is_dir():
@@ -95,7 +95,7 @@ def import_model(
 
 
 class _ZeroStart(Mapping):
-    """Weights of a model without TAPE, and TAPE's own as a fresh model has them."""
+    """Weights of a model without TAPE, together with TAPE's own as in a new model."""
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
         self._weights, self._model, self._seed = weights, model, seed
@@ -136,7 +136,7 @@ def _model(
         raise ValueError(f"{path} describes a TAPE model, which cannot become {position_encoding}; import it as tape")
     if position_encoding != "tape" and any(value is not None for value in changes.values()):
         raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {position_encoding}")
-    # null stands for a key that is not given, except that it turns a window off.
+    # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = _DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
@@ -146,7 +146,7 @@ def _model(
     # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
     if kind in ("llama", "qwen3") and settings["attention_bias"]:
         raise refuse("attention_bias", "False")
-    # Qwen keeps a window's size in its settings even where none is used.
+    # Qwen's settings give the size of a window even if no window is used.
     if settings.get("sliding_window") is not None and settings["use_sliding_window"]:
         raise refuse("sliding_window", "None")
     if any(layer != "full_attention" for layer in settings.get("layer_types", ())):
@@ -182,13 +182,13 @@ def _model(
 
 
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Translate the rotary settings, which transformers keeps in one place since version 5 and in two before."""
+    """Translate the rotary settings, which transformers keeps in one place since version 5, and kept in two before."""
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = settings.get(key, {})
     beside = settings.get("rope_parameters", rope)
-    # transformers would take the older of the two and pass over what the other says.
+    # transformers would use the older of the two and silently ignore the other.
     if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
-        raise ValueError(f"rope_scaling and rope_parameters differ in {path}; remove the one that does not hold")
+        raise ValueError(f"rope_scaling and rope_parameters differ in {path}; remove the wrong one")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
@@ -201,7 +201,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if scaling_factor != 1.0:
         raise ValueError(
             f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which "
-            "stretches slow frequencies alone; leave it out"
+            "scales only slow frequencies; leave it out"
         )
     original = "original_max_position_embeddings"
     rope = rope | {original: settings.get(original, rope.get(original))}
@@ -214,6 +214,6 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
 
 
 def _plain(rope: dict[str, Any]) -> dict[str, Any]:
-    """Give the kind of scaling its present name."""
+    """Give the kind of scaling its current name."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {key: value for key, value in rope.items() if key not in ("type", "rope_type")} | {"kind": kind}

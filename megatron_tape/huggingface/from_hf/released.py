@@ -1,4 +1,4 @@
-"""Reads checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
+"""Read checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ def import_released(
 ) -> None:
     """Write the released checkpoint `weights`, whose settings are the JSON file `config`, as the checkpoint `output`.
 
-    Raises ValueError or OSError, in one sentence, where they do not fit each other, or this project has no such model.
+    Raises ValueError or OSError, in one sentence, if they do not fit together or this project has no such model.
     """
     settings = read_settings(Path(config))
     with one_sentence(Path(config)):
@@ -45,7 +45,7 @@ def import_released(
 
 
 class _Renamed(Mapping):
-    """Released weights by this project's names; of a file that records inputs and gradients too, those at `weight.`."""
+    """Released weights by this project's names; a file that also records gradients has them under `weight.`."""
 
     def __init__(self, released: Mapping[str, Tensor]):
         self._released = released

@@ -1,6 +1,6 @@
-"""Opens weights that others wrote: safetensors files, one or several, and pickles only where the user allows it.
+"""Open weights that others wrote: one or several safetensors files, and pickles only if the user allows it.
 
-Each is a mapping from names to tensors that reads a tensor when it is asked for.
+Each is a mapping from names to tensors that reads a tensor when it is accessed.
 """
 
 import os
@@ -28,7 +28,7 @@ SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
-"""What every `config.json` has to give."""
+"""Sizes that every `config.json` must give."""
 
 
 class _Index(TypedDict):
@@ -45,7 +45,9 @@ class _Safetensors(Mapping):
                 with safe_open(path, "pt") as file:
                     self._places |= dict.fromkeys(file.keys(), path)
             except SafetensorError as error:
-                raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from None
+                raise ValueError(
+                    f"{path} is not a complete safetensors file ({error}); download or write it again"
+                ) from None
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._places[name]
@@ -66,9 +68,9 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
     """Return the tensors of all files by name; raises FileNotFoundError or ValueError in one sentence."""
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"weights {path} are not a file; give a safetensors file")
+            raise FileNotFoundError(f"weights {path} is not a file; give a safetensors file")
         if not os.access(path, os.R_OK):
-            raise PermissionError(f"{path} may not be read by this user; ask its owner for permission")
+            raise PermissionError(f"you may not read {path}; ask its owner for permission")
     if not any(path.suffix in PICKLES for path in paths):
         return _Safetensors(paths)
     if not allow_pickle:
@@ -86,7 +88,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
     if first is None:
-        raise FileNotFoundError(f"{directory} holds none of {', '.join(names)}; give a directory with a whole model")
+        raise FileNotFoundError(f"{directory} holds none of {', '.join(names)}; give a directory with a complete model")
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
     places = read_record(first, _Index)["weight_map"]
@@ -95,7 +97,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         raise ValueError(f"{first} is not an index of weights: it names files in other directories")
     for name in files:
         if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is not there")
+            raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is missing")
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
         raise ValueError(f"{directory} is incomplete: {missing[0]}, which its index names, is in none of its files")
@@ -105,9 +107,9 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # unpickling raises anything, and torch advises to read it unsafely
+    except Exception:  # unpickling may raise anything, and torch advises reading it unsafely
         raise ValueError(
-            f"{path} cannot be read as a pickle of tensors alone: it is damaged, or holds other objects, which are "
+            f"{path} cannot be read as a pickle of only tensors: it is damaged or holds other objects, which are "
             "never loaded; save the model again as safetensors"
         ) from None
     named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
@@ -122,7 +124,7 @@ def _is_plain(value: object) -> bool:
 
 @contextmanager
 def one_sentence(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with the settings in `path` into a ValueError of one sentence that names the file."""
+    """Turn errors caused by the settings in `path` into a ValueError of one sentence that names the file."""
     try:
         yield
     except KeyError as error:
@@ -134,10 +136,10 @@ def one_sentence(path: Path) -> Iterator[None]:
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise ValueError where one of `SIZES` is not a whole number above 0."""
+    """Raise ValueError if one of `SIZES` is not a whole number above 0."""
     for key in SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, which has to be a whole number above 0")
+            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, but must be a whole number above 0")
 
 
 def read_settings(path: Path) -> dict:

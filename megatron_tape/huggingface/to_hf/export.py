@@ -1,8 +1,7 @@
-"""Turns a checkpoint of this project into a directory that transformers loads without this project.
+"""Turn a checkpoint of this project into a directory that transformers loads without this project.
 
-TAPE models travel with their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models. The
-weights are read, joined over the tensor-parallel ranks, split as Hugging Face has them, and written one parameter at a
-time.
+TAPE models include their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models. The weights
+are read, joined over the tensor-parallel ranks, split as Hugging Face does, and written one parameter at a time.
 """
 
 import json
@@ -44,8 +43,8 @@ def export(
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
     `tokenizer` replaces the run's; `none` exports without one. Raises ValueError or OSError, in one sentence, and
-    leaves nothing behind, where the checkpoint is not whole or of an architecture that transformers does not have,
-    the tokenizer is missing, or `output` exists.
+    leaves nothing behind, if the checkpoint is damaged or has an architecture that transformers does not have, if the
+    tokenizer is missing, or if `output` exists.
     """
     with atomic_directory(output) as directory:
         with command_line.step("checking the checkpoint"):
@@ -88,7 +87,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     tape = encoding_of(model).exports_to == "tape"
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
-        # The same model; only Llama insists on dividing its width by its heads.
+        # The same model; only Llama requires that the number of heads divides the width.
         name, kind = "Mistral", "mistral"
     rope: dict = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling_type == "llama3":
@@ -123,7 +122,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
     }
     if not tape:
-        # Before transformers 5 Llama's rotary settings lay outside rope_parameters; it still reads them there, too.
+        # Before transformers 5, Llama's rotary settings were outside rope_parameters; it still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
@@ -142,14 +141,14 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
 
 
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
-    """Return how many rows of the embedding stand for tokens; those beyond only pad them for tensor parallelism.
+    """Return how many rows of the embedding belong to tokens; further rows are padding for tensor parallelism.
 
-    An imported model has as many as it came with, another as many as its tokenizer has ids.
+    An imported model keeps its original number; another model has as many as its tokenizer has ids.
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the model only {rows} rows in its vocabulary; give one "
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {rows} rows; give one "
             f"that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}"
         )
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
@@ -158,7 +157,7 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
 def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int) -> None:
     """Write `model.safetensors`, or several with their index where one would exceed `max_shard_size` bytes.
 
-    A tensor larger than that has a file to itself. Beside one whole fp32 parameter no more than twice its size is held
+    A tensor that is larger gets its own file. In addition to one whole fp32 parameter, at most twice its size is held
     in memory.
     """
 

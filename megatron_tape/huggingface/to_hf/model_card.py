@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, how it was trained, what it reached, and how to load it."""
+"""README.md of an exported model: what it is, how it was trained, its final losses, and how to load it."""
 
 from pathlib import Path
 from typing import TypedDict
@@ -13,7 +13,7 @@ _PAPER = "https://arxiv.org/abs/2501.00712"
 def final_losses(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
     """Return the last `loss` and `validation_loss`, with their steps, that the run logged up to this checkpoint.
 
-    Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; without it there are none.
+    Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; returns nothing without it.
     """
     directories = [checkpoint.parent.parent]
     if configured := state["config"].get("logging", {}).get("directory"):
@@ -96,10 +96,10 @@ def model_card(
         "",
     ]
     if rows < model.vocab_size:
-        padding = f"The {model.vocab_size - rows} rows by which training padded the vocabulary are left out here."
+        padding = f"Training padded the vocabulary by {model.vocab_size - rows} rows, which are not part of this model."
         lines += [padding, ""]
     if origin is None:
-        lines.append("Pre-trained on text alone: it continues text, and follows no instructions.")
+        lines.append("Pre-trained on text only: it continues text, but does not follow instructions.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Finds a checkpoint of this project, checks it, and reads its whole weights one parameter at a time."""
+"""Find a checkpoint of this project, check it, and read its whole weights one parameter at a time."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class _Config(TypedDict):
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """A whole checkpoint: its `state.json`, the model it is of, and where each parameter's shares lie."""
+    """A complete checkpoint: its `state.json`, its model, and where each parameter's shares are stored."""
 
     path: Path
     state: dict
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
-    """For each tensor-parallel rank, the file that holds a parameter, and its key there."""
+    """For each tensor-parallel rank, the file that holds a parameter, and its key in that file."""
     source: SavedWeights | None = None
-    """The checkpoint with the frozen parameters, where this one leaves them out."""
+    """The checkpoint that holds the frozen parameters, if this one does not."""
 
     def read(self, name: str) -> Tensor:
-        """Return the whole fp32 parameter of Megatron's `name`.
+        """Return the whole fp32 parameter that Megatron calls `name`.
 
         Files are opened for one parameter and closed again: pages of a file that stays open stay in memory.
         """
@@ -61,9 +61,9 @@ class SavedWeights:
 
 
 def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
-    """Return the step directory that `path` means: itself, or the newest whole one of a run or its checkpoints.
+    """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
 
-    Raises ValueError or FileNotFoundError, in one sentence, where there is none that is whole.
+    Raises ValueError or FileNotFoundError, in one sentence, if there is no complete one.
     """
     path = Path(path)
     if not path.exists():
@@ -84,7 +84,7 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
 
 
 def _configured(run: Path) -> Path | None:
-    """Return where a run keeps its checkpoints, as its configuration says."""
+    """Return where a run keeps its checkpoints according to its configuration."""
     try:
         return Path(read_yaml(run / "config.yaml", _Config)["checkpoint"]["directory"])
     except (OSError, ValueError):
@@ -94,7 +94,7 @@ def _configured(run: Path) -> Path | None:
 def open_weights(path: Path) -> SavedWeights:
     """Open the step directory `path`, which `find_checkpoint` returned.
 
-    Raises ValueError, in one sentence, where the parameters are not those of the model that it says it is of.
+    Raises ValueError, in one sentence, if its parameters do not fit the model that its settings describe.
     """
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
