@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-# These tests are of the CPU path, on any machine; those of the kernels run on a GPU with TESTS_ON=gpu.
+# These tests check the CPU path on any machine; with TESTS_ON=gpu, those of the kernels run on a GPU.
 if os.environ.get("TESTS_ON") != "gpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
-    # Tensors are small and processes many: threads would only wait for each other.
+    # With small tensors and many processes, threads would only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 else:
     import torch
@@ -19,7 +19,7 @@ else:
     if not torch.cuda.is_available():
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
 
-# In the background of a script pytest inherits that SIGINT is ignored, and would hand that on to what the tests start.
+# In a script's background, pytest inherits that SIGINT is ignored, and would pass this on to what the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

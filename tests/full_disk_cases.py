@@ -1,4 +1,4 @@
-"""A save for which one of two ranks has no room; see test_checkpoint.py."""
+"""A save during which the disk of one of two ranks is full; see test_checkpoint.py."""
 
 import resource
 import signal

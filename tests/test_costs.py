@@ -193,7 +193,7 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     assert 0 < estimate(recipe(), 8).checkpoint_bytes / (12 * estimate(recipe(), 8).parameters) - 1 < 0.01
 
 
-def test_what_is_meant_to_save_memory_does():
+def test_settings_that_should_save_memory_do():
     def peak(*overrides):
         return estimate(recipe("tape_1b", *overrides), 8).peak
 
@@ -212,14 +212,14 @@ def test_what_is_meant_to_save_memory_does():
         assert peaks == sorted(peaks)
 
 
-def told(capsys, *arguments, name="tape_1b"):
+def outputs(capsys, *arguments, name="tape_1b"):
     assert command.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == 0
     output, error = capsys.readouterr()
     return output, error
 
 
 def test_the_command_prints_the_numbers(capsys):
-    output, error = told(capsys, "--processes", "4", name="tape_155m")
+    output, error = outputs(capsys, "--processes", "4", name="tape_155m")
     found = estimate(recipe("tape_155m"), 4)
     assert re.search(rf"^parameters +{found.parameters:,}$", output, re.M)
     assert re.search(rf"^memory per GPU +{found.peak / GIB:.2f} GiB$", output, re.M)
@@ -234,17 +234,17 @@ def test_the_command_prints_the_numbers(capsys):
 
 
 def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_needs(capsys):
-    output, _ = told(capsys, "--train.micro_batch_size", "1", "--parallel.tensor_model_parallel_size=4")
+    output, _ = outputs(capsys, "--train.micro_batch_size", "1", "--parallel.tensor_model_parallel_size=4")
     assert re.search(r"^layout +4 processes: 4 tensor parallel x 1 data parallel", output, re.M)
     assert re.search(r"^  per tensor-parallel rank", output, re.M)
 
 
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
-    _, error = told(capsys, "--gpu-memory", "1")
+    _, error = outputs(capsys, "--gpu-memory", "1")
     assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* not enough yet\n", error)
-    _, error = told(capsys, "--gpu-memory", "24", "--processes", "8")
+    _, error = outputs(capsys, "--gpu-memory", "24", "--processes", "8")
     assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* GiB, which fits\n", error)
-    _, error = told(capsys, "--gpu-memory", "80", "--processes", "8")
+    _, error = outputs(capsys, "--gpu-memory", "80", "--processes", "8")
     assert error == ""
 
 
@@ -259,12 +259,12 @@ def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
 def test_the_change_named_is_the_first_that_is_enough(capsys, gib, micro_batch_size, change):
     wide = ["--model.hidden_size=8192", "--model.ffn_hidden_size=16384", "--model.seq_length=16384"]
     fixed = ["--train.recompute=full", f"--train.micro_batch_size={micro_batch_size}"]
-    _, error = told(capsys, "--processes=8", f"--gpu-memory={gib}", *wide, *fixed)
+    _, error = outputs(capsys, "--processes=8", f"--gpu-memory={gib}", *wide, *fixed)
     assert f"first {change}: " in error and "which fits" in error
 
 
-def test_a_model_that_fits_no_gpu_is_a_warning(capsys):
-    output, error = told(capsys, "--model.seq_length=131072", "--train.micro_batch_size=8")
+def test_a_model_that_does_not_fit_any_gpu_is_a_warning(capsys):
+    output, error = outputs(capsys, "--model.seq_length=131072", "--train.micro_batch_size=8")
     assert re.search(r"^fits on GPUs of +none of 24 GB", output, re.M)
     assert error.startswith("warning: ")
 
@@ -297,7 +297,7 @@ def test_help_shows_both_options_and_where_the_settings_are_explained(capsys):
     assert "--processes" in output and "--gpu-memory" in output and "python -m pretrain.train --help" in output
 
 
-def test_an_estimate_needs_no_torch_and_no_patience():
+def test_an_estimate_needs_no_torch_and_little_time():
     program = (
         "import sys\nfrom pretrain.estimate import main\n"
         "main(sys.argv[1:])\nassert not {'torch', 'megatron', 'deepspeed'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""The documentation is true: its programs run, and the places it names exist."""
+"""The documentation is correct: its programs run, and the paths in it exist."""
 
 import re
 from pathlib import Path

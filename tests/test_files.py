@@ -74,7 +74,7 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
     assert os.listdir(path.parent) == ["out"] and os.listdir(path) == ["file"]
 
 
-def test_an_existing_directory_is_left_alone_whenever_it_came(tmp_path):
+def test_an_existing_directory_is_never_replaced_even_if_it_appears_meanwhile(tmp_path):
     path = tmp_path / "out"
     with pytest.raises(FileExistsError), atomic_directory(path):
         path.mkdir()
@@ -114,7 +114,7 @@ def test_a_small_file_is_replaced_whole_or_not_at_all_and_a_failure_leaves_nothi
     assert path.read_bytes() == b"new"
 
 
-def test_removing_follows_no_link(tmp_path):
+def test_removing_does_not_follow_links(tmp_path):
     kept = tmp_path / "kept"
     (kept / "deep").mkdir(parents=True)
     for name, target in (("link", kept), ("dangling", tmp_path / "nowhere")):
@@ -131,5 +131,5 @@ def test_removing_follows_no_link(tmp_path):
     "seconds, written",
     [(0, "0:00:00"), (-3, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90_061, "1d 1:01:01")],
 )
-def test_a_duration_is_written_one_way(seconds, written):
+def test_how_a_duration_is_written(seconds, written):
     assert duration(seconds) == written

@@ -1,4 +1,4 @@
-"""The order of the packages, which stands here alone: what a module imports, also lazily, is in its row or above it."""
+"""The order of the packages, defined only here: all imports of a module, even lazy ones, are in its row or above."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules of one row may import each other, but not in a circle; the more precise of two names holds.
+# Modules of one row may import each other, but not in a circle; the more specific of two matching names counts.
 ORDER = (
     ("errors", "files", "records", "command_line"),
     ("ops",),

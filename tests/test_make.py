@@ -1,4 +1,4 @@
-"""`make test`: what it runs, and what it makes of the outcomes, with programs in place of Python that only end."""
+"""`make test`: what it runs and how it reports the outcomes, with dummy programs in place of Python."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def make_test(tmp_path):
         (tmp_path / "stamp").touch()
         stamps = [f"{name}={tmp_path}/stamp" for name in ("STAMP", "PLAIN_STAMP")]
         command = ["make", "-s", "test", f"BIN={tmp_path}", *stamps, *arguments]
-        # These tests are run by make themselves, which hands its own variables on.
+        # make itself runs these tests, and passes its own variables on.
         own = ("TESTS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
         environment = {name: value for name, value in os.environ.items() if name not in own}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Records: whatever a file holds, its value has the shape that was asked for, or one sentence says why not."""
+"""Records: a value that was read has the requested shape, or one sentence says why not."""
 
 import os
 from typing import Any, Literal, TypedDict
@@ -52,7 +52,7 @@ def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
         ("1" * 10_000, "it is not JSON"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(text, sentence):
+def test_a_wrong_record_is_described_in_one_sentence(text, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}") as caught:
         parse_record(text, Shape)
     assert "\n" not in str(caught.value)
@@ -90,7 +90,7 @@ BOMB = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b 
         ("&a [*a]", "it has aliases"),
     ],
 )
-def test_yaml_is_checked_alike(tmp_path, text, sentence):
+def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path} cannot be used: {sentence}") as caught:

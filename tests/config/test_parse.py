@@ -49,7 +49,7 @@ def test_the_command_line_overrides_the_file_and_a_later_file_an_earlier_one(par
     assert (config.optimizer.lr, config.model.hidden_size) == (2e-3, 128)
 
 
-def test_directories_left_open_follow_the_recipes_name(parse):
+def test_directories_that_are_not_set_follow_the_recipes_name(parse):
     config = parse()
     assert (config.logging.directory, config.checkpoint.directory) == ("runs/recipe", "runs/recipe/checkpoints")
     assert config.data.cache_directory == "somewhere/index_cache"
@@ -59,7 +59,7 @@ def test_directories_left_open_follow_the_recipes_name(parse):
     assert parse("--checkpoint.directory", "there").checkpoint.directory == "there"
 
 
-def test_what_print_config_shows_runs_the_same_again(parse, tmp_path, capsys):
+def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         parse("--print_config", "--optimizer.lr", "3e-4")
     assert ended.value.code == 0
@@ -118,7 +118,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--config", "train: {steps: 3}"], "--config train: {steps: 3} does not exist; give the path of a YAML file"),
     ],
 )
-def test_an_argument_that_cannot_be_is_named_in_one_line(parse, capsys, argv, message):
+def test_an_invalid_argument_is_named_in_one_line(parse, capsys, argv, message):
     assert message in refusal(capsys, parse, *argv)
 
 
@@ -174,7 +174,7 @@ def test_a_mistake_in_one_of_two_files_names_file_and_line(tmp_path, capsys, con
         assert error.startswith(f"error: {wrong}{message}"), error
 
 
-def test_a_mistake_on_the_command_line_is_blamed_on_no_file(parse, capsys):
+def test_a_mistake_on_the_command_line_does_not_name_a_file(parse, capsys):
     assert refusal(capsys, parse, "--train.steps=wide").startswith("error: train.steps is 'wide'; ")
     assert refusal(capsys, parse, "--data.prefix=[]", data={"prefix": "a"}).startswith("error: data.prefix is []; ")
 

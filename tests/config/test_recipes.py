@@ -34,7 +34,7 @@ def test_a_recipe_parses_and_can_run_where_it_says(name):
     assert config.checkpoint.directory == f"runs/{name}/checkpoints"
 
 
-def test_the_demos_differ_in_the_position_encoding_alone():
+def test_the_demos_differ_only_in_the_position_encoding():
     tape, rope = ((RECIPES / f"{name}_demo.yaml").read_text().splitlines() for name in ("tape", "rope"))
     changed = [line for line in difflib.ndiff(tape, rope) if line[:2] in ("- ", "+ ")]
     assert changed == ["-   position_encoding: tape", "+   position_encoding: rope"]

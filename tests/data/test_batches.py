@@ -51,7 +51,7 @@ def warnings_in(caplog):
     return [record.message for record in caplog.records if record.message.startswith("warning: ")]
 
 
-def test_a_dataset_too_small_for_a_split_is_left_out_of_it_alone(folder, build, caplog):
+def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, build, caplog):
     """The small one's 4 documents give about 100 training tokens, and none to validate on."""
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
     (warning,) = warnings_in(caplog)
@@ -103,7 +103,7 @@ def test_documents_end_with_their_end_mark(folder, build):
     assert torch.equal(batch["documents"], documents_from_tokens(batch["tokens"], EOD))
 
 
-def test_loaders_leave_the_random_stream_of_the_run_alone(folder, build):
+def test_loaders_do_not_change_the_random_stream_of_the_run(folder, build):
     built = build(f"{folder}/a")
     before = torch.get_rng_state()
     next(built.training(1)), list(built.evaluation())
@@ -116,7 +116,7 @@ def test_evaluation_starts_no_processes(folder, build):
     assert not multiprocessing.active_children()
 
 
-def test_a_token_the_model_lacks_is_one_sentence_from_loader_processes_too(folder, build):
+def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(folder, build):
     built = build(f"{folder}/a", num_workers=1)
     built.config.model.vocab_size = 32
     with pytest.raises(ConfigError) as refusal:
@@ -133,7 +133,7 @@ def wait_until_gone(processes):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_loader_processes_live_through_signals_that_are_sent_to_everyone(folder, build, number):
+def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, build, number):
     alone = [batch["tokens"] for batch in build(f"{folder}/a").training(1)]
     batches = build(f"{folder}/a", num_workers=2).training(1)
     found = [next(batches)["tokens"]]

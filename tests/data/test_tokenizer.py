@@ -68,7 +68,7 @@ def test_special_tokens_are_named_by_the_files_of_a_directory(byte_level, tmp_pa
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 0, 1)
 
 
-def test_added_tokens_count_into_the_vocabulary(tmp_path):
+def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -82,7 +82,7 @@ def test_directory_with_only_a_sentencepiece_model(tmp_path, tokenizer_path):
     assert load_tokenizer(tmp_path).vocab_size == 800
 
 
-def test_what_is_no_tokenizer_is_refused_with_a_fix(tmp_path):
+def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist; give"):
         load_tokenizer(tmp_path / "missing.model")
     with pytest.raises(ValueError, match="holds neither tokenizer.json nor tokenizer.model"):

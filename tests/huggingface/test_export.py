@@ -136,7 +136,7 @@ def test_training_moved_tape_away_from_rope(exported):
     assert all(tensor.abs().max() > 1e-3 for tensor in learnt)
 
 
-def test_shards_hold_the_same_model(logits, exported):
+def test_several_weight_files_hold_the_same_model(logits, exported):
     assert torch.equal(logits["sharded"], logits["tp2_zero3"])
     folder = exported / "models" / "sharded"
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -1,4 +1,4 @@
-"""tools/generate.py: the continuation is the model's own, and what goes wrong is one sentence."""
+"""tools/generate.py: the continuation is the model's own, and errors are one sentence."""
 
 import os
 import runpy

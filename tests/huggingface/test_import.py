@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py from-hf: what is imported computes what it did, and comes back unchanged."""
+"""tools/convert_checkpoint.py from-hf: imported models compute the same, and export again unchanged."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def test_an_exported_tape_model_comes_back(tmp_path):
         import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
 
 
-def test_the_tokenizer_goes_along(tmp_path):
+def test_the_tokenizer_is_copied(tmp_path):
     write_source(tmp_path / "source")
     write_tokenizer(tmp_path / "source" / "tokenizer.json")
     import_model(tmp_path / "source", tmp_path / "imported")
@@ -180,7 +180,7 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == 90
 
 
-def test_pickles_need_permission_and_give_the_same(tmp_path):
+def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
     write_source(tmp_path / "source")
     import_model(tmp_path / "source", tmp_path / "expected")
     safe = tmp_path / "source" / "model.safetensors"

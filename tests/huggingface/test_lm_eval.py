@@ -66,7 +66,7 @@ def test_the_command_scores_a_tape_export_as_its_logits_do(exports, rows, tmp_pa
     # Not this process's environment, in which other tests set the variables of torch.distributed.
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    environment["OMP_NUM_THREADS"] = "1"  # models this small only wait for threads
+    environment["OMP_NUM_THREADS"] = "1"  # threads only slow down models this small
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,) = (tmp_path / "results").rglob("results_*.json")

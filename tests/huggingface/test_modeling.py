@@ -1,4 +1,4 @@
-"""The transformers model: equal to the reference, and at home in everything transformers offers."""
+"""The transformers model: equal to the reference, and compatible with what transformers offers."""
 
 import logging
 

@@ -33,7 +33,7 @@ def test_sentencepiece_models_of_other_settings_convert_exactly(tmp_path, kind):
     (tmp_path / "out").mkdir()
     write_tokenizer(tmp_path / "t.model", tmp_path / "out", 128)
     ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    text = (library / "ast.py").read_text().replace("=" * 9, "")  # a unigram model has no one way to divide a line
+    text = (library / "ast.py").read_text().replace("=" * 9, "")  # a unigram model has several ways to divide a line
     for piece in (text, "a<sep>b  <s> c"):
         assert theirs.encode(piece) == ours.encode(piece)
         assert theirs.decode(ours.encode(piece)) == ours.decode(ours.encode(piece))

@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def rounding_to_nearest():
-    """Mend the interpreter, which cuts numbers off to make them bf16, and multiplies bf16 matrices as whole numbers."""
+    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers."""
     import triton
 
     if not triton.knobs.runtime.interpret:

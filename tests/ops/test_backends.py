@@ -1,4 +1,4 @@
-"""Backends of attention: each gives the same, and one that cannot run says why."""
+"""Attention backends: all give the same results, and one that cannot run says why."""
 
 import sys
 from types import ModuleType
@@ -123,7 +123,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backe
         assert choose_backend("auto", device, dtype, dim, {AVERAGE} if backend == "triton" else set()) == "torch"
 
 
-def test_auto_takes_what_is_fast(monkeypatch):
+def test_auto_chooses_the_fastest_backend(monkeypatch):
     monkeypatch.setattr(ops, "_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for needs, on_gpu, on_cpu in (({AVERAGE}, "triton", "tiled"), (set(), "flash_attn", "torch")):
@@ -132,7 +132,7 @@ def test_auto_takes_what_is_fast(monkeypatch):
         assert choose_backend("torch", GPU, BF16, 64, needs) == "torch"
 
 
-def test_old_gpus_and_broken_packages_are_told(monkeypatch, tmp_path):
+def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

@@ -50,7 +50,7 @@ def test_chosen_candidates_are_timed_beside_every_rope(recorded, monkeypatch, ca
     assert "--only relaesed: not among the candidates here, released, " in capsys.readouterr().err
 
 
-def test_what_is_not_exact_gets_no_figure(recorded, monkeypatch, capsys):
+def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
     exact = attention.with_backend
 
     def wrong(backend):
@@ -70,7 +70,7 @@ def test_what_is_not_exact_gets_no_figure(recorded, monkeypatch, capsys):
     assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
 
 
-def test_what_fails_gets_no_figure_and_stops_nothing(monkeypatch):
+def test_a_failing_candidate_has_no_figure_and_does_not_stop_the_others(monkeypatch):
     calls = {"works": 0, "fails at once": 0, "fails later": 0}
 
     def function(name, limit):
@@ -88,7 +88,7 @@ def test_what_fails_gets_no_figure_and_stops_nothing(monkeypatch):
     assert set(failed) == {"fails at once", "fails later"} and "no room" in failed["fails later"]
 
 
-def test_a_fault_of_the_gpu_after_which_nothing_counts_ends_it():
+def test_a_gpu_fault_that_invalidates_all_results_ends_the_benchmark():
     def call():
         raise torch.AcceleratorError("illegal memory access")
 
@@ -99,7 +99,7 @@ def test_a_fault_of_the_gpu_after_which_nothing_counts_ends_it():
 @pytest.mark.parametrize(
     "option", ["--shapes=4x32x2", "--shapes=4/3x32", "--shapes=4x31", "--lengths=0", "--tokens=-1", "--repetitions=0"]
 )
-def test_settings_that_cannot_be_are_refused(monkeypatch, capsys, option):
+def test_invalid_options_are_refused(monkeypatch, capsys, option):
     monkeypatch.setattr("sys.argv", ["attention", option])
     with pytest.raises(SystemExit):
         attention.main()

@@ -1,4 +1,4 @@
-"""What an encoding may do to scores: every backend that says it can do it gives what the plain form does."""
+"""What an encoding may do to scores: every backend that declares it gives the results of the plain form."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_biases_and_gates_with_every_gradient(backend, packed, queries):
 
 
 @pytest.mark.parametrize("backend, need", CAN)
-def test_a_bias_that_learns_nothing_and_gates_at_one_change_nothing_else(backend, need):
+def test_a_bias_without_gradient_and_gates_of_one_change_nothing_else(backend, need):
     tensors = inputs()
     changes = {"log_gate_TBH": torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)}
     if need == BIAS:
@@ -159,7 +159,7 @@ def test_the_choice_matches_needs_and_backends():
         choose_backend("auto", cpu, torch.float32, 64, {ROTATION, "dream"})
 
 
-def test_a_batch_of_packs_is_looked_at_once(monkeypatch):
+def test_the_masks_of_a_batch_of_packs_are_computed_once(monkeypatch):
     packing = Packing(document_bounds(torch.arange(LENGTH).expand(2, -1) // 5))
     assert packing.mask(LENGTH, torch.float64) is packing.mask(LENGTH, torch.float64)
     assert packing.lengths(LENGTH) is packing.lengths(LENGTH)

@@ -257,12 +257,12 @@ def test_what_is_wrong_in_one_row_is_named(tensor, row):
         x[tensor - 2].register_hook(lambda slope: slope.index_fill(0, torch.tensor([row], device=DEVICE), 0.0))
         return o, u
 
-    told = inexact(wrong, lambda *x: attention(*x, True, None, "torch"), inputs, BF16)
+    message = inexact(wrong, lambda *x: attention(*x, True, None, "torch"), inputs, BF16)
     first = row // parity.ROWS * parity.ROWS
-    assert f"tensor {tensor}" in told and ("rows" not in told or f"rows {first} to {first + 15}" in told)
+    assert f"tensor {tensor}" in message and ("rows" not in message or f"rows {first} to {first + 15}" in message)
 
 
-def test_fused_updates_that_fit_and_do_not():
+def test_which_fused_updates_fit():
     assert (
         fits_fused(32, 32, 128, 128, BF16) and fits_fused(8, 64, 128, 256, BF16) and fits_fused(16, 16, 128, 64, FP32)
     )

@@ -4,7 +4,7 @@ import torch
 from megatron_tape.parallel import cpu
 
 
-def test_it_is_inert_where_cuda_exists(monkeypatch):
+def test_it_changes_nothing_where_cuda_exists(monkeypatch):
     from megatron.core.tensor_parallel import random
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -14,7 +14,7 @@ def test_it_is_inert_where_cuda_exists(monkeypatch):
     assert (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER) == before
 
 
-def test_random_streams_go_on_where_they_were_and_leave_the_outside_alone():
+def test_random_streams_continue_and_do_not_change_the_outer_stream():
     tracker = cpu._CpuRngTracker()
     tracker.add("a", 1)
     tracker.add("b", 2)

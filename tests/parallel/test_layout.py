@@ -1,4 +1,4 @@
-"""Process groups: how many there are, how long they wait, how they are given up; deterministic kernels."""
+"""Process groups: how many there are, how long they wait, how they are aborted; deterministic kernels."""
 
 import os
 from datetime import timedelta
@@ -23,7 +23,7 @@ def afresh():
     abort_process_groups()
 
 
-def test_every_group_waits_longer_than_the_watch_also_when_the_groups_are_kept():
+def test_every_group_even_a_kept_one_waits_longer_than_the_watch():
     initialize_distributed(patience=100.0)
     assert timeouts() == {timedelta(seconds=700)}
     initialize_distributed(patience=7200.0)
@@ -32,7 +32,7 @@ def test_every_group_waits_longer_than_the_watch_also_when_the_groups_are_kept()
     assert timeouts() == {timedelta(days=365)}
 
 
-def test_no_groups_are_made_for_gloo_beside_those_of_the_backend():
+def test_no_additional_gloo_groups_are_made():
     initialize_distributed()
     names = [group.group_desc for group in distributed_c10d._world.pg_map]
     assert "TENSOR_MODEL_PARALLEL_GROUP" in names and not [name for name in names if "GLOO" in name]

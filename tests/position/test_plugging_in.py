@@ -1,4 +1,4 @@
-"""A positional encoding is one file: three toys that a test registers train, resume and are counted right."""
+"""A positional encoding is one file: three toys that a test registers train, resume and are counted correctly."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""`python -m pretrain.train` on one process: what it refuses, writes, survives and continues."""
+"""`python -m pretrain.train` on one process: what it rejects, writes, survives and continues."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def steps_saved(folder):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, reported",
     [
         ("--model.hidden_sise=32", "model.hidden_sise"),
         ("--model.num_attention_heads=5", "model.num_attention_heads"),
@@ -62,7 +62,7 @@ def steps_saved(folder):
         ("--data.prefix=nowhere/x", "nowhere/x.idx"),
     ],
 )
-def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, told):
+def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, reported):
     program = (
         "import sys\nfrom pretrain.train import main\n"
         "try:\n    status = main(sys.argv[1:])\nexcept SystemExit as stop:\n    status = stop.code\n"
@@ -71,7 +71,7 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, t
     arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), *override.split()]
     done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"]
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and told in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and reported in done.stderr
 
 
 def test_metrics_rows_count_from_one_and_carry_the_promised_keys(run):
@@ -137,8 +137,8 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(run, capfd, cap
     middle.write_bytes(content)
     capfd.readouterr()
     assert run("--checkpoint.interval=2") == 0
-    told = capfd.readouterr().err + caplog.text
-    assert "step-00000010" in told and "step-00000008" in told and "step-00000006 at step 7" in told
+    reported = capfd.readouterr().err + caplog.text
+    assert "step-00000010" in reported and "step-00000008" in reported and "step-00000006 at step 7" in reported
     assert rows(run.folder) == rows(run.folder.parent / "whole")
 
 
@@ -159,7 +159,7 @@ def test_a_finished_run_is_left_as_it_is(run):
 SHORT = ["--schedule.warmup_steps=0"]
 
 
-def test_what_is_set_otherwise_than_at_the_save_is_said_in_a_line_each(run, data, capfd):
+def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, data, capfd):
     assert run("--train.steps=2", *SHORT) == 0
     state = run.folder / "checkpoints" / "step-00000002" / "state.json"
     assert "vocabulary" not in json.loads(state.read_text())["progress"]
@@ -181,15 +181,15 @@ def test_what_is_set_otherwise_than_at_the_save_is_said_in_a_line_each(run, data
     assert "vocabulary" in json.loads(later.read_text())["progress"]
 
 
-def test_fewer_steps_than_are_done_say_that_and_nothing_of_the_order(run, capfd):
+def test_fewer_steps_than_already_done_are_reported_without_a_warning_about_the_order(run, capfd):
     assert run("--train.steps=2", *SHORT) == 0
     capfd.readouterr()
     assert run("--train.steps=1", *SHORT) == 0
-    told = capfd.readouterr().err
-    assert "already holds all 1 steps" in told and "another order" not in told
+    reported = capfd.readouterr().err
+    assert "already holds all 1 steps" in reported and "another order" not in reported
 
 
-def test_another_vocabulary_is_refused_and_suspected_of_an_older_checkpoint(run, data, tmp_path, capfd):
+def test_another_vocabulary_is_refused_or_for_older_checkpoints_warned_about(run, data, tmp_path, capfd):
     mine, other = tmp_path / "mine.json", tmp_path / "other.json"
     text = (data / "tokenizer.json").read_text()
     mine.write_text(text)
@@ -210,7 +210,7 @@ def test_another_vocabulary_is_refused_and_suspected_of_an_older_checkpoint(run,
     assert f"data.tokenizer {other} has another vocabulary than {mine}" in capfd.readouterr().err
 
 
-def test_another_models_checkpoint_is_refused_with_the_differences(run, capfd):
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capfd):
     assert run() == 0
     assert run("--model.hidden_size=64", "--model.token_mixing=full", "--train.steps=12") == 1
     error = capfd.readouterr().err
@@ -266,7 +266,7 @@ def rows_written(metrics):
     return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
 
 
-def test_deterministic_kernels_are_asked_for_during_the_run_alone(run, monkeypatch):
+def test_deterministic_kernels_are_required_only_during_the_run(run, monkeypatch):
     original, seen = Engine.train_step, []
 
     def step(self, *args):
@@ -324,7 +324,7 @@ def test_damaged_data_is_refused_before_anything_starts(run, data, tmp_path, cap
         assert "damaged" in error and "not whole" in error and error.count("\n") == 1
 
 
-def test_document_ends_that_the_data_lacks_are_asked_for(run, data, tmp_path, capfd):
+def test_data_without_the_required_document_ends_is_refused(run, data, tmp_path, capfd):
     tokenizer = (data / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>").replace('w5"', '<|endoftext|>"')
     (tmp_path / "tokenizer.json").write_text(tokenizer)
     other = ["--data.reset_attention_mask=true", option("data.tokenizer", tmp_path / "tokenizer.json")]
@@ -343,17 +343,17 @@ def test_the_configuration_is_left_beside_the_metrics(run):
     assert again.train.steps == 2 and again.logging.directory == str(run.folder)
 
 
-def test_a_kernel_that_computes_wrong_ends_before_it_trains(run, monkeypatch, capfd):
+def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, monkeypatch, capfd):
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
     assert run("--model.hidden_size=128", "--model.attention_backend=triton") == 1
-    told = capfd.readouterr().err
-    assert "the fused kernel of the attention does not work here" in told and "Traceback" not in told
+    reported = capfd.readouterr().err
+    assert "the fused kernel of the attention does not work here" in reported and "Traceback" not in reported
     assert not steps_saved(run.folder)
 
 
-def test_the_automatic_choice_takes_torch_where_a_kernel_computes_wrong(run, monkeypatch, capfd):
+def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, monkeypatch, capfd):
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
     monkeypatch.setattr(backend, "chosen_backend", lambda *_: "triton")

@@ -331,7 +331,7 @@ def test_no_more_chunks_are_read_than_may_be_in_flight(monkeypatch, workers):
     results.close()
 
 
-def test_start_imports_no_torch_and_no_model_code(corpus, tokenizer_path, tmp_path):
+def test_start_imports_neither_torch_nor_model_code(corpus, tokenizer_path, tmp_path):
     arguments = command(
         "preprocess_data", "--input", corpus, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out"
     )

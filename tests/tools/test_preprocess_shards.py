@@ -154,7 +154,7 @@ def test_bad_line_of_a_later_shard_is_named_by_its_line_in_the_file(preprocess, 
     assert names(tmp_path) == []
 
 
-def test_empty_shards_are_no_error_but_an_empty_whole_is(preprocess, merge, tmp_path):
+def test_empty_shards_are_not_an_error_but_an_empty_whole_is(preprocess, merge, tmp_path):
     write_lines(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.jsonl").touch()
     for index in range(2):

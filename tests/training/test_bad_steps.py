@@ -34,7 +34,7 @@ def test_bf16_gradients_are_averaged_and_added_up_in_fp32(results, case):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_asked_to_they_are_averaged_in_bf16(results, stage):
+def test_gradients_are_averaged_in_bf16_on_request(results, stage):
     over_ranks, _ = results[f"averaged_zero{stage}_bf16"]
     assert over_ranks == pytest.approx([1, 1], rel=1e-6)
 

@@ -67,7 +67,7 @@ def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     assert [event.step for event in events.Tensors("position/norms")] == [3, 5]
 
 
-def test_evaluations_that_are_not_named_do_not_run(run):
+def test_only_named_evaluations_run(run):
     assert run("--train.evaluations=[]", "--train.eval_interval=3", "--logging.interval=2") == 0
     assert [row["step"] for row in rows(run.folder)] == [1, 2, 4, 5]
     assert not any("validation_loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))

@@ -56,7 +56,7 @@ def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(to
     assert matrices["lr_scale"] == vectors["lr_scale"] == 1.0
 
 
-def test_a_parameter_that_says_whether_it_decays_is_obeyed():
+def test_a_parameters_own_choice_of_decay_counts():
     built, _ = build(small_model())
     parameters = dict(built.named_parameters())
     still, moving = "gpt.decoder.layers.0.position.up_proj", "gpt.decoder.final_layernorm.weight"

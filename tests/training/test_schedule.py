@@ -56,7 +56,7 @@ def test_wsd_holds_the_peak_until_its_decay_and_falls_linearly():
     assert rate[99] == pytest.approx(0.1)
 
 
-def test_wsd_decays_over_a_tenth_of_the_steps_unless_told():
+def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
     rate = rates(100, kind="wsd")
     assert rate[89] == 1.0 and rate[90] == pytest.approx(0.91)
 

@@ -111,7 +111,7 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
     assert read_attempts(folder)[0].message.startswith("USR1 stopped the run after step")
 
 
-def test_a_save_that_fails_is_told_and_the_next_interval_saves(run, monkeypatch, capfd):
+def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd):
     original, calls = checkpoint.write_record, []
 
     def write_record(path, value):
@@ -125,8 +125,10 @@ def test_a_save_that_fails_is_told_and_the_next_interval_saves(run, monkeypatch,
     assert run("--checkpoint.interval=2") == 0
     assert calls == [2, 4, 6, 8, 10]
     assert steps_saved(run.folder) == [6, 8, 10]
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(told) == 2 and "No space left on device" in told[0] and "the next try is at the next interval" in told[0]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert (
+        len(lines) == 2 and "No space left on device" in lines[0] and "the next try is at the next interval" in lines[0]
+    )
     assert not list((run.folder / "checkpoints" / ".attempt-000001").iterdir())
 
 
@@ -163,7 +165,7 @@ def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
     assert steps_saved(run.folder) == [10]
 
 
-def test_a_last_step_that_cannot_be_saved_is_no_finished_run(run, monkeypatch):
+def test_a_run_whose_last_step_cannot_be_saved_is_not_finished(run, monkeypatch):
     def save(*args):
         raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
 
