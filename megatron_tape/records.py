@@ -1,7 +1,7 @@
-"""Small JSON and YAML files that programs leave for each other: written whole, and read with suspicion.
+"""Small JSON and YAML files that programs leave for each other: written whole, and checked when they are read.
 
-A record may be torn, edited by hand, of another version or somebody else's file: nothing of it is used before its size
-and shape are known to be right. Imports neither torch nor PyYAML before one is needed.
+A record may be cut off, edited by hand, from another version, or someone else's file. Nothing in it is used before its
+size and shape have been checked. Imports neither torch nor PyYAML before one is needed.
 """
 
 import json

@@ -23,15 +23,14 @@ from megatron_tape.parallel.layout import ParallelLayout
 logger = logging.getLogger(__name__)
 
 NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that schedulers and terminals send to every process of a run, and that only the training process answers."""
+"""Signals that schedulers and terminals send to every process of a run, but only the training process handles."""
 
 
 @dataclass(frozen=True)
 class _NoTokenizer:
     """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents.
 
-    `unique_identifiers` go into the name of the cached index, which by itself would not notice new data under an old
-    path.
+    `unique_identifiers` become part of the cached index's name, so that new data under an old path is noticed.
     """
 
     unique_identifiers: dict
@@ -78,7 +77,7 @@ class Batches:
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
-            generator=torch.Generator(),  # else each loader would draw a number from the run's random stream
+            generator=torch.Generator(),  # otherwise each loader would draw a number from the run's random stream
         )
         return self._on_device(_start_workers(loader))
 
@@ -120,7 +119,7 @@ class _Samples(Dataset):
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Number the documents of packed token ids (..., S): an end-of-document token is the last of its document."""
+    """Number the documents of packed token ids (..., S); an end-of-document token is the last token of its document."""
     ends = tokens == eod
     return ends.cumsum(-1) - ends.long()
 

@@ -21,13 +21,13 @@ from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_fr
 from megatron_tape.parallel.tokens import TokenLayout
 
 MARGIN = timedelta(minutes=10)
-"""By how much the process groups wait longer for a rank than the watch, which writes every rank's stack."""
+"""How much longer than the watch, which writes every rank's stack, the process groups wait for a rank."""
 WITHOUT_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Where this process stands. `groups` is handed to every Megatron module; nothing asks for a global rank."""
+    """The place of this process. Every Megatron module gets `groups`; none uses a global rank."""
 
     groups: ProcessGroupCollection
     device: torch.device
@@ -41,7 +41,7 @@ class ParallelLayout:
     tokens: TokenLayout
 
     def any_rank(self, flag: bool) -> bool:
-        """Tell every rank whether `flag` is set on any; all call it together."""
+        """Return, on every rank, whether `flag` is set on any of them; all call it together."""
         found = torch.tensor([flag], dtype=torch.int32, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
@@ -85,8 +85,8 @@ def initialize_distributed(
 ) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
-    nccl with CUDA, gloo without. May be called again in one process: the groups are kept, or rebuilt where the
-    tensor-parallel size is another, which makes layouts given before useless. Without `sequence_parallel` tokens are
+    The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if the
+    tensor-parallel size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are
     sharded exactly when there is tensor parallelism. Collectives of all groups time out some minutes after `patience`
     seconds, with None practically never. Raises ValueError when the number of processes is not a multiple of
     `tensor_model_parallel_size`, ConfigError when this process has no GPU to itself.
@@ -146,19 +146,19 @@ def initialize_distributed(
 
 
 def _destroy_groups() -> None:
-    """Give up Megatron's groups; its own `destroy_model_parallel` forgets them, but their threads run on."""
+    """Destroy Megatron's groups; its own `destroy_model_parallel` drops them, but their threads keep running."""
     held = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
     groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
     parallel_state.destroy_model_parallel()
     for group in groups - {dist.group.WORLD}:
-        with contextlib.suppress(ValueError):  # Megatron does give up some of them
+        with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
             dist.destroy_process_group(group)
 
 
 def abort_process_groups() -> None:
-    """Give up this rank's collectives, finished or not: with NCCL a process that ends by an error could wait for them.
+    """Abort this rank's collectives: with NCCL, a process that ends because of an error could wait for them forever.
 
-    Gloo has nothing to give up; its connections close with the process. A later `initialize_distributed` begins anew.
+    Gloo needs no abort; its connections close with the process. A later `initialize_distributed` makes new groups.
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO behind a few verbs: train a step, evaluate, and give or take the whole training state.
+"""DeepSpeed ZeRO behind a few methods: train a step, evaluate, and return or load the whole training state.
 
-The state is named by parameter, whole over the data-parallel ranks, so it does not know ZeRO's partitions: a run saved
-under one ZeRO stage and number of ranks continues under another.
+The state is stored by parameter name and is whole over the data-parallel ranks. It therefore does not depend on ZeRO's
+partitions: a run saved under one ZeRO stage and number of ranks continues under another.
 """
 
 import math
@@ -38,7 +38,7 @@ class StepResult:
 
 
 def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
-    """Translate our settings to DeepSpeed's."""
+    """Translate our settings into DeepSpeed's."""
     stage = config.deepspeed.zero_stage
     zero = {
         "stage": stage,
@@ -72,7 +72,8 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
 class Engine:
     """A model under training. Every method is called by all ranks together.
 
-    DeepSpeed copies and partitions the weights when this is built: a resumed run's must be in `model` by then.
+    DeepSpeed copies and partitions the weights in the constructor, so a resumed run's weights must already be in
+    `model`.
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
@@ -110,7 +111,7 @@ class Engine:
         for _, batch in zip(range(self.micro_batches), batches, strict=False):
             loss = self._engine(**batch)
             total += loss.detach()
-            # A loss that is not finite must spoil the gradient, or the step would be taken all the same.
+            # A loss that is not finite must make the gradient so, too; otherwise the step would still be taken.
             self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
             self._engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
@@ -144,9 +145,9 @@ class Engine:
     def training_state(self, wanted: Callable[[int], bool], frozen: bool = True) -> dict[str, Tensor]:
         """Return, on the CPU, this tensor-parallel rank's fp32 weights and Adam moments: `weight/NAME`, `exp_avg/NAME`.
 
-        Parameter i is kept where `wanted(i)`; all ranks take part in gathering each. Frozen parameters, whose weights
-        are as precise as training's arithmetic, have no moments and are left out unless `frozen`; without an update yet
-        no parameter has any.
+        Parameter i is kept if `wanted(i)`; all ranks take part in gathering each. Frozen parameters are included only
+        if `frozen`; their weights are only as precise as training's arithmetic, and they have no moments. Before the
+        first update, no parameter has moments.
         """
         state = {}
         self._show_moments()
@@ -160,11 +161,11 @@ class Engine:
         return state
 
     def keys_of(self, name: str, optimizer_steps: int) -> tuple[str, ...]:
-        """Return what the state after so many updates holds of a parameter: `weight` and, if it is trained, moments."""
+        """Return what the state holds of a parameter after `optimizer_steps`: `weight` and, if trained, moments."""
         return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
 
     def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        """Take the trained parameters' state from `read(key)`: this tensor-parallel rank's tensor of that key.
+        """Load the trained parameters' state from `read(key)`, which returns this tensor-parallel rank's tensor of a key.
 
         The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
         """
@@ -176,7 +177,7 @@ class Engine:
 
     def _get(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
         if not parameter.requires_grad:
-            # ZeRO 3 partitions these, too, but keeps them out of its fp32 copies; others leave them whole.
+            # ZeRO 3 partitions these, too, but keeps no fp32 copies of them; other stages leave them whole.
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
                 return parameter.detach().clone()
         if self.zero_stage == 0:
@@ -196,7 +197,7 @@ class Engine:
             safe_set_full_optimizer_state(parameter, value, key)
 
     def _make_moments(self, steps: int) -> None:
-        """Create Adam's state, which torch makes at the first step only, and show it to ZeRO."""
+        """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
         zero = self._engine.optimizer
         if self.zero_stage == 0:
             tensors = list(self.trained.values())

@@ -1,4 +1,4 @@
-"""What runs beside the training steps: evaluations, and figures of every logged step.
+"""What runs in addition to the training steps: evaluations, and figures of every logged step.
 
 A new one is a subclass of `Hook` in a file of its own, entered by name in `config.evaluations.EVALUATIONS` and switched
 on by `train.evaluations`. All ranks call a hook together, so it may communicate; rank 0's findings are written.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a hook found, by name; names with a slash are TensorBoard tags as they stand."""
+    """What a hook found, by name; names with a slash are used as TensorBoard tags unchanged."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     """Figures for TensorBoard and `metrics.jsonl`."""
@@ -35,7 +35,7 @@ class Hook:
     """Does nothing. A hook may keep state between the calls, but none that a resumed run would miss."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` tell what follows it."""
+        """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` say what follows it."""
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> Findings:
         """Look at what the step did; the findings are written where the step is logged."""
@@ -56,7 +56,7 @@ class ValidationLoss(Hook):
 
 
 class Sample(Hook):
-    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or where `sample_tokens` is 0."""
+    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
 
     def evaluate(self, trainer: Trainer, step: int) -> Findings:
         """Return the text `sample`."""

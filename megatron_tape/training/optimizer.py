@@ -30,9 +30,9 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and leaves a step out whose norm is not finite.
+    """AdamW that clips by the global norm and skips a step whose norm is not finite.
 
-    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO does the first only, and would write NaN into every
+    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO only clips, and would write NaN into every
     weight. DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as from its own optimizers.
     """
 
@@ -49,7 +49,7 @@ class ClippingAdamW(torch.optim.AdamW):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         replicated = self._group.rank() > 0
         counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not replicated]
-        # A rank may count nothing where only replicated parameters are trained.
+        # A rank may have nothing to count if only replicated parameters are trained.
         squares = [grad.float().norm().square() for grad in counted] or [parameters[0].grad.new_zeros(())]
         squares = torch.stack(squares).sum()
         if self._group.size() > 1:

@@ -21,12 +21,12 @@ NAMES = ("state_norm", "update_norm")
 class PositionNorms(Hook):
     """Root mean squares of the position state's complex numbers and of their last update; nothing without updates.
 
-    The state's is 1 at RoPE and the update's 0: together they show TAPE leave RoPE. Figures by layer at every logged
-    step, and at evaluations a picture by layer and head group.
+    For RoPE the state's is 1 and the update's 0; together they show how far TAPE has moved from RoPE. Every logged step
+    gives figures by layer, and evaluations give a picture by layer and head group.
     """
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Have the updates record where the step is logged."""
+        """Let the updates record their norms if the step is logged."""
         trainer.model.record_position_norms(trainer.logs(step))
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> Findings:
@@ -47,7 +47,7 @@ class PositionNorms(Hook):
         )
 
     def evaluate(self, trainer: Trainer, step: int) -> Findings:
-        """Return the picture `position/norms`, where TensorBoard shows it."""
+        """Return the picture `position/norms` if TensorBoard files are written."""
         updates = trainer.model.position_updates()
         if not updates or not trainer.config.logging.tensorboard:
             return Findings()

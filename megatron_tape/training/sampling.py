@@ -17,9 +17,9 @@ def sample_text(
 ) -> str:
     """Continue `prompt` by `length` tokens; all ranks call it together and get the same text.
 
-    Drawn by a generator of its own with a fixed seed: training's random numbers are not touched. At most `max_length`
-    tokens are seen at once, and each costs one forward pass over all before it. Ends early at the end of a document,
-    or where logits are not finite.
+    A separate generator with a fixed seed leaves training's random numbers unchanged. The model sees at most
+    `max_length` tokens at once, and each new token costs one forward pass over them. Ends early at the end of a
+    document, or where logits are not finite.
     """
     layout = engine.layout
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]

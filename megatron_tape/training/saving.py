@@ -1,4 +1,4 @@
-"""When a checkpoint is tried again: a disk that fails costs the run one checkpoint, but not the last one."""
+"""When a failed save is tried again: a failing disk may cost the run a checkpoint, but not the last one."""
 
 import logging
 import math
@@ -31,8 +31,8 @@ def save(
 
     All ranks call it together.
 
-    Where a disk fails, the next checkpoint is due as usual; at the last step it is waited for, until `watch` is asked
-    to stop.
+    If the disk fails, the next checkpoint is due as usual. At the last step, the save is tried again until `watch` is
+    asked to stop.
 
     Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
     """

@@ -1,4 +1,4 @@
-"""Training, from the newest checkpoint or the start to the last step, whatever is trained."""
+"""Training of all or some parameters, from the newest checkpoint or the start to the last step."""
 
 import dataclasses
 import logging

@@ -306,7 +306,7 @@ def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
     builder.add_document(np.arange(5), [5], [1])
     builder.finalize(str(tmp_path / "pictures.idx"))
     for message, inputs in {
-        "b holds int32 tokens and": ["a", "b"],
+        "b holds int32 tokens, but": ["a", "b"],
         "none.idx does not exist; give the prefix": ["a", "none"],
         "pictures is a multimodal dataset": ["a", "pictures"],
         "the input holds no document": ["empty", "empty"],
