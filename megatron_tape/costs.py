@@ -1,8 +1,8 @@
 """What a model and a run cost, calculated from the configuration: parameters, memory per GPU, FLOPs, tokens, disk.
 
 Imports no torch. Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed
-0.19.8 hold them) and what one micro-batch adds. The CUDA context, NCCL's buffers and fragmentation, which take about 6 %
-more, are not included. Attention is assumed to keep no S x S scores; on GPUs, torch's SDPA may keep them in fp32 with
+0.19.8 hold them) and what one micro-batch adds. The CUDA context, NCCL's buffers and fragmentation, which take about 6
+% more, are not included. Attention is assumed to keep no S x S scores; on GPUs, torch's SDPA may keep them in fp32 with
 grouped keys, for which it has no fast kernel. All backends are counted like torch's SDPA, except for the mask of packs,
 which only SDPA keeps.
 """

@@ -165,7 +165,7 @@ class Engine:
         return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
 
     def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        """Load the trained parameters' state from `read(key)`, which returns this tensor-parallel rank's tensor of a key.
+        """Load the trained parameters' state from `read(key)`, which returns this rank's tensor of a key.
 
         The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
         """
