@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     run = Path(parser.parse_args(argv).run)
+    if hasattr(sys.stdout, "reconfigure"):  # a record may hold what no terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return show(run)
     except OSError as error:

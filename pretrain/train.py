@@ -46,6 +46,11 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
             print(f"error: {error}", file=sys.stderr)
             watch.record_end(REFUSED, str(error))
         return 2
+    except OSError as error:
+        message = f"the inputs cannot be looked at: {error.strerror or error} ({error.filename})"
+        watch.record_end(FAILED, message)
+        print(f"error (rank {rank}): {message}", file=sys.stderr)
+        return 1
     _load_libraries(config, is_rank_0)
     try:
         from megatron_tape.parallel.layout import deterministic_kernels

@@ -201,9 +201,14 @@ def read_manifest(path: str | Path) -> Manifest:
 def read_state(path: str | Path) -> State:
     """Read a checkpoint's `state.json`; ValueError, in one sentence, where it cannot be one."""
     state = read_record(Path(path) / STATE, State)
-    for key, least in (("step", 0), ("tensor_model_parallel_size", 1), ("data_parallel_size", 1)):
+    sizes = {"step": 0, "optimizer_steps": 0, "tensor_model_parallel_size": 1, "data_parallel_size": 1}
+    for key, least in sizes.items():
         if state[key] < least:
             raise ValueError(f"{Path(path) / STATE} cannot be used: {key} is {state[key]}")
+    for section, key in (("data", "tokenizer"), ("logging", "directory"), ("checkpoint", "directory")):
+        settings = state["config"].get(section, {})
+        check_shape(settings, dict[str, Any], f"config.{section}")
+        check_shape(settings.get(key), str | None, f"config.{section}.{key}")
     check_shape(state["config"].get("model"), dict[str, Any], "config.model")
     return state
 

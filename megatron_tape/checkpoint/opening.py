@@ -118,7 +118,7 @@ def _choose(resume: str, directory: Path) -> str | None:
 def _check_ranks_files(path: Path, state: dict) -> None:
     """Refuse a directory in which this rank does not see every tensor file."""
     for rank in range(state["tensor_model_parallel_size"]):
-        found = len(list(path.glob(f"tensors-tp{rank:02d}-*")))
+        found = len(list(path.glob(f"tensors-tp{rank:02d}-*.safetensors")))
         if found != state["data_parallel_size"]:
             raise CheckpointError(
                 f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are in {path}; all nodes must "

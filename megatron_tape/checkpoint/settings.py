@@ -57,7 +57,8 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     found = []
     for section, now in json.loads(json.dumps(config_dict(config))).items():
         defaults = {field.name: _default(field) for field in dataclasses.fields(getattr(config, section))}
-        defaults |= BEFORE.get(section, {})
+        if saved.get("train", {}).get("precision", "bf16") == "bf16":
+            defaults |= BEFORE.get(section, {})
         for name, value in now.items():
             key, before = f"{section}.{name}", saved.get(section, {}).get(name, defaults.get(name))
             same_model = section == "model" and name not in FREE_IN_A_MODEL

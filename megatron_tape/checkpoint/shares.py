@@ -16,7 +16,7 @@ class Shares:
     def __init__(self, checkpoint: Path, rank: int):
         """Open the files. Raises CheckpointError where one is not a safetensors file."""
         self._places: dict[str, tuple[Path, safe_open, str]] = {}
-        for path in sorted(checkpoint.glob(f"tensors-tp{rank:02d}-*")):
+        for path in sorted(checkpoint.glob(f"tensors-tp{rank:02d}-*.safetensors")):
             try:
                 file = safe_open(path, "pt")
                 self._places |= {current_name(key): (path, file, key) for key in file.keys()}

@@ -5,7 +5,7 @@ Each error is one sentence that names the key, its value and the fix. No file is
 
 from typing import Any, get_type_hints
 
-from megatron_tape.config.evaluations import EVALUATIONS
+from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
 from megatron_tape.config.schema import PARAMETER_KINDS, ModelConfig, RunConfig, blend, is_positive, split_shares
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
@@ -22,9 +22,15 @@ LARGEST = {
     "model.seq_length": 2**30,
     "model.vocab_size": 2**28,
     "parallel.tensor_model_parallel_size": 2**16,
+    "train.steps": 10**8,
+    "train.global_batch_size": 10**6,
+    "train.micro_batch_size": 10**6,
+    "train.eval_steps": 10**6,
     "train.seed": 2**32 - 1,
 }
-"""No model comes near these sizes, and arithmetic with larger ones takes minutes; numpy accepts no larger seed."""
+"""No run comes near these sizes, and arithmetic with larger ones takes minutes; numpy accepts no larger seed."""
+LARGEST_RUN = 10**11
+"""Sequences of a run; an index of more takes longer to build than any run."""
 
 
 def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
@@ -140,6 +146,12 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         "that to true or null",
     )
     data_size, train = world_size // tensor_size, config.train
+    sequences = train.steps * train.global_batch_size
+    refuse(
+        sequences > LARGEST_RUN,
+        f"train.steps {train.steps} times train.global_batch_size {train.global_batch_size} is {sequences:,} "
+        f"sequences, and at most {LARGEST_RUN:,} can be indexed; lower either",
+    )
     refuse(
         train.global_batch_size % (train.micro_batch_size * data_size) != 0,
         f"train.global_batch_size {train.global_batch_size} is not divisible by train.micro_batch_size "
@@ -201,7 +213,7 @@ def _validate_data(config: RunConfig) -> None:
     blend(data.prefix)
     validation_share = split_shares(data.split)[1]
     refuse(
-        interval is not None and "validation_loss" in config.train.evaluations and validation_share == 0,
+        interval is not None and bool(ON_VALIDATION_DATA & set(config.train.evaluations)) and validation_share == 0,
         f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
         "second share, or set eval_interval to null",
     )

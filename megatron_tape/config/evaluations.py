@@ -6,3 +6,5 @@ EVALUATIONS: dict[str, str] = {
     "position_norms": "megatron_tape.training.position_norms:PositionNorms",
 }
 """The class of each as `module:class`, a subclass of `training.hooks.Hook`; imported only if it is used."""
+ON_VALIDATION_DATA = frozenset({"validation_loss"})
+"""Those that read the validation split; without any of them it is not indexed."""

@@ -56,7 +56,9 @@ def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
     values, places, files = {}, {}, []
     for key, text in arguments.given:
         if key != "config":
-            values[key], places[key] = _first_accepted(key, [*_as_yaml(text), text], kinds[key]), ""
+            # Text is taken as it stands: YAML would end it at a #, or take its quotes and spaces away.
+            readings = [*(value for value in _as_yaml(text) if not isinstance(value, str)), text]
+            values[key], places[key] = _first_accepted(key, readings, kinds[key]), ""
             continue
         files.append(text)
         for given in read_recipe(text):

@@ -25,6 +25,10 @@ _NUMBERS = {
 }
 
 
+# A value that does not fit its explicit tag, such as `!!bool maybe`, ends in any of these.
+_MISREAD = (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+
+
 @dataclass(frozen=True)
 class Given:
     """A `section.key` of a recipe, or a section without keys, with its value and the place for error messages."""
@@ -83,7 +87,7 @@ def parse_value(text: str) -> Any:
     """Return `text` read as YAML; raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except _MISREAD as error:
         raise ValueError(str(error)) from error
 
 
@@ -144,5 +148,8 @@ def _settings(loader: _Loader, root: yaml.MappingNode, path: str) -> Iterator[Gi
 def _constructed(loader: _Loader, node: yaml.Node, place: str) -> Any:
     try:
         return loader.construct_object(node, deep=True)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{place}: {error}") from None
+    except yaml.MarkedYAMLError:
+        raise
+    except _MISREAD as error:
+        reason = error if isinstance(error, ValueError) else f"{node.value!r} is not what its tag {node.tag} says"
+        raise ConfigError(f"{place}: {reason}") from None

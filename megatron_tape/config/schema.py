@@ -17,8 +17,8 @@ from megatron_tape.position import setting_classes
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
-BEFORE = {"model": {"position_state_precision": "bf16"}}
-"""What records from before a setting existed were made with, where that is not its default."""
+BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
+"""What runs in bf16 did before there was a setting for it, where that is not its default."""
 
 
 @dataclass(kw_only=True)
@@ -304,4 +304,5 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 def is_positive(value: Any) -> bool:
     """Return whether a setting is a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return finite and not isinstance(value, bool) and value > 0

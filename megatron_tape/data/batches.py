@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_tape.config.evaluations import ON_VALIDATION_DATA
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -204,7 +205,8 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
             "data.reset_attention_mask needs a tokenizer with an end-of-document token; data.tokenizer has none"
         )
     train = config.train
-    evaluates = train.eval_interval is not None and split_shares(config.data.split)[1] > 0
+    evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
+    evaluates = evaluates and split_shares(config.data.split)[1] > 0
     sizes = [train.steps * train.global_batch_size, train.eval_steps * train.global_batch_size if evaluates else 0, 0]
     whole_blend = _weighted_blend(config)
     settings = GPTDatasetConfig(

@@ -1,10 +1,14 @@
 """Check that the files that a run reads exist, are complete and suit the run. Does not import torch."""
 
+import errno
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.values import shown
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
@@ -75,29 +79,48 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` for the first input file that does not exist, or output directory that cannot be written."""
+    """Raise `ConfigError` for the first input file that does not exist, or output directory that cannot be written.
+
+    Raises OSError where the file system does not answer.
+    """
     for name, directory in (
         ("logging.directory", config.logging.directory),
         ("checkpoint.directory", config.checkpoint.directory),
     ):
-        parts = [Path(directory), *Path(directory).parents] if directory else []
-        existing = next((path for path in parts if path.exists()), None)
-        refuse(
-            existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
-            f"{name} is {directory}, but {existing} is not a writable directory; choose another",
-        )
+        with _names_the_setting(name, directory):
+            parts = [Path(directory), *Path(directory).parents] if directory else []
+            existing = next((path for path in parts if path.exists()), None)
+            refuse(
+                existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
+                f"{name} is {directory}, but {existing} is not a writable directory; choose another",
+            )
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):
-            refuse(
-                not Path(prefix + suffix).is_file(),
-                f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or correct it",
-            )
+            with _names_the_setting("data.prefix", prefix):
+                refuse(
+                    not Path(prefix + suffix).is_file(),
+                    f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or "
+                    "correct it",
+                )
     tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
-    refuse(
-        tokenizer is not None and not Path(tokenizer).exists(),
-        f"data.tokenizer {tokenizer} does not exist; train or fetch it, or correct the path",
-    )
-    refuse(
-        resume not in ("auto", "none") and not Path(resume).is_dir(),
-        f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
-    )
+    with _names_the_setting("data.tokenizer", tokenizer):
+        refuse(
+            tokenizer is not None and not Path(tokenizer).exists(),
+            f"data.tokenizer {tokenizer} does not exist; train or fetch it, or correct the path",
+        )
+    with _names_the_setting("checkpoint.resume", resume):
+        refuse(
+            resume not in ("auto", "none") and not Path(resume).is_dir(),
+            f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
+        )
+
+
+@contextmanager
+def _names_the_setting(key: str, path: str | None) -> Iterator[None]:
+    """Turn what is wrong with a path, and not with the file system, into `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise ConfigError(f"{key} is {shown(path)}, which cannot be read ({error.strerror}); correct it") from None

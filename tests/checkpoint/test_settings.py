@@ -25,8 +25,14 @@ def test_the_same_settings_say_nothing_nor_do_those_that_an_older_checkpoint_doe
             del section[key]
     unknown = {"train.steps", "train.global_batch_size", "model.seq_length"}  # without defaults, and never absent
     found = [line for line in changes(older, config()) if "order" not in line]
-    # Position states were added up in bf16 before there was a choice.
-    assert found.pop(0) == 'model.position_state_precision: was "bf16", is now "fp32"'
+    # What runs in bf16 did before there was a choice.
+    former = ("model.position_state_precision", "deepspeed.communication_precision")
+    assert [line for line in found if line.startswith(former)] == [
+        f'{key}: was "bf16", is now "fp32"' for key in former
+    ]
+    found = [line for line in found if not line.startswith(former)]
+    older["train"]["precision"] = "fp32"
+    assert not any(line.startswith(former) for line in changes(older, config()))
     assert {line.partition(":")[0] for line in found} <= unknown
     assert changes({}, config(precision="fp32"))[-2].startswith('train.precision: was "bf16", is now "fp32"')
 

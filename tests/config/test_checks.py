@@ -177,3 +177,12 @@ def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
     ):
         with pytest.raises(ConfigError, match=message):
             validate_model(ModelConfig(**MODEL | changes))
+
+
+def test_numbers_that_no_run_can_have_are_refused_at_once():
+    for changes, message in (
+        ({"train__steps": 10**400}, "train.steps is 1000.*; set it to at most 100000000"),
+        ({"train__steps": 10**8, "train__global_batch_size": 10**6}, "100,000,000,000,000 sequences, and at most"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(make(**changes), world_size=1)

@@ -157,7 +157,10 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"model:\n  - &itself [*itself]", ":2: cannot be read: anchors and aliases (& and *) are not supported"),
         (b"model: " + 5000 * b"[", ": nested too deeply for a recipe"),
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes, so it is not a recipe"),
-        (b"data: {prefix: {a: b}}", ":1: data.prefix is {'a': 'b'}; set it to a mapping, a list or text"),
+        (
+            b"data: {prefix: {a: b}}",
+            ":1: data.prefix is {'a': 'b'}; set it to a mapping of names to numbers, a list or text",
+        ),
         (b"data: {prefix: []}", ":1: data.prefix is []; give a path"),
     ],
 )
@@ -240,3 +243,20 @@ def test_a_missing_key_is_named(parse, capsys, section, key):
 def test_a_blend_may_be_spelled_in_four_ways(parse, prefix, expected):
     assert blend(prefix) == expected
     assert blend(parse(data={"prefix": prefix}).data.prefix) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/tape #2", " The ", '"Hi"', "'x'", "a\nb", "--- a", "[unclosed", "5", "a: b", "1e-3"]
+)
+def test_text_on_the_command_line_is_taken_as_it_stands(parse, text):
+    config = parse(f"--logging.sample_prompt={text}", f"--logging.directory={text}", f"--data.prefix=/d/{text}")
+    assert (config.logging.sample_prompt, config.logging.directory) == (text, text)
+    assert config.data.prefix == f"/d/{text}"
+
+
+@pytest.mark.parametrize("value", ["!!bool maybe", "!!timestamp foo", "!!int x", "!!binary ü", "!unknown 3"])
+def test_a_value_that_is_not_what_its_tag_says_is_one_line(parse, tmp_path, capsys, value):
+    recipe = tmp_path / "tagged.yaml"
+    recipe.write_text(f"train:\n  steps: {value}\n")
+    assert "tagged.yaml:2: " in refusal(capsys, parse, "--config", str(recipe))
+    assert "train.steps is " in refusal(capsys, parse, f"--train.steps={value}")

@@ -1,6 +1,8 @@
 """`python -m pretrain.status`: one word for every situation, and the exit status that goes with it."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -142,3 +144,10 @@ def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys, monkeypatch):
 def test_a_directory_that_is_not_a_run_is_refused(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2
     assert "holds no attempt" in capsys.readouterr().err
+
+
+def test_text_that_no_terminal_shows_is_escaped(run):
+    facts = {"job": None, "nodes": ["\ud800"], "started": time.time()}
+    write_record(run / "attempts" / "000001" / "attempt.json", facts)
+    done = subprocess.run([sys.executable, "-m", "pretrain.status", str(run)], capture_output=True, text=True)
+    assert "\\ud800" in done.stdout and "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.files import atomic_directory, sync_directory
@@ -158,9 +159,7 @@ def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
 
 
 def _write_settings(path: Path, model: ModelConfig) -> None:
-    import yaml
-
-    path.write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}, sort_keys=False), encoding="utf-8")
+    path.write_text(dump({"model": dataclasses.asdict(model)}), encoding="utf-8")
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
