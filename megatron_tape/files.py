@@ -1,8 +1,8 @@
 """Output files that exist under their final name only when they are complete.
 
-While the output `data.bin` is being written it is called `data.bin.partial`. Whoever writes holds a lock on that file,
-so two writers cannot meet, and a file that a killed process left behind is taken over by the next run. Small files
-that programs leave for each other have no lock: of several writers the last one wins (`write_whole`).
+While the output `data.bin` is being written, it is called `data.bin.partial`. The writer holds a lock on that file, so
+that two processes never write the same output, and the next run takes over a file that a killed process left behind.
+Small files that programs leave for each other have no lock: of several writers, the last one wins (`write_whole`).
 """
 
 import errno
@@ -21,10 +21,10 @@ SUFFIX = ".partial"
 
 
 class PartialFile:
-    """A file that is written beside its final place and moved there by `publish`.
+    """A file that is written next to its final path and moved there by `publish`.
 
-    `file` is open for reading and writing bytes. Raises ValueError when another process is writing the same output,
-    OSError when the place cannot be written.
+    `file` is open for reading and writing bytes. Raises ValueError if another process is writing the same output,
+    OSError if the file cannot be created.
     """
 
     def __init__(self, path: str | Path):
@@ -41,12 +41,12 @@ class PartialFile:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                # Some network file systems know no locks: there, two writers of one output are the user's to avoid.
+                # Some network file systems have no locks; there, users must not start two writers of one output.
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     file.close()
                     message = f"another process is writing {self.path}; wait for it or choose another output"
                     raise ValueError(message) from None
-            # The previous holder may have renamed or removed the file between our open and our lock.
+            # The previous holder may have renamed or removed the file before it was locked here.
             if self._is_ours(file):
                 file.truncate(0)
                 return file
@@ -59,12 +59,12 @@ class PartialFile:
             return False
 
     def sync(self) -> None:
-        """Bring what was written to disk."""
+        """Flush what was written to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def publish(self) -> None:
-        """Give the file its final name, replacing what has it. Call `sync` before and `sync_directory` after."""
+        """Give the file its final name, replacing any old file. Call `sync` before and `sync_directory` after."""
         os.replace(self.partial_path, self.path)
         self.file.close()
 
@@ -79,8 +79,8 @@ class PartialFile:
 def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False) -> Iterator[IO[Any]]:
     """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the block succeeds.
 
-    When this returns, the file survives a power cut. Raises FileExistsError before anything is written when `path`
-    exists and `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
+    After that, the file survives a power cut. Raises FileExistsError before anything is written if `path` exists and
+    `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"mode {mode!r} is not supported; use 'w' or 'wb'")
@@ -105,9 +105,9 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
 def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory to write into that appears as `path` only if the block succeeds.
 
-    It is called `path` + `.partial` meanwhile, and one that a killed process left behind is taken over. Files written
-    into it must have been brought to disk by then. Raises FileExistsError, before anything is written, when `path`
-    exists, and ValueError when another process is writing it.
+    In the meantime it is called `path` + `.partial`, and one that a killed process left behind is taken over. The block
+    must flush the files that it writes to disk. Raises FileExistsError, before anything is written, if `path` exists,
+    and ValueError if another process is writing it.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
@@ -120,10 +120,10 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.path.samestat(os.fstat(descriptor), os.stat(partial))
-        except FileNotFoundError:  # the previous holder renamed or removed it between our open and our lock
+        except FileNotFoundError:  # the previous holder renamed or removed it before it was locked here
             pass
         except OSError as error:
-            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # some network file systems know no locks
+            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # some network file systems have no locks
         if not ours:
             raise ValueError(f"another process is writing {path}; wait for it or choose another output")
         for leftover in partial.iterdir():
@@ -143,7 +143,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _named(path: str | Path) -> Iterator[None]:
-    """Let an OSError that names no file, such as that of a full disk, name the output."""
+    """Add the output's path to an OSError that names no file, such as the one for a full disk."""
     try:
         yield
     except OSError as error:
@@ -153,7 +153,7 @@ def _named(path: str | Path) -> Iterator[None]:
 
 
 def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
-    """Raise FileExistsError, with `fix` as advice, when one of the paths exists."""
+    """Raise FileExistsError, with `fix` as advice, if one of the paths exists."""
     for path in paths:
         if os.path.lexists(path):
             raise FileExistsError(f"{path} exists; {fix}")
@@ -161,7 +161,7 @@ def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace 
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP take effect only after the block, which must be short."""
+    """Delay SIGINT, SIGTERM and SIGHUP until the end of the block, which must be short."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -178,7 +178,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Bring renames and removals in a directory, or a file's contents, to disk."""
+    """Flush renames and removals in a directory, or a file's contents, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -187,7 +187,7 @@ def sync_directory(path: str | Path) -> None:
 
 
 def remove(path: str | Path) -> None:
-    """Remove a file, a directory with all it holds, or a link, whose target stays; do nothing where there is none."""
+    """Remove a file, a directory with its contents, or a link but not its target; do nothing if nothing is there."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -198,13 +198,13 @@ def remove(path: str | Path) -> None:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], *, staging: Path | None = None, durable: bool = True
 ) -> None:
-    """Put a file of `chunks` in the place of `path`, whole or not at all; of several writers the last one wins.
+    """Replace `path` by a file of `chunks`, whole or not at all; of several writers, the last one wins.
 
-    It is made in `staging` (default: beside `path`), which must be on the same file system. A `durable` file survives
-    a power cut. Raises OSError; the old file is then left as it is.
+    The file is first written in `staging` (default: next to `path`), which must be on the same file system. A `durable`
+    file survives a power cut. Raises OSError; the old file is then left unchanged.
     """
     path = Path(path)
-    # Its name says nothing of the final one: TensorBoard reads whatever has "tfevents" in its name.
+    # The temporary name does not contain the final one: TensorBoard reads any file with "tfevents" in its name.
     partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
     try:
         with open(partial, "xb") as file:

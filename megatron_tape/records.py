@@ -1,7 +1,7 @@
 """Small JSON and YAML files that programs leave for each other: written whole, and checked when they are read.
 
-A record may be cut off, edited by hand, from another version, or someone else's file. Nothing in it is used before its
-size and shape have been checked. Imports neither torch nor PyYAML before one is needed.
+A record may be truncated, edited by hand, written by another version, or a different file altogether. Nothing in it is
+used before its size and shape have been checked. torch is not imported, and PyYAML only when a YAML file is read.
 """
 
 import json
@@ -16,20 +16,21 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from megatron_tape.files import write_whole
 
 RECORD_BYTES = 64 << 20
-"""The largest record that is read; a manifest of a hundred thousand files is smaller."""
+"""The largest record that is read; a manifest of 100,000 files is smaller."""
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
-    """Write `value` as JSON, whole or not at all. Raises ValueError where it holds a number that is not finite."""
+    """Write `value` as JSON, whole or not at all. Raises ValueError if it contains a number that is not finite."""
     write_whole(path, [(json.dumps(value, indent=1, allow_nan=False) + "\n").encode()], durable=durable)
 
 
 def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
-    """Return the JSON value in a file, once it is known to be of `shape`, a type as `parse_record` takes it.
+    """Return the JSON value in a file, after checking that it has `shape`, a type that `parse_record` accepts.
 
     Raises:
-        OSError: if there is no such file, or it cannot be read.
-        ValueError: in one sentence naming the file, if it has more than `limit` bytes, is not JSON, or not of `shape`.
+        OSError: if the file does not exist or cannot be read.
+        ValueError: in one sentence that names the file, if it has more than `limit` bytes, is not JSON, or does not
+            have `shape`.
     """
     try:
         return parse_record(read_small(path, limit), shape)
@@ -38,7 +39,7 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
-    """Return the YAML value in a file that `yaml.safe_dump` wrote: as `read_record`, and aliases are refused."""
+    """Return the YAML value in a file that `yaml.safe_dump` wrote; like `read_record`, and aliases are refused."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -62,7 +63,7 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """Return a file's contents; ValueError where it has more than `limit` bytes or is not a regular file."""
+    """Return a file's contents. Raises ValueError if it has more than `limit` bytes or is not a regular file."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is not a regular file")
     with open(path, "rb") as file:
@@ -73,10 +74,10 @@ def read_small(path: str | Path, limit: int) -> bytes:
 
 
 def parse_record(text: str | bytes, shape: Any) -> Any:
-    """Parse JSON and check it; ValueError says what is wrong.
+    """Parse JSON and check its shape. Raises ValueError that says what is wrong.
 
-    `shape` is a type: a TypedDict (further keys may follow), `dict[str, T]`, `list[T]`, a union, a Literal, `int`
-    (of 64 bits), `float` (any finite number), `str`, `bool`, `None` or `Any`.
+    `shape` is a type: a TypedDict (other keys are allowed too), `dict[str, T]`, `list[T]`, a union, a Literal, `int`
+    (64 bits), `float` (any finite number), `str`, `bool`, `None` or `Any`.
     """
     try:
         value = json.loads(text)
@@ -89,7 +90,7 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
 
 
 def check_shape(value: Any, shape: Any, place: str = "") -> None:
-    """Raise ValueError where `value`, as parsed from JSON or YAML, is not of `shape` (see `parse_record`)."""
+    """Raise ValueError if `value`, as parsed from JSON or YAML, does not have `shape` (see `parse_record`)."""
     arguments = get_args(shape)
     inside = f"{place}." if place else ""
     if is_typeddict(shape) and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What some ranks fail at, all ranks learn of."""
+"""Makes sure that when an operation fails on some ranks, every rank raises an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """Runs a block that may fail on some ranks, so that all learn of it instead of waiting for each other."""
+    """Runs a block that may fail on some ranks, so that all ranks find out instead of waiting for each other."""
 
     def __init__(self, layout: ParallelLayout, attempt: Attempt | None = None):
         self._layout = layout
@@ -31,9 +31,10 @@ class Agreement:
         return True
 
     def check(self, what: str) -> None:
-        """Raise on every rank alike where a block failed on any; all call it together, after the block.
+        """Raise the same error on every rank if the block failed on any; all ranks call this together after the block.
 
-        StaleAttempt where the failing rank's attempt has lost the run, else CheckpointError: `what`, and why.
+        Raises StaleAttempt if a newer attempt has taken over the run, otherwise CheckpointError with `what` and the
+        reason.
         """
         failures: list[tuple[str | None, bool]] = [(None, False)] * self._layout.world_size
         dist.all_gather_object(failures, (self._error, self._error is not None and self._is_stale()))
@@ -48,5 +49,5 @@ class Agreement:
     def _is_stale(self) -> bool:
         try:
             return self._attempt is not None and not self._attempt.is_owner()
-        except OSError:  # a failing disk answers nothing
+        except OSError:  # a failing disk cannot say
             return False

@@ -1,14 +1,14 @@
-"""The file side of checkpoints: a checkpoint is a directory that is either whole or not one at all.
+"""Checkpoint directories on disk: a checkpoint is either complete or does not exist under its name.
 
-`step-00000100` holds files and a `manifest.json` that names each with its size and sha256. Everything is written
-into a staging directory, brought to disk, and only then renamed; nothing is deleted under a checkpoint's name.
-So a process may be killed at any moment. While a checkpoint of the same step is being replaced, the old one is called
-`step-00000100.replaced`, which readers accept as well: at no moment are both gone.
+`step-00000100` holds files and a `manifest.json` that lists each of them with its size and sha256. Everything is
+written into a staging directory, flushed to disk, and only then renamed; nothing is deleted under a checkpoint's name.
+A process may therefore be killed at any moment. While a checkpoint of the same step is being replaced, the old one is
+called `step-00000100.replaced`, which readers also accept, so one of the two always exists.
 
-A checkpoint may be a symbolic link to a directory elsewhere: it is read as any other, and only the link is ever
-removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that a manifest
-does not name are ignored. The functions are for one process at a time; several may write files into one staging
-directory. torch is imported only where tensors are read or written.
+A checkpoint may be a symbolic link to a directory elsewhere: it is read like any other, and only the link is ever
+removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that the manifest
+does not list are ignored. Only one process at a time may call these functions, except that several may write files into
+one staging directory. torch is imported only when tensors are read or written.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 class Entry(TypedDict):
-    """What a manifest says of a file."""
+    """A manifest's entry for a file."""
 
     bytes: int
     sha256: str
 
 
 class Manifest(TypedDict):
-    """What `manifest.json` holds."""
+    """The contents of `manifest.json`."""
 
     format_version: int
     step: int
@@ -54,10 +54,10 @@ class Cut(TypedDict):
 
 
 class Progress(TypedDict, total=False):
-    """What a run keeps beside its steps.
+    """Further state of a run.
 
-    `bad_steps` were skipped in a row, up to now; `vocabulary` is the digest of the tokenizer's; an import has its
-    `origin`.
+    `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary, and
+    `origin` where an imported checkpoint came from.
     """
 
     bad_steps: int
@@ -66,7 +66,7 @@ class Progress(TypedDict, total=False):
 
 
 class Source(TypedDict):
-    """Which checkpoint keeps the weights of frozen parameters that another leaves out."""
+    """The checkpoint that holds the weights of frozen parameters that another one leaves out."""
 
     path: str
     manifest_sha256: str
@@ -79,7 +79,7 @@ class _OptionalState(TypedDict, total=False):
 
 
 class State(_OptionalState):
-    """What `state.json` holds of a run; `config` is its settings, by section."""
+    """The contents of `state.json`; `config` holds the run's settings by section."""
 
     step: int
     optimizer_steps: int
@@ -91,13 +91,13 @@ class State(_OptionalState):
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint that a later version of this project wrote: whole, perhaps, but not readable here."""
+    """A checkpoint that a newer version of this project wrote; it may be complete, but this version cannot read it."""
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
-    """Create, empty, the directory that the files of checkpoint `step` are written into.
+    """Create an empty directory for the files of checkpoint `step`.
 
-    `home` must exist, on the file system that the checkpoint will be on; without it nothing can be staged.
+    `home` must exist, and be on the file system that the checkpoint will be on.
     """
     staging = Path(home) / _name(step)
     remove(staging)
@@ -106,7 +106,7 @@ def staging_directory(home: str | Path, step: int) -> Path:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors, from whatever device, as safetensors, and bring them to disk."""
+    """Write tensors, from any device, as a safetensors file, and flush it to disk."""
     import safetensors.torch
 
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -115,7 +115,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], metadata: M
 
 
 def read_tensors(path: str | Path) -> dict[str, "Tensor"]:
-    """Read every tensor of a file onto the CPU."""
+    """Read every tensor of a file into CPU memory."""
     import safetensors.torch
 
     return safetensors.torch.load_file(path)
@@ -130,7 +130,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def digest(path: str | Path) -> tuple[int, str]:
-    """Size in bytes and sha256 in hexadecimal of a file."""
+    """Return the size in bytes and the sha256 in hexadecimal of a file."""
     hasher, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -140,7 +140,7 @@ def digest(path: str | Path) -> tuple[int, str]:
 
 
 def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Entry]) -> Path:
-    """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; returns its path.
+    """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; return its path.
 
     `files` maps names to `{"bytes": ..., "sha256": ...}` (see `digest`). When this returns, the checkpoint
     survives a power cut.
@@ -163,7 +163,7 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Entr
 
 
 def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Steps and paths of the checkpoints in `root`, whole or not, newest first; a replaced one follows the new one."""
+    """Return steps and paths of all checkpoints in `root`, newest first, and a replaced one after its successor."""
     root = Path(root)
     names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     found = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
@@ -174,8 +174,8 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        NewerFormat: if a later version wrote it.
-        ValueError: if it is malformed, or of another step than the directory's name says.
+        NewerFormat: if a newer version wrote it.
+        ValueError: if it is malformed, or its step is not the one in the directory's name.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
@@ -186,20 +186,20 @@ def read_manifest(path: str | Path) -> Manifest:
         )
     manifest = read_record(path / MANIFEST, Manifest)
     if manifest["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"{MANIFEST} has format version {version}, which never was")
+        raise ValueError(f"{MANIFEST} has format version {version}, which does not exist")
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
         raise ValueError(f"{MANIFEST} says step {manifest['step']}")
     if not manifest["files"]:
-        raise ValueError(f"{MANIFEST} names no file")
+        raise ValueError(f"{MANIFEST} lists no files")
     for name in manifest["files"]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{MANIFEST} names {name}, which is not in this directory")
+            raise ValueError(f"{MANIFEST} lists {name}, which is outside this directory")
     return manifest
 
 
 def read_state(path: str | Path) -> State:
-    """Read a checkpoint's `state.json`; ValueError, in one sentence, where it cannot be one."""
+    """Read a checkpoint's `state.json`. Raises ValueError, in one sentence, if it is malformed."""
     state = read_record(Path(path) / STATE, State)
     sizes = {"step": 0, "optimizer_steps": 0, "tensor_model_parallel_size": 1, "data_parallel_size": 1}
     for key, least in sizes.items():
@@ -214,7 +214,7 @@ def read_state(path: str | Path) -> State:
 
 
 def problems(path: str | Path, deep: bool = True) -> list[str]:
-    """Say, file by file, why a checkpoint is not whole; empty if it is. Only `deep` reads the tensors' bytes."""
+    """Return, file by file, why a checkpoint is not complete; empty if it is. Only `deep` reads the files' bytes."""
     try:
         return _problems(Path(path), deep)
     except NewerFormat as error:
@@ -224,21 +224,21 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
 def newest_whole(
     root: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True
 ) -> Path | None:
-    """Path of the newest checkpoint that is whole; `warn` hears of each broken one passed over.
+    """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
 
-    `deep` reads every byte; without it a checkpoint counts whose files have the right sizes. Raises NewerFormat rather
-    than pass over a checkpoint that a later version wrote: going on from an older one would replace it.
+    `deep` reads every byte; otherwise the right file sizes are enough. Raises NewerFormat rather than skip a checkpoint
+    that a newer version wrote: a run that continues from an older one would replace it.
     """
     for _, path in list_checkpoints(root):
         found = _problems(path, deep)
         if not found:
             return path
-        warn(f"checkpoint {path} is passed over: {'; '.join(found)}")
+        warn(f"checkpoint {path} is skipped: {'; '.join(found)}")
     return None
 
 
 def checkpointed_step(root: str | Path) -> int:
-    """Return the step of the newest checkpoint whose files have the right sizes, 0 without one."""
+    """Return the step of the newest checkpoint whose files have the right sizes, or 0 if there is none."""
     path = newest_whole(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
 
@@ -246,23 +246,23 @@ def checkpointed_step(root: str | Path) -> int:
 def what_to_resume(resume: str, root: str | Path) -> str:
     """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
 
-    A checkpoint from elsewhere is where a run begins: once the run has checkpoints of its own, these continue it.
+    A checkpoint outside `root` is only where a run begins: once the run has checkpoints of its own, it continues those.
     """
     elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
     return "auto" if elsewhere and list_checkpoints(root) else resume
 
 
 def prune(root: str | Path, keep: int) -> None:
-    """Remove what is older than the newest `keep` checkpoints of complete size, and leftovers of killed processes.
+    """Remove all but the newest `keep` checkpoints whose files have the right sizes, and leftovers of killed processes.
 
-    Broken checkpoints do not count, and stay while they are newer than the oldest one kept. A replaced checkpoint that
-    stands in for a missing or broken successor gets its name back.
+    Broken checkpoints do not count towards `keep`, and stay while they are newer than the oldest one kept. A replaced
+    checkpoint whose successor is missing or broken gets its name back.
 
     Raises:
         ValueError: if `keep` is below 1.
     """
     if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint has to stay")
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
     root = Path(root)
     kept: list[int] = []
     for step, path in list_checkpoints(root):
@@ -312,7 +312,7 @@ def _file_problem(path: Path, name: str, entry: Entry, deep: bool) -> str | None
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint, if it is there, under a name that nobody takes for one."""
+    """Delete a checkpoint, if it exists, after renaming it so that nothing mistakes it for one."""
     if not os.path.lexists(path):
         return
     discarded = path.with_name(f".{path.name}.discarded.partial")

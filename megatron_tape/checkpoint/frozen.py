@@ -1,4 +1,4 @@
-"""Checkpoints of the trained parameters alone: where those are kept that they leave out. Imports no torch."""
+"""Checkpoints of only the trained parameters: where the parameters that they leave out are kept. Imports no torch."""
 
 from pathlib import Path
 
@@ -7,22 +7,22 @@ from megatron_tape.errors import CheckpointError
 
 
 def source_record(checkpoint: Path) -> Source:
-    """Return how `state.json` names the whole checkpoint that keeps the frozen weights."""
+    """Return the record in `state.json` of the complete checkpoint that holds the frozen weights."""
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)[1]}
 
 
 def find_source(checkpoint: Path, state: State) -> Path | None:
-    """Return the checkpoint with the weights that `checkpoint` leaves out; None where it leaves none out.
+    """Return the checkpoint with the weights that `checkpoint` leaves out, or None if it leaves none out.
 
-    Raises CheckpointError when that is gone, or has another manifest than when `checkpoint` was saved.
+    Raises CheckpointError if that checkpoint is gone, or its manifest has changed since `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
         return None
     source = Path(record["path"])
-    left_out = f"{checkpoint} holds the trained parameters alone, and the frozen ones are in {source}"
+    left_out = f"{checkpoint} holds only the trained parameters, and the frozen ones are in {source}"
     if not (source / MANIFEST).is_file():
         raise CheckpointError(f"{left_out}, which is gone; put it back")
     if digest(source / MANIFEST)[1] != record["manifest_sha256"]:
-        raise CheckpointError(f"{left_out}, which is another checkpoint now; put the one of that time back")
+        raise CheckpointError(f"{left_out}, which has changed since then; put the original checkpoint back")
     return source

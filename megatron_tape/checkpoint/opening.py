@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run continues, checks that it fits, and reads this rank's share of its tensors."""
+"""Finds and checks the checkpoint that a run continues, and reads this rank's share of its tensors."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk, opened for this rank."""
+    """A complete checkpoint on disk, opened for this rank."""
 
     path: Path
     state: dict
     source: Checkpoint | None = None
-    """The checkpoint with the weights of the frozen parameters, where this one leaves them out."""
+    """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
 
     @property
     def step(self) -> int:
-        """The last step it contains."""
+        """The step after which it was saved."""
         return self.state["step"]
 
     def reader(self, parameters: dict[str, torch.nn.Parameter], layout: ParallelLayout) -> Callable[[str], Tensor]:
         """Return a function from a key such as `exp_avg/NAME` to this rank's share of that tensor.
 
-        Under the tensor-parallel size that saved it a share is read as it is; under another it is cut from the whole.
+        If the tensor-parallel size is the one it was saved with, a share is read unchanged; otherwise it is cut from
+        the whole tensor.
         """
         size = self.state["tensor_model_parallel_size"]
         shares = [Shares(self.path, rank) for rank in range(size)]
-        # Every rank looks at all of them, so that all ranks refuse what is wrong with one.
+        # Every rank checks all of them, so that all ranks reject the checkpoint if one is wrong.
         check_shares(self.path, shares, parameters, layout.tensor_parallel_size)
         left_out = None if self.source is None else self.source.reader(parameters, layout)
 
@@ -66,9 +67,9 @@ class Checkpoint:
 def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
     """Return the checkpoint that `checkpoint.resume` asks for, or None to start afresh; all ranks call it together.
 
-    `auto` takes the newest whole one and warns of broken ones it passes over; so does a path from elsewhere once the
-    run has checkpoints of its own. Raises CheckpointError when a path given is not a whole checkpoint, or when every
-    checkpoint of the directory is broken.
+    `auto` takes the newest complete checkpoint and warns about broken ones that it skips; so does a path outside the
+    run's directory once the run has checkpoints of its own. Raises CheckpointError if a given path is not a complete
+    checkpoint, or if every checkpoint in the directory is broken.
     """
     resume = files.what_to_resume(config.checkpoint.resume, config.checkpoint.directory)
     found: list[str | None] = [None]
@@ -90,7 +91,7 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
 
 
 def _open(path: Path, deep: bool) -> Checkpoint:
-    """Open a whole checkpoint, and the one with what it leaves out, of which `deep` reads every byte."""
+    """Open a complete checkpoint, and the one that holds what it leaves out; `deep` reads every byte of the latter."""
     state = files.read_state(path)
     _check_ranks_files(path, state)
     source = find_source(path, state)
@@ -116,18 +117,18 @@ def _choose(resume: str, directory: Path) -> str | None:
 
 
 def _check_ranks_files(path: Path, state: dict) -> None:
-    """Refuse a directory in which this rank does not see every tensor file."""
+    """Refuse a checkpoint if this rank does not see every tensor file of it."""
     for rank in range(state["tensor_model_parallel_size"]):
         found = len(list(path.glob(f"tensors-tp{rank:02d}-*.safetensors")))
         if found != state["data_parallel_size"]:
             raise CheckpointError(
-                f"{found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-* are in {path}; all nodes must "
-                "see checkpoint.directory"
+                f"{path} has {found} of {state['data_parallel_size']} files tensors-tp{rank:02d}-*; all nodes must see "
+                "checkpoint.directory"
             )
 
 
 def _refuse_later(directory: Path, chosen: str | None) -> None:
-    """Refuse a start before a checkpoint already there: the run's own would be taken for old ones and removed."""
+    """Refuse a start before an existing checkpoint: the run's new ones would count as older and be removed."""
     start = 0 if chosen is None else files.read_manifest(chosen)["step"]
     newest = files.checkpointed_step(directory)
     if newest > start:

@@ -25,7 +25,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
-    """Restore what `random_state` returned; each generator checks what it is given, and raises in its own way."""
+    """Restore what `random_state` returned; each generator checks its state and raises its own kind of error."""
     torch.set_rng_state(tensors["torch"])
     trackers = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
     get_cuda_rng_tracker().set_states(trackers)

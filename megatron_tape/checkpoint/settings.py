@@ -1,4 +1,4 @@
-"""How a run's settings differ from those of the checkpoint that it continues. Imports no torch."""
+"""Differences between a run's settings and those of the checkpoint that it continues. Imports no torch."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_d
 from megatron_tape.errors import refuse
 
 FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
-"""Settings of a model that may change while its weights stay."""
+"""Settings of a model that may change while its weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
     "data.split",
@@ -19,7 +19,7 @@ ORDER_KEYS = (
     "train.global_batch_size",
     "model.seq_length",
 )
-"""Settings that decide which tokens come when."""
+"""Settings that determine the order of the tokens."""
 WITHOUT_EFFECT = (
     "logging.",
     "checkpoint.",
@@ -28,14 +28,14 @@ WITHOUT_EFFECT = (
     "data.num_workers",
     "train.hang_timeout",
 )
-"""Settings, or their beginnings, that decide nothing of what a run computes."""
+"""Settings, or prefixes of settings, that do not affect what a run computes."""
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise `ConfigError` where the checkpoint at `path` is of another model; lengths and backends may differ."""
+    """Raise `ConfigError` if the checkpoint at `path` is of another model; the settings FREE_IN_A_MODEL may differ."""
     saved = read_state(path)["config"]["model"]
     now = dataclasses.asdict(config.model)
-    # A checkpoint from before a setting existed is of a model with its default.
+    # A model saved before a setting existed has that setting's default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
     free = dict.fromkeys(FREE_IN_A_MODEL)
     differences = model_differences({**defaults, **saved, **free}, {**now, **free})
@@ -48,11 +48,10 @@ def check_same_model(path: Path, config: RunConfig) -> None:
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Say, `key: was X, is now Y`, what is set otherwise than in the settings `saved` with a checkpoint of this model.
+    """Return a sentence `key: was X, is now Y` for each setting that differs from those `saved` with a checkpoint.
 
-    Settings without effect on what is computed are left out. One that a checkpoint does not know, as it is older, had
-    its default, or what `BEFORE` says. The last sentence, where there is one, says that the data comes in another
-    order.
+    Settings that do not affect what is computed are left out. A setting that is newer than the checkpoint had its
+    default then, or the value in `BEFORE`. If the order of the data has changed, the last sentence says so.
     """
     found = []
     for section, now in json.loads(json.dumps(config_dict(config))).items():
@@ -84,7 +83,7 @@ def _shown(value: Any) -> str:
 def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`.
 
-    A null that stands for a derived value equals that value spelled out.
+    A null that stands for a derived value counts as equal to that value.
     """
 
     def derived(model: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from megatron_tape.model.weights import current_name
 
 
 class Shares:
-    """The shares of one tensor-parallel rank, by keys such as `exp_avg/NAME`, of today's names; its files stay open."""
+    """One tensor-parallel rank's shares, by keys such as `exp_avg/NAME` with current names; its files stay open."""
 
     def __init__(self, checkpoint: Path, rank: int):
-        """Open the files. Raises CheckpointError where one is not a safetensors file."""
+        """Open the files. Raises CheckpointError if one is not a safetensors file."""
         self._places: dict[str, tuple[Path, safe_open, str]] = {}
         for path in sorted(checkpoint.glob(f"tensors-tp{rank:02d}-*.safetensors")):
             try:
@@ -29,12 +29,12 @@ class Shares:
         return key in self._places
 
     def read(self, key: str) -> Tensor:
-        """Return a tensor that is there."""
+        """Return the tensor of a key that is present."""
         _, file, stored = self._places[key]
         return file.get_tensor(stored)
 
     def check(self, key: str, shape: list[int]) -> None:
-        """Raise CheckpointError where the tensor is not fp32 of `shape`."""
+        """Raise CheckpointError if the tensor is not fp32 or does not have this `shape`."""
         path, file, stored = self._places[key]
         found = file.get_slice(stored)
         if (found.get_dtype(), found.get_shape()) != ("F32", shape):
@@ -45,25 +45,27 @@ class Shares:
 
     @property
     def kinds(self) -> set[str]:
-        """What is kept of parameters: `weight`, and Adam's moments by their names."""
+        """The kinds of tensors kept for parameters: `weight`, and Adam's moments by name."""
         return {key.partition("/")[0] for key in self._places}
 
 
 def check_shares(
     checkpoint: Path, shares: list[Shares], parameters: Mapping[str, nn.Parameter], tensor_parallel_size: int
 ) -> None:
-    """Raise CheckpointError where a share is of another shape or type than the model's, or some ranks' are missing.
+    """Raise CheckpointError if a share's shape or type differs from the model's, or is missing for some ranks.
 
-    `shares` are those of all ranks that saved; `parameters` are cut over `tensor_parallel_size` ranks now.
+    `shares` are those of all ranks that saved; `parameters` are now cut over `tensor_parallel_size` ranks.
     """
     kinds = sorted({kind for held in shares for kind in held.kinds})
     for name, parameter in parameters.items():
-        shape = list(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 leaves a parameter no shape of its own
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 `shape` is that of an empty tensor
         if getattr(parameter, "tensor_model_parallel", False):
             shape[parameter.partition_dim] = shape[parameter.partition_dim] * tensor_parallel_size // len(shares)
         for key in (f"{kind}/{name}" for kind in kinds):
             holders = [held for held in shares if key in held]
             if len(holders) not in (0, len(shares)):
-                raise CheckpointError(f"{checkpoint} holds {key} of some tensor-parallel ranks only; choose another")
+                raise CheckpointError(
+                    f"{checkpoint} holds {key} for only some tensor-parallel ranks; choose another checkpoint"
+                )
             for held in holders:
                 held.check(key, shape)

@@ -1,11 +1,12 @@
-"""Saves and restores a run: weights, Adam's state, position in the data, random numbers, and what was configured.
+"""Saves and restores a run: weights, Adam's state, the position in the data, random number generators, and settings.
 
 A checkpoint holds `state.json`, one `tensors-tpTT-dpDDDDD.safetensors` per rank (fp32 weights and moments by parameter
-name, whole over the data-parallel ranks, cut over the tensor-parallel ones as `state.json` says) and the ranks' random
-states. It knows no ZeRO stage: a run may continue under another layout. `directories` makes it whole or invisible.
+name, distributed whole over the data-parallel ranks, and cut over the tensor-parallel ranks as `state.json` says) and
+the ranks' random states. It does not depend on the ZeRO stage: a run may continue under another layout. `directories`
+makes sure that a checkpoint is either complete or invisible.
 
-Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out, too, and
-`state.json` says which checkpoint has them.
+Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out too, and
+`state.json` says which checkpoint holds them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def save_checkpoint(
     attempt: Attempt,
     frozen_from: files.Source | None = None,
 ) -> Path:
-    """Save the run after `step` steps; all ranks call it together. `progress` (JSON) comes back in `state`.
+    """Save the run after `step` steps; all ranks call this together. `progress` (JSON) is stored in `state.json`.
 
-    Frozen parameters are left out where `frozen_from` says what keeps them. Returns the checkpoint's directory. Raises
-    on every rank alike: StaleAttempt when `attempt` has lost the run, CheckpointError when a rank could not write. The
-    checkpoints before stay as they are, and nothing is left behind.
+    Frozen parameters are left out if `frozen_from` says which checkpoint holds them. Returns the checkpoint's
+    directory. Raises the same error on every rank: StaleAttempt if a newer attempt has taken over the run,
+    CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
     """
     try:
         return _save(engine, config, step, progress, attempt, frozen_from)
@@ -101,7 +102,7 @@ def _save(
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
-    """Fill a freshly built model; call before the engine is built."""
+    """Load the weights into a newly built model; call this before the engine is built."""
     parameters = dict(model.named_parameters())
     read = checkpoint.reader(parameters, layout)
     with torch.no_grad():
@@ -110,9 +111,9 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
 
 
 def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Fill a freshly built engine, whose model already has the weights, and the random number generators.
+    """Restore a newly built engine, whose model already has the weights, and the random number generators.
 
-    Raises CheckpointError where a parameter is trained that was frozen in a checkpoint with moments of the others.
+    Raises CheckpointError if a trained parameter was frozen in a checkpoint that holds the others' moments.
     """
     updates = checkpoint.state["optimizer_steps"]
     without = [name for name in engine.trained if name in checkpoint.state.get("frozen", ())]
@@ -127,7 +128,7 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
         try:
             set_random_state(files.read_tensors(path), files.read_metadata(path))
         except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            # The generators themselves check what they are given, each in its own way.
+            # Each generator checks its state and raises its own kind of error.
             reason = " ".join(str(error).split())
             raise CheckpointError(
                 f"{path} holds no random states that can be restored ({type(error).__name__}: {reason}); choose "
@@ -136,10 +137,10 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
 
 
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
-    """Return what keeps the weights of the `frozen` parameters for a run that began with `checkpoint`.
+    """Return the checkpoint that holds the weights of the `frozen` parameters for a run that begins with `checkpoint`.
 
-    None where the run's own checkpoints hold them. Raises ConfigError where `checkpoint.frozen` is false and nothing
-    else keeps them, CheckpointError where the run's checkpoints left out other ones so far.
+    Returns None if the run's own checkpoints hold them. Raises ConfigError if `checkpoint.frozen` is false and no other
+    checkpoint holds them, CheckpointError if the run's checkpoints so far left out different parameters.
     """
     if config.checkpoint.frozen or not frozen:
         return None

@@ -1,10 +1,10 @@
 """Attempts at a run: who owns its directory, how each attempt ended, and whether another one is worth starting.
 
 A run that is preempted, crashes or is requeued takes several attempts, each a group of processes. An attempt's records
-lie in `RUN/attempts/NNNNNN`. It writes checkpoints through a directory of its own, `CHECKPOINTS/.attempt-NNNNNN`: its
-fencing token. The next attempt renames that directory away before it looks for a checkpoint, so an attempt that lives
-on somewhere (a node cut off the network) has no place left to write into, whatever it believes: its next save fails,
-and the ranks that look whether the directory is still there end. No lock and no clock is involved. Nothing here
+are in `RUN/attempts/NNNNNN`. It writes checkpoints through a directory of its own, `CHECKPOINTS/.attempt-NNNNNN`, which
+is its fencing token. The next attempt renames that directory away before it looks for a checkpoint, so an attempt that
+is still alive somewhere (for example on a node cut off from the network) has nowhere left to write: its next save
+fails, and ranks that check whether the directory still exists exit. No lock and no clock is involved. Nothing here
 imports torch.
 """
 
@@ -25,21 +25,21 @@ from megatron_tape.records import RECORD_BYTES, read_record, read_small, write_r
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""Crashes in a row without a new checkpointed step after which a job stops."""
+"""A job stops after this many crashes in a row without a new checkpointed step."""
 IDLE_LIMIT = 10
-"""The same for attempts that ended in whatever way: one can be interrupted for ever before its first step."""
+"""The same limit for attempts that ended in any way: a run could be interrupted before its first step forever."""
 
 RECORDS = 32
-"""Ranks whose end is recorded, beside rank 0: of a thousand that fail the others only echo the first."""
+"""How many ranks' ends are recorded besides rank 0's; when a thousand ranks fail, most only repeat the first error."""
 STOP_BYTES = 1000
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
 UNREADY = "unready"
-"""Nodes that could not train together, for a reason that may not last; REFUSED is what another start would repeat."""
+"""The nodes could not train together, for a reason that may pass. After REFUSED, another start would fail again."""
 
 
 class Facts(TypedDict, total=False):
-    """What `attempt.json` says of an attempt: what began it, and where."""
+    """The contents of `attempt.json`: what started an attempt, when and where."""
 
     job: str | None
     started: float
@@ -58,13 +58,13 @@ class _End(TypedDict):
 
 
 class End(_End, total=False):
-    """How a rank ended, and which nodes are to blame for it: `rank-RRRRR.json`."""
+    """How a rank ended, and which nodes caused it: the contents of `rank-RRRRR.json`."""
 
     bad_nodes: list[str]
 
 
 class Verdict(TypedDict):
-    """What a batch script was to do after an attempt: `verdict.json`."""
+    """What the batch script should do after an attempt: the contents of `verdict.json`."""
 
     verdict: Literal["done", "again", "stop"]
     reason: str
@@ -79,12 +79,12 @@ class _Beat(TypedDict):
 
 
 class Heartbeat(_Beat, total=False):
-    """When rank 0 last gave a sign of life, and what it had been doing since when: `heartbeat.json`."""
+    """When rank 0 was last known to be alive, what it was doing, and since when: the contents of `heartbeat.json`."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: its records in `directory`, its right to write checkpoints in `home`."""
+    """One attempt: its records are in `directory`, and it may write checkpoints as long as `home` exists."""
 
     number: int
     directory: Path
@@ -94,9 +94,9 @@ class Attempt:
     def claim(cls, run_directory: str | Path, checkpoint_directory: str | Path, facts: dict[str, Any]) -> "Attempt":
         """Begin the next attempt and take the run over from every earlier one.
 
-        `facts` (JSON: job, nodes, ...) are kept in `attempt.json`, with the step of the newest checkpoint. When this
-        returns no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
-        anything, where the newest checkpoint is of a newer version.
+        `facts` (JSON: job, nodes, ...) are stored in `attempt.json` with the step of the newest checkpoint. Once this
+        returns, no earlier attempt can publish a checkpoint any more. Raises CheckpointError, before it changes
+        anything, if a newer version of this project wrote the newest checkpoint.
         """
         attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
         checkpointed_step(root)
@@ -130,37 +130,37 @@ class Attempt:
 
     @classmethod
     def open(cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> "Attempt":
-        """Return an attempt that was claimed before."""
+        """Return an attempt that has already been claimed."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
     def is_owner(self) -> bool:
-        """Tell whether the run is still this attempt's. Raises OSError where the file system does not answer."""
+        """Return whether the run still belongs to this attempt. Raises OSError if the file system does not answer."""
         return self.home.is_dir()
 
     def check_owner(self) -> None:
-        """Raise StaleAttempt when a newer attempt has taken over."""
+        """Raise StaleAttempt if a newer attempt has taken over."""
         if not self.is_owner():
             raise StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
 
     def request_stop(self, reason: str) -> None:
-        """Ask the attempt, from whatever process, to checkpoint and end after its current step."""
+        """Ask the attempt, from any process, to save a checkpoint and end after its current step."""
         (self.directory / "stop").write_text(reason + "\n", encoding="utf-8")
 
     def stop_reason(self) -> str | None:
-        """Return the reason that `request_stop` was given, if it was called."""
+        """Return the reason passed to `request_stop`, or None if it was not called."""
         return _stop_reason(self.directory)
 
     def heartbeat(self, **facts: Any) -> None:
-        """Record that the attempt is alive, and where it stands."""
+        """Record that the attempt is alive, and what it is doing."""
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Record how `rank` ended; `detail` is a traceback, and `bad_nodes` are better left out of the next attempt.
+        """Record how `rank` ended; `detail` is a traceback, and `bad_nodes` should be left out of the next attempt.
 
-        A rank's first record stays. Beside rank 0's at most RECORDS are written.
+        Only a rank's first record is kept. At most RECORDS are written besides rank 0's.
         """
         path = self.directory / f"rank-{rank:05d}.json"
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
@@ -170,7 +170,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """What the records say of an attempt. `outcome` is None while it runs, and for ever if it was killed."""
+    """What the records say about an attempt. `outcome` is None while it runs, and stays None if it was killed."""
 
     number: int
     facts: Facts
@@ -185,14 +185,14 @@ class AttemptRecord:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether the only error is that of losing the connection to another rank, which left none."""
+        """Whether the only error is a lost connection to another rank, which recorded no error itself."""
         return self.outcome == FAILED and _is_echo(self.message)
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended, or vanished, for no reason that a scheduler gave.
+        """Whether the attempt ended or disappeared without a warning from the scheduler.
 
-        After a warning some ranks are killed sooner than others, which then fail.
+        After a warning, some ranks may be killed before others, which then fail.
         """
         warned = self.stop_reason is not None and self.outcome in (None, FAILED)
         return self.outcome not in (FINISHED, INTERRUPTED) and not warned
@@ -205,10 +205,11 @@ def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
 
 
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
-    """Say why no further attempt is worth starting, or return None.
+    """Return the reason why another attempt is not worth starting, or None if it is.
 
-    None is when the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in whatever way, without
-    a checkpoint beyond the first one's start; `step` is the newest checkpointed step now.
+    It is not worth starting if the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in any
+    way, without a checkpoint beyond the step that the first of them started from. `step` is the newest checkpointed
+    step now.
     """
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
@@ -220,9 +221,9 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
 
 
 def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
-    """Judge an attempt whose processes are gone: `done`, `again` or `stop`, and the reason in one sentence.
+    """Judge an attempt whose processes have ended: `done`, `again` or `stop`, and the reason in one sentence.
 
-    What the run recorded decides; exit codes of a launcher are unreliable after signals.
+    The decision rests on what the run recorded, since a launcher's exit codes are unreliable after signals.
     """
     attempts = read_attempts(run_directory)
     attempt = next(record for record in attempts if record.number == number)
@@ -245,7 +246,7 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Say in one sentence how an attempt that did not finish ended."""
+    """Return one sentence about how an unfinished attempt ended."""
     if not attempt.crashed:
         return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
     if attempt.lost_peer:
@@ -256,7 +257,7 @@ def last_error(attempt: AttemptRecord) -> str:
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes without which the next attempt should go; none where all of several are to blame."""
+    """Return the nodes that the next attempt should avoid; none if every one of several nodes was bad."""
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
     return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
@@ -265,7 +266,7 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
 def _read(directory: Path, number: int) -> AttemptRecord:
     ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
     order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
-    # The cause comes first; what fails on other ranks a moment later is its consequence.
+    # The cause comes first; other ranks fail a moment later as a consequence.
     ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
     first = ends[0] if ends else {}
     return AttemptRecord(
@@ -283,21 +284,21 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 
 
 ECHOES = (
-    # gloo, sockets, and NCCL's last word on one
+    # gloo and sockets, also where NCCL quotes a socket's error
     "Connection closed by",
     "Connection reset by peer",
     "Broken pipe",
-    # NCCL: another process is gone, or this one's communicator was given up because of it
+    # NCCL: another process is gone, or this one's communicator was aborted because of that
     "remote process exited or there was a network error",
     "ncclRemoteError",
     "NCCL communicator was aborted",
     "Watchdog caught collective operation timeout",
-    # torch's store, which lives in rank 0
+    # torch's store, which rank 0 hosts
     "Connection was likely closed",
     "recvValue failed",
     "sendBytes failed",
 )
-"""What a rank's error says when another rank is gone. An ncclSystemError alone may be the rank's own."""
+"""Phrases in a rank's error when another rank is gone. An ncclSystemError alone may be caused by the rank itself."""
 
 
 def _is_echo(message: str) -> bool:
@@ -305,7 +306,7 @@ def _is_echo(message: str) -> bool:
 
 
 def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
-    """Read a record that a run can do without: one that cannot be used is as good as none, with a warning."""
+    """Read a record that a run can do without: one that cannot be used is ignored with a warning."""
     try:
         return read_record(path, shape, RECORD_BYTES >> 6)
     except FileNotFoundError:
@@ -320,7 +321,7 @@ def _stop_reason(directory: Path) -> str | None:
         reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return None
-    except ValueError:  # whatever it holds, somebody put it there
+    except ValueError:  # the file exists, so a stop was requested, whatever it contains
         reason = ""
     return " ".join(reason.split()) or "a request to stop"
 
@@ -335,7 +336,8 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
 def _revoke(home: Path) -> None:
     """Take an earlier attempt's directory away, although its owner may be publishing a checkpoint from it.
 
-    Whatever is staged there is renamed, not emptied: of our rename and the owner's that makes it a checkpoint one wins.
+    Staged checkpoints are renamed rather than emptied: either this rename or the owner's rename, which publishes the
+    checkpoint, succeeds, but never both.
     """
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):

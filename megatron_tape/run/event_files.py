@@ -1,10 +1,12 @@
-"""Files that take whole records or none, and TensorBoard's event files on top of them.
+"""Files that records are appended to whole or not at all, and TensorBoard's event files built on them.
 
-A run's files survive a full disk, because what cannot be written waits in memory, and an earlier attempt that is still
-alive elsewhere, because every file it may hold open is replaced (`rewrite`): its later records go to unlinked files.
+A run's files survive a full disk, because records that cannot be written wait in memory. They also survive an earlier
+attempt that is still alive elsewhere, because every file it may hold open is replaced (`rewrite`): whatever it still
+writes goes to unlinked files.
 
-TensorBoard reads the event files of a folder in the order of their names. Its own code frames the records and reads
-them back; its `EventFileWriter` is not used, as it flushes when it likes and a full disk tears its last record.
+TensorBoard reads the event files of a folder in the order of their names. TensorBoard's own code frames the records and
+reads them back. Its `EventFileWriter` is not used: it decides by itself when to flush, and a full disk cuts its last
+record short.
 """
 
 import io
@@ -39,7 +41,7 @@ TEXT_SUFFIX = "/text_summary"
 
 
 class RecordFile:
-    """Appends records, each whole or not at all; what the file system refuses goes out, in order, with a later one."""
+    """Appends records, each whole or not at all; those that cannot be written are retried in order with later ones."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -49,17 +51,17 @@ class RecordFile:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write the record and those that wait, or keep them; other processes see what was written at once."""
+        """Write waiting records and this one, or keep them in memory; other processes see written records at once."""
         self._waiting.append(record)
         self._write_waiting()
 
     def sync(self) -> None:
-        """Bring what was written to disk, where the disk allows it."""
+        """Flush what was written to disk, if the disk allows it."""
         with suppress(OSError):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Try a last time to write what waits, and say what is lost."""
+        """Try once more to write the waiting records, and log a warning about those that are lost."""
         if self._descriptor < 0:
             return
         self._write_waiting()
@@ -87,8 +89,8 @@ class RecordFile:
         self._failing = False
 
     def _write(self, record: bytes) -> None:
-        # The place is given rather than found by O_APPEND, so that half a record that ftruncate could not remove is
-        # overwritten by the whole one.
+        # The offset is explicit, not O_APPEND's, so that the whole record overwrites a partial one that ftruncate could
+        # not remove.
         written = 0
         try:
             while written < len(record):
@@ -101,30 +103,31 @@ class RecordFile:
 
 
 def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) -> None:
-    """Put a new file of `chunks`, which may be read from the old one, in the place of `path`; it survives a power cut.
+    """Replace `path` by a new file of `chunks`, which may be read from the old one; the result survives a power cut.
 
-    It is made in `staging`, where that is given and on the same file system.
+    The new file is first written in `staging`, if that is given and on the same file system.
 
     Raises:
-        OSError: naming `path`, if there is no room for the copy; the old file is left as it is.
+        OSError: naming `path`, if there is no room for the copy; the old file is left unchanged.
     """
     try:
         if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
             staging = None
-        for leftover in path.parent.glob(f".*{SUFFIX}"):  # of a process that was killed here
+        for leftover in path.parent.glob(f".*{SUFFIX}"):  # from a process that was killed during this function
             leftover.unlink(missing_ok=True)
         write_whole(path, chunks, staging=staging)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}, while copying what a run continues", str(path)) from error
+        reason = f"{error.strerror}, while copying a file of an earlier attempt"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 class EventFile:
     """A new event file, the last by name in its folder."""
 
     def __init__(self, directory: Path, first_step: int):
-        """Open it; a TensorBoard that is running already will forget what it has read from `first_step` on."""
+        """Open the file; a TensorBoard that is already running drops what it has read from `first_step` on."""
         directory.mkdir(parents=True, exist_ok=True)
-        # Clocks of two machines may differ, and TensorBoard must not read this file before an earlier attempt's.
+        # The clocks of two machines may differ, and TensorBoard must not read this file before an earlier attempt's.
         taken = [int(number) for path in event_files(directory) for number in re.findall(r"tfevents\.(\d+)", path.name)]
         seconds = max([int(time.time()), *(number + 1 for number in taken)])
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"
@@ -133,7 +136,7 @@ class EventFile:
         self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a value per tag, all in one record."""
+        """Add one value per tag, all in one record."""
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=scalars)))
 
@@ -148,7 +151,7 @@ class EventFile:
         self._add_strings(tag, [width, height, png], images.create_summary_metadata("", ""), step)
 
     def add_layout(self, layout: Layout, step: int) -> None:
-        """Lay out the page of Custom Scalars."""
+        """Add the layout of the Custom Scalars page."""
         self._add_strings(
             custom_scalars.CONFIG_SUMMARY_TAG,
             [layout.SerializeToString()],
@@ -157,7 +160,7 @@ class EventFile:
         )
 
     def sync(self) -> None:
-        """Bring what was written to disk."""
+        """Flush what was written to disk."""
         self._file.sync()
 
     def close(self) -> None:
@@ -183,17 +186,17 @@ def event_files(directory: Path) -> list[Path]:
 def keep_events(
     directory: Path, last_step: int, restated_texts: Collection[str] = (), staging: Path | None = None
 ) -> None:
-    """Replace every event file by one without events past `last_step`; remove a file that would hold none.
+    """Replace every event file by one without events past `last_step`; remove files that would hold no events.
 
-    Texts of `last_step` under a tag in `restated_texts` go too: whoever continues the run writes them again. For
-    `staging` see `rewrite`.
+    Texts of `last_step` under a tag in `restated_texts` are dropped too, because the next attempt writes them again.
+    For `staging` see `rewrite`.
     """
     tags = {tag + TEXT_SUFFIX for tag in restated_texts}
 
     def stays(event: Event) -> bool:
         if event.HasField("file_version"):
             return True
-        # A session's start says what a TensorBoard that was running then has to forget; nothing is left of that.
+        # A session start tells a running TensorBoard what to drop; in the rewritten file those events are gone already.
         if event.step > last_step or event.HasField("session_log"):
             return False
         return event.step < last_step or tags.isdisjoint(value.tag for value in event.summary.value)
@@ -201,14 +204,14 @@ def keep_events(
     for path in event_files(directory):
         kept = (_framed(data) for data, event in read_events(path) if stays(event))
         head = list(islice(kept, 2))
-        if len(head) < 2:  # the file version alone
+        if len(head) < 2:  # only the file version
             path.unlink()
         else:
             rewrite(path, chain(head, kept), staging)
 
 
 def read_events(path: Path) -> Iterator[tuple[bytes, Event]]:
-    """Yield the events, encoded and decoded, up to the end of the file or the first that is torn or damaged."""
+    """Yield each event, encoded and decoded, up to the end of the file or the first truncated or damaged one."""
     reader = PyRecordReader_New(str(path))
     while True:
         try:

@@ -1,8 +1,8 @@
 """What a run reports: one console line per logged step, a row in `metrics.jsonl`, and TensorBoard.
 
-Only one process writes. A resumed run continues its own files: what lies past the step it resumes from is dropped
-first, and an earlier attempt that is still alive elsewhere is shut out, so that they read as one uninterrupted run. A
-full disk does not stop training: rows wait in memory until they can be written (`event_files.RecordFile`).
+Only one process writes. A resumed run continues its own files: records past the step it resumes from are dropped first,
+and an earlier attempt that is still alive elsewhere can no longer write to them, so they read like one uninterrupted
+run. A full disk does not stop training: rows wait in memory until they can be written (`event_files.RecordFile`).
 """
 
 import json
@@ -32,10 +32,10 @@ TAGS = {
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",
 }
-# TensorBoard sorts groups of tags by name and opens the first two. These come first, as the names they go by otherwise
-# would hide the losses below the positions,
+# TensorBoard sorts groups of tags by name and opens the first two. These names put the losses first; under their other
+# names they would be below the positions.
 LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
-# and a card for each layer comes below all others (z: the position state).
+# The charts of single layers come last (z: the position state).
 BY_LAYER = "z_by_layer"
 CHARTS = {
     "Training": {
@@ -71,12 +71,12 @@ class MetricsWriter:
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
-        Copies of old files are made in `staging`, if that is on the same file system: once it has been taken away the
-        old files stay as they are. `clock` gives seconds; the time left is the remaining steps times the mean of the
-        recent ones.
+        Copies of old files are made in `staging`, if that is on the same file system; once that directory has been
+        taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated as the
+        number of remaining steps times the mean duration of recent ones.
 
         Raises:
-            OSError: if the files cannot be made, or there is no room for a copy of what stays of an earlier attempt.
+            OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
         """
         self.total_steps = total_steps
         directory = Path(directory)
@@ -88,21 +88,21 @@ class MetricsWriter:
         path = directory / "metrics.jsonl"
         rewrite(path, _rows_up_to(path, last_kept), staging)
         self._rows = RecordFile(path)
-        # Also without TensorBoard: a later attempt, with it, may continue from a step past those to drop now.
+        # Also without TensorBoard: a later attempt with TensorBoard may resume past the events to be dropped now.
         keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
         self._has_layout = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of `step`, and the time of day; a disk that is full or fails raises nothing.
+        """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
 
-        The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, where evaluated,
-        `validation_loss`, to which its perplexity is added. A name with a slash is a TensorBoard tag as it stands,
-        except that of `position/NORM/layer_NN` TensorBoard shows the root mean square over layers as `position/NORM`
-        and the layers below all else. Numbers that are not finite become null in `metrics.jsonl`.
+        The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, after an evaluation,
+        `validation_loss`, to which its perplexity is added. A name with a slash is used as the TensorBoard tag. The
+        exception is `position/NORM/layer_NN`: TensorBoard shows the root mean square over layers as `position/NORM`,
+        and the single layers below all other charts. Numbers that are not finite become null in `metrics.jsonl`.
 
         Raises:
-            ValueError: if `step` does not come after the last one, which would make the file repeat itself.
+            ValueError: if `step` does not come after the last one, so the file would contain a step twice.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; log every step once, in order")
@@ -128,7 +128,7 @@ class MetricsWriter:
             print(self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show `text`, as it stands, in TensorBoard under `tag`: a sample, or the configuration."""
+        """Show `text` verbatim in TensorBoard under `tag`: a sample, or the configuration."""
         if self._events is not None:
             self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
 
@@ -136,14 +136,14 @@ class MetricsWriter:
         """Show a PNG, given as the bytes of its file, in TensorBoard under `tag`.
 
         Raises:
-            ValueError: if `png` is not a whole PNG file.
+            ValueError: if `png` is not a complete PNG file.
         """
         size = _png_size(tag, png)
         if self._events is not None:
             self._events.add_picture(tag, png, size, step)
 
     def sync(self) -> None:
-        """Bring what was recorded to disk: a checkpoint that follows must not be ahead of it after a power cut."""
+        """Flush all records to disk: after a power cut, a later checkpoint must not be ahead of them."""
         self._rows.sync()
         if self._events is not None:
             self._events.sync()
@@ -176,7 +176,7 @@ class MetricsWriter:
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the lines of a file, which need not exist, up to `step`, without the torn one of a killed process."""
+    """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             if _step_of(line) <= step:
@@ -210,7 +210,7 @@ def _by_tag(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _layout(tagged: Mapping[str, float]) -> Layout:
-    """Return the page of Custom Scalars, without the positions of a model that does not update them."""
+    """Return the Custom Scalars page, without the position charts if the model does not update positions."""
     categories = []
     for title, charts in CHARTS.items():
         if title == "Positions" and not any(tag.startswith(BY_LAYER) for tag in tagged):
@@ -224,11 +224,11 @@ def _layout(tagged: Mapping[str, float]) -> Layout:
 
 
 def _png_size(tag: str, png: bytes) -> tuple[int, int]:
-    """Return the width and height in pixels that a PNG file's first chunk gives."""
+    """Return the width and height in pixels from a PNG file's first chunk."""
     whole = png.startswith(_PNG_START) and png.endswith(_PNG_END)
     width, height = struct.unpack_from(">II", png, len(_PNG_START)) if whole else (0, 0)
     if width < 1 or height < 1:
-        raise ValueError(f"the picture {tag} is not a whole PNG file ({len(png)} bytes); give the bytes of one")
+        raise ValueError(f"the picture {tag} is not a complete PNG file ({len(png)} bytes); pass the bytes of one")
     return width, height
 
 

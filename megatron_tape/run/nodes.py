@@ -1,4 +1,4 @@
-"""What a node of a job looks like, and where nodes differ that must not: versions, code, data, GPUs, directories."""
+"""Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
 
 import hashlib
 import importlib.metadata
@@ -22,10 +22,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a job must not start, in a sentence.
+    """Why a job must not start, in one sentence.
 
-    A `mistake` is one of the configuration or the installation, which another start would only repeat. Otherwise it may
-    pass, or be that of `nodes`.
+    A `mistake` is in the configuration or the installation, so another start would fail the same way. Any other problem
+    may pass, or is limited to `nodes`.
     """
 
     sentence: str
@@ -34,7 +34,7 @@ class Problem:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages a run rests on; "absent" where one is not installed."""
+    """Return the versions of Python and of the packages a run depends on; "absent" for one that is not installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -55,7 +55,7 @@ def code_digest() -> str:
 
 
 def fingerprint(path: str | Path) -> str:
-    """Return size and sha256 of a file; of one above 16 MiB, of its first, last and 64 evenly spread blocks."""
+    """Return the size and sha256 of a file; above 16 MiB, the sha256 of 65 evenly spaced blocks of it."""
     hasher, size = hashlib.sha256(), os.path.getsize(path)
     with open(path, "rb") as file:
         if size <= WHOLE_BYTES:
@@ -79,7 +79,7 @@ def inputs(config: RunConfig) -> list[str]:
 
 
 def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
-    """Describe this node, for comparison with the others. `home` is where the attempt writes checkpoints."""
+    """Describe this node for comparison with the others. `home` is where the attempt writes checkpoints."""
     facts: dict[str, Any] = {"versions": versions() | {"code": code_digest()}, "data": {}, "directory": None}
     for path in inputs(config):
         try:
@@ -92,7 +92,7 @@ def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
 
 
 def _directory_facts(home: Path) -> dict[str, Any]:
-    """Read rank 0's token, and leave one of our own for it to find."""
+    """Read rank 0's token, and write a file of this node's own for rank 0 to find."""
     name, facts = f"preflight-{os.uname().nodename}-{os.getpid()}", {"token": None, "error": None, "wrote": None}
     try:
         facts["token"] = (home / "preflight").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def _directory_facts(home: Path) -> dict[str, Any]:
 
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
-    """Say, a problem each, which node differs from the most in versions, code or data; `nodes` are facts by name."""
+    """Return a problem for each difference from most nodes in versions, code or data; `nodes` maps names to facts."""
     found = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
@@ -126,10 +126,10 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
 def directory_problems(
     nodes: dict[str, dict[str, Any]], home: Path, token: str, checkpoint_bytes: int, keep: int
 ) -> list[Problem]:
-    """Say on which node the checkpoint directory is not shared or not writable, or that it lacks space.
+    """Return a problem for each node where the checkpoint directory is not shared or writable, or if it lacks space.
 
-    Where none of several other nodes sees rank 0's directory, it was never shared: that is a mistake. Two checkpoints
-    must fit, one where `keep` are there already, since the oldest of them makes room.
+    If there are several other nodes and none of them sees rank 0's directory, it was never shared, which is a mistake.
+    There must be room for two checkpoints, or for one if `keep` exist already, since the oldest is then removed.
     """
     root, found = home.parent, []
     blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
@@ -155,9 +155,10 @@ def directory_problems(
 
 
 def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int) -> list[Problem]:
-    """Say which node lacks GPUs, or has one with too little memory for `needed` bytes, which is a mistake if all have.
+    """Return a problem for each missing GPU and each GPU with less than `needed` bytes of memory.
 
-    `gpus` lists, by node, `name`, `free` and `total` bytes of the device of each of its ranks that has one.
+    Too little memory is a mistake if every GPU has too little. `gpus` maps each node to the `name` and the `free` and
+    `total` bytes of its ranks' devices.
     """
     found = []
     too_small = all(device["total"] < needed for devices in gpus.values() for device in devices)
@@ -169,17 +170,17 @@ def gpu_problems(gpus: dict[str, list[dict[str, Any]]], expected: int, needed: i
             if device["total"] < needed:
                 sentence = (
                     f"{node}: GPU {index} ({device['name']}) has {device['total'] / GIB:.1f} GiB, and the run needs "
-                    f"about {needed / GIB:.1f}; `python -m pretrain.estimate` says what for"
+                    f"about {needed / GIB:.1f}; `python -m pretrain.estimate` shows what uses it"
                 )
                 found.append(Problem(sentence, (node,), too_small))
     return found
 
 
 def gpu_warnings(gpus: dict[str, list[dict[str, Any]]], needed: int) -> list[str]:
-    """Say which GPU is large enough but not free enough; arguments as `gpu_problems`'."""
+    """Return a warning for each GPU that is large enough but has too little free memory (see `gpu_problems`)."""
     return [
         f"{node}: GPU {index} has {device['free'] / GIB:.1f} of {device['total'] / GIB:.1f} GiB free, and the run "
-        f"needs about {needed / GIB:.1f}; does something else run there?"
+        f"needs about {needed / GIB:.1f}; is another program using it?"
         for node, devices in gpus.items()
         for index, device in enumerate(devices)
         if device["free"] < needed <= device["total"]

@@ -1,7 +1,7 @@
-"""What watches over a training process from beside it: signals, a lost claim to the run, a hang, a heartbeat.
+"""Watches a training process: handles signals, notices a lost claim to the run or a hang, and writes a heartbeat.
 
-A thread does it, as the main one may be anywhere: waiting in a collective for a rank that is gone, or in a file system
-that does not answer.
+This runs in a thread of its own, because the main thread may be blocked anywhere: in a collective with a rank that is
+gone, or in a file system that does not answer.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ POLL_SECONDS = 1.0
 OWNER_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 STARTUP_SECONDS = 3600.0
-"""The least patience with imports, the index of the data, the checkpoint's checksums: everything before training."""
+"""The shortest timeout for everything before training: imports, the index of the data, the checkpoint's checksums."""
 EXIT_INTERRUPTED = 75
 EXIT_STALE = 76
 EXIT_HUNG = 77
@@ -29,16 +29,17 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
-    """Return the seconds after which a rank that waits is ended at the latest, None for never."""
+    """Return the longest time in seconds that a rank may wait before it is ended, or None for no limit."""
     return None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
 
 
 class Watch:
-    """Made at the very start, so that no signal is lost; `attach` follows when the attempt is known.
+    """Created at the very start, so that no signal is lost; `attach` follows once the attempt is known.
 
-    SIGUSR1 and SIGTERM, and `Attempt.request_stop`, turn `stop` into the reason; the training loop looks at it between
-    steps. After `hang_timeout` seconds (None: never) without `progress`, and before `begin_training` not before an
-    hour, every thread's Python stack goes to `stacks-RANK.txt` in the attempt's directory and the process ends.
+    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
+    After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is written to
+    `stacks-RANK.txt` in the attempt's directory and the process ends. Before `begin_training` the timeout is at least
+    an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
@@ -54,38 +55,38 @@ class Watch:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt that was attached."""
+        """The attempt passed to `attach`, if any."""
         return self._attempt
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop = self.stop or signal.Signals(number).name
 
     def attach(self, attempt: Attempt, rank: int) -> None:
-        """Begin to watch; rank 0 also writes the heartbeat."""
+        """Start watching; rank 0 also writes the heartbeat."""
         self._attempt, self._rank = attempt, rank
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Note that something got done, and what comes next: a stage of the start-up, or of a step."""
+        """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = time.monotonic()
         if self._attempt is not None and self._hang_timeout is not None:
-            # Where a hang holds Python's lock the thread cannot act; this timer needs none.
+            # If a hang holds Python's global lock, the thread cannot act; this timer does not need the lock.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self) -> None:
-        """From now on `hang_timeout` holds as it was given."""
+        """Apply `hang_timeout` as it was given from now on."""
         self.progress("training")
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items; taking one is progress."""
+        """Yield the items, and count each as progress."""
         for item in items:
             self.progress(stage)
             yield item
 
     def close(self) -> None:
-        """Watch no longer, and give the signals back."""
+        """Stop watching, and restore the signal handlers."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         for number, handler in self._handlers.items():
@@ -104,14 +105,14 @@ class Watch:
         owner_seen = beaten = float("-inf")
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
-            # A full disk or a file system that stutters must not end the run.
+            # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
                 if now - owner_seen >= OWNER_SECONDS:
                     if not self._attempt.is_owner():
                         self._leave(STALE, EXIT_STALE, "a newer attempt has taken over this run")
                     owner_seen = now
                 if self._rank == 0:
-                    # One rank is enough: they agree on it after every step.
+                    # One rank is enough: all ranks share the result after every step.
                     self.stop = self.stop or self._attempt.stop_reason()
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
@@ -131,7 +132,7 @@ class Watch:
             faulthandler.dump_traceback(file, all_threads=True)
             file.flush()
             os.fsync(file.fileno())
-        # The first rank to end takes the others with it: let each write its stacks.
+        # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
             HUNG,

@@ -285,7 +285,7 @@ def test_a_picture_that_is_not_a_whole_png_is_refused(tmp_path, tensorboard):
     whole = png(3, 2)
     no_width = whole[:16] + bytes(4) + whole[20:]
     for content in (b"", b"GIF89a", whole[:20], whole[:-1], whole + b"\n", no_width):
-        with pytest.raises(ValueError, match="the picture sample is not a whole PNG file"):
+        with pytest.raises(ValueError, match="the picture sample is not a complete PNG file"):
             writer.picture("sample", content, 1)
     writer.picture("sample", whole, 1)
     writer.close()
