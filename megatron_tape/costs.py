@@ -8,6 +8,7 @@ which only SDPA keeps.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from megatron_tape.config.schema import ModelConfig, RunConfig
@@ -28,6 +29,8 @@ class Activations:
     """What the loss keeps: the probabilities of all next tokens in fp32."""
     working: int
     """Additional at the peak: the logits or their gradient in bf16, or one layer recomputed and run backward."""
+    backward: int
+    """Additional in the backward pass when the logits are gone; below 0 where that is less than what was kept."""
 
     @property
     def saved(self) -> int:
@@ -84,7 +87,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
     held = parameters_per_rank(model, tensor_size)
-    weights, gradients, optimizer, buffers, step, host = _state(config, held, data_size)
+    weights, gradients, optimizer, buffers, copy, step, host = _state(config, held, data_size)
     kept = activations(
         model,
         train.micro_batch_size,
@@ -94,7 +97,16 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         config.parallel.uses_sequence_parallel,
         config.data.reset_attention_mask,
     )
-    # When the optimizer steps, activations and most buffers are free; ZeRO 3 is built from whole weights.
+    # ZeRO 2 takes its buckets at the first gradient, when the softmax is gone: the larger of the two counts.
+    apart = min(buffers, kept.logits) if config.deepspeed.zero_stage == 2 else 0
+    buffers -= apart
+    if config.parallel.uses_sequence_parallel:
+        # Megatron gathers the input of every matrix into one buffer, which it keeps.
+        buffers += train.micro_batch_size * model.seq_length * model.hidden_size * _width(config)
+    # When the first bucket is full, what the layers above have kept is gone. A step begins when all activations and
+    # most buffers are gone; ZeRO 3 is built from whole weights.
+    left = 1 - min(1, config.deepspeed.reduce_bucket_size / held)
+    reducing = copy + apart + int(left * (kept.layers + kept.working)) - kept.saved
     beside = kept.saved + buffers
     built = held * _width(config) - (weights + gradients + optimizer)
     checkpoint = 12 * tensor_size * held
@@ -109,7 +121,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         layer_activations=kept.layers,
         logits=kept.logits,
         buffers=buffers,
-        working=max(kept.working, step - beside, built - beside),
+        working=max(kept.working, kept.backward + apart, reducing, step - beside, built - beside),
         host=host,
         checkpoint_bytes=checkpoint,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
@@ -147,11 +159,16 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Return how many parameters one tensor-parallel rank holds; norms and what an encoding does not cut are whole."""
+    """Count one tensor-parallel rank's numbers."""
+    replicated = replicated_parameters(model)
+    return replicated + (parameter_count(model) - replicated) // tensor_size
+
+
+def replicated_parameters(model: ModelConfig) -> int:
+    """Count the numbers that every tensor-parallel rank holds: norms, and what an encoding does not cut."""
     norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
     position = sum(prod(p.shape) for p in _position_parameters(model) if p.head_axis is None)
-    replicated = model.num_layers * norms + model.hidden_size + position
-    return replicated + (parameter_count(model) - replicated) // tensor_size
+    return model.num_layers * norms + model.hidden_size + position
 
 
 def _position_parameters(model: ModelConfig) -> list[Parameter]:
@@ -195,22 +212,22 @@ def activations(
     inputs = tokens * 8 + model.seq_length * encoding.state_size(0) * width
     # The mask of packs is made once for all layers.
     inputs += tokens * model.seq_length * width if masked and not _tiled(model) else 0
-    recomputed = 0
+    backward = sum(layers)
     if recompute == "full":
-        recomputed = max(layers)
+        whole = layers
         layers = [
             local * (model.hidden_size * width + (encoding.state_bytes(i, width) if i > first_update else 0))
             for i in range(len(layers))
         ]
+        # Each layer is run again when what those above it kept is gone.
+        backward = max(below + layer for below, layer in zip(accumulate(layers), whole))
     logits = tokens * model.vocab_size // tensor_size
     softmax = 4 * logits + 9 * tokens
-    # Running a layer backward takes about as much as its MLP keeps; by then the logits are freed.
-    backward = recomputed + tokens * 5 * model.ffn_hidden_size // tensor_size * width
-    return Activations(
-        layers=sum(layers) + inputs + norm,
-        logits=softmax,
-        working=max(2 * logits if width == 2 else 0, backward - softmax),
-    )
+    # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
+    backward += inputs + tokens * 5 * model.ffn_hidden_size // tensor_size * width
+    kept = sum(layers) + inputs + norm
+    backward -= kept + softmax
+    return Activations(kept, softmax, working=max(2 * logits if width == 2 else 0, backward), backward=backward)
 
 
 def _tiled(model: ModelConfig) -> bool:
@@ -266,33 +283,35 @@ def _width(config: RunConfig) -> int:
     return 4 if config.train.precision == "fp32" else 2
 
 
-def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int, int, int, int]:
-    """Return bytes of weights, gradients, optimizer state, buffers, the optimizer's step, and host memory."""
+def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int, int, int, int, int]:
+    """Return bytes of weights, gradients, optimizer state, buffers, the copy of a bucket that is sent, the optimizer's
+    step, and host memory.
+    """
     settings, width, part = config.deepspeed, _width(config), -(-held // data_size)
     stage, numbers = settings.zero_stage, settings.reduce_bucket_size
     weights = width * (part if stage == 3 else held)
     if stage == 0:
         # The step takes square roots of the second moments.
-        return weights, 4 * held, 8 * held, 0, 4 * held, 0
+        return weights, 4 * held, 8 * held, 0, 0, 4 * held, 0
     gradients = 4 * (held if stage == 1 else part)  # bf16 gradients are added up in fp32
     # ZeRO copies the weights even if they already are fp32.
     optimizer = 12 * part
-    # A bucket, and a copy of it in the precision that it is sent in. With `overlap_comm` ZeRO 1 and 2 fill one
-    # bucket while they reduce the other.
-    bucket_width, sent_width = (4 if stage == 1 else width), (2 if settings.communication_precision == "bf16" else 4)
+    # What is reduced at once, and a copy in the precision that it is sent in, in which ZeRO 3 collects it already. With
+    # `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
+    sent_width = 2 if settings.communication_precision == "bf16" else 4
+    bucket_width = {1: 4, 2: width, 3: sent_width}[stage]
     buffers = bucket_width * numbers * (2 if settings.overlap_comm and stage < 3 else 1)
-    if sent_width != bucket_width:
-        buffers += sent_width * min(numbers, held)
+    copy = sent_width * min(numbers, held) if sent_width != bucket_width else 0
     if stage == 3 and data_size > 1:
         buffers += width * min(held, LIVE_PARAMETERS)
     # The step takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
-    step = (4 if stage == 2 and width == 2 else 8) * part + (width * numbers if stage == 3 else 0)
+    step = (4 if stage == 2 and width == 2 else 8) * part + (bucket_width * numbers if stage == 3 else 0)
     if not settings.offload_optimizer:
-        return weights, gradients, optimizer, buffers, step, 0
+        return weights, gradients, optimizer, buffers, copy, step, 0
     if stage == 3:
-        return weights, 0, 0, buffers, 0, (12 + 4 + 4) * part
+        return weights, 0, 0, buffers, copy, 0, (12 + 4 + 4) * part
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     largest = width * model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) // tensor_size
     # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
     host = (12 + 4 + 2 * width) * part + largest
-    return weights, gradients if stage == 1 else 0, 0, buffers + largest, 0, host
+    return weights, gradients if stage == 1 else 0, 0, buffers + largest, copy, 0, host

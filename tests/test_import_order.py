@@ -16,13 +16,14 @@ ORDER = (
     ("ops",),
     ("parallel",),
     ("position",),
-    ("config", "costs"),
+    ("config", "costs", "communication"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
     ("checkpoint",),
     ("run",),
     ("training",),
+    ("rehearsal",),
     ("huggingface",),
 )
 WITHOUT_TORCH = "errors files command_line config costs checkpoint.directories checkpoint.settings data.inputs".split()

@@ -1,6 +1,7 @@
 """The states of the random number generators that training draws from."""
 
 import json
+import logging
 import random
 from typing import Any
 
@@ -10,6 +11,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_tape.records import parse_record
+
+logger = logging.getLogger(__name__)
+
+STATE_SIZES = {16, 5056}
+"""Bytes of a GPU's and of a CPU's generator."""
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -25,10 +31,19 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
-    """Restore what `random_state` returned; each generator checks its state and raises its own kind of error."""
+    """Restore what `random_state` returned; each generator checks its state and raises its own kind of error.
+
+    A GPU's generator cannot take a CPU's state, nor the reverse: where a run moves from one to the other, Megatron's
+    streams stay as `seed_everything` has left them.
+    """
     torch.set_rng_state(tensors["torch"])
-    trackers = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
-    get_cuda_rng_tracker().set_states(trackers)
+    saved = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
+    here = get_cuda_rng_tracker().get_states()
+    common = sorted(saved.keys() & here.keys())
+    foreign = [name for name in common if {len(saved[name]), len(here[name])} == STATE_SIZES]
+    if foreign:
+        logger.info("the random streams %s were saved on another kind of device; they begin anew", ", ".join(foreign))
+    get_cuda_rng_tracker().set_states(saved | {name: here[name] for name in foreign})
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     version, words, gauss = parse_record(text["python"], list[Any])

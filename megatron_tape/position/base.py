@@ -121,6 +121,13 @@ class PositionEncoding:
         """Return the bytes that layer `layer` keeps for the backward pass, outside attention."""
         return 0
 
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count the bytes of this rank's tensors in layer `layer`'s all-to-alls under sequence parallelism.
+
+        Those of the forward pass, and those of the backward pass.
+        """
+        return 0, 0
+
     @property
     def num_updates(self) -> int:
         """How many layers rewrite the state."""

@@ -120,6 +120,17 @@ class TapePosition(RotaryPosition):
         per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
         return (batch.local_tokens * per_token + inner * groups * groups) * batch.width
 
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count the state on its way to attention and the averages on theirs back.
+
+        All sequences share the first layer's phases, which need no gradient.
+        """
+        model, sequence = self.model, self.model.seq_length // batch.tensor_size
+        state = model.query_groups * model.head_dim * batch.width * (batch.local_tokens if layer > 0 else sequence)
+        average = model.num_attention_heads * model.head_dim * batch.width * batch.local_tokens
+        sent = average if self.updates(layer) else 0
+        return state + sent, (state if layer > 0 else 0) + sent
+
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
         import torch

@@ -1,5 +1,7 @@
 """AdamW, as DeepSpeed's ZeRO drives it, and as it must behave where ZeRO is off."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -56,7 +58,7 @@ class ClippingAdamW(torch.optim.AdamW):
             dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
         self._global_grad_norm = norm.item()
-        self.overflow = not bool(torch.isfinite(norm))
+        self.overflow = not math.isfinite(self._global_grad_norm)
         if self.overflow:
             return None
         if self._clip > 0 and self._global_grad_norm > self._clip:

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from launch import run_group
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 
 from megatron_tape.checkpoint import directories
@@ -20,6 +21,7 @@ from megatron_tape.config.schema import (
     TrainConfig,
 )
 from megatron_tape.errors import CheckpointError
+from megatron_tape.parallel.layout import seed_everything
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
 
@@ -146,3 +148,20 @@ def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved
     with pytest.raises(CheckpointError, match=f"{RANDOM} holds no random states that can be restored") as caught:
         load_training_state(checkpoint, saved[0])
     assert "\n" not in str(caught.value)
+
+
+def test_random_streams_of_another_kind_of_device_begin_anew_and_the_others_go_on(saved, damaged, caplog):
+    def from_a_gpu(tensors):
+        for name in [name for name in tensors if name.startswith("tracker/")]:
+            tensors[name] = torch.zeros(16, dtype=torch.uint8)
+
+    checkpoint = damaged(RANDOM, from_a_gpu)
+    seed_everything(7, saved[0].layout)
+    streams = get_cuda_rng_tracker().get_states()
+    before = torch.get_rng_state()
+    with caplog.at_level("INFO"):
+        load_training_state(checkpoint, saved[0])
+    after = get_cuda_rng_tracker().get_states()
+    assert after.keys() == streams.keys() and all(torch.equal(after[name], streams[name]) for name in streams)
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert "model-parallel-rng were saved on another kind of device" in caplog.text

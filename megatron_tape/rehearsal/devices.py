@@ -1,0 +1,188 @@
+"""GPUs that do not exist: what `torch.cuda` answers, and what kernels that need a device keep and return.
+
+Everything here replaces functions of torch, Megatron and Triton for the rest of the process.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from megatron_tape.rehearsal.cuda_hooks import fill_cuda_hooks
+from megatron_tape.rehearsal.tracking import Tracker
+
+aten = torch.ops.aten
+PROPERTIES = SimpleNamespace(
+    name="imaginary H100",
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    major=9,
+    minor=0,
+    L2_cache_size=50 * 2**20,
+)
+PER_NODE = 8
+
+
+class FakeDeviceError(RuntimeError):
+    """What a GPU or NCCL would refuse."""
+
+
+def install_fake_devices() -> None:
+    """Let this process believe that it has eight GPUs; `ConfigError` where this torch cannot be led to."""
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels are launched, on paper, not interpreted
+    fill_cuda_hooks()
+    _answer_for_cuda()
+    _replace_operators()
+    _replace_launches()
+
+
+def _constantly(value: Any = None) -> Callable:
+    return lambda *_, **__: value
+
+
+class _Handle:
+    """A stream or event that nothing waits for."""
+
+    device = torch.device("cuda", 0)
+    device_index = 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *_, **__: _Handle()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class _HostGenerator(torch.Generator):
+    """Megatron and DeepSpeed ask for generators on the GPU; fake tensors draw nothing."""
+
+    def __new__(cls, device=None):
+        return super().__new__(cls)
+
+
+def _answer_for_cuda() -> None:
+    cuda, gib = torch.cuda, 2**30
+    state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": PER_NODE,
+        "current_device": 0,
+        "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": PROPERTIES.name,
+        "get_device_properties": PROPERTIES,
+        "mem_get_info": (79 * gib, 80 * gib),
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+    }
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
+    answers |= dict.fromkeys(
+        ("_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    )
+    answers["memory_stats"] = {}
+    for name, value in answers.items():
+        setattr(cuda, name, _constantly(value))
+    cuda.synchronize = lambda *_: Tracker.note_wait("synchronize")
+    for name in ("device", "device_of", "stream"):
+        setattr(cuda, name, lambda *_: contextlib.nullcontext())
+    # Distinct classes, since they are compared by isinstance.
+    cuda.Stream, cuda.Event = type("Stream", (_Handle,), {}), type("Event", (_Handle,), {})
+    cuda.current_stream, cuda.default_stream = cuda.Stream, cuda.Stream
+    for module in (cuda, cuda.random):
+        module.get_rng_state, module.set_rng_state = state, _constantly()
+    cuda.default_generators = [SimpleNamespace(set_state=_constantly(), get_state=state)] * PER_NODE
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _constantly(), _constantly()
+    torch.Generator = _HostGenerator
+    torch.accelerator.is_available = _constantly(True)
+    torch.Tensor.pin_memory = Tracker.pin
+    torch._subclasses.fake_tensor.init_gpu_context = _constantly()
+    FakeTensorMode.avoid_device_init = property(lambda self: True)
+
+
+def _replace_operators() -> None:
+    """Stand in for operators that without a device decompose, and would keep other tensors than on a GPU."""
+    from megatron.core.tensor_parallel import random
+
+    plain_attention = F.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+        if q.shape[1] != k.shape[1]:  # no fast kernel knows groups and a mask or fp32
+            return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        bias = None if attn_mask is None else attn_mask.expand(-1, q.shape[1], -1, -1)
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[0]
+
+    F.scaled_dot_product_attention = attention
+    F.rms_norm = lambda x, shape, weight, eps=None: _FusedRMSNorm.apply(x, weight)
+    F.silu = lambda x, inplace=False: _Silu.apply(x)
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    torch.nn.Module._apply = _move
+    # Else Adam would go tensor by tensor, with other temporaries than on a GPU.
+    sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(FakeTensor)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scales)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient)
+
+
+def _move(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+    """Apply `function` in place: torch would replace a fake parameter, and lose what Megatron wrote on it."""
+    for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+        with torch.no_grad():
+            moved = function(tensor)
+        if moved is not tensor:
+            tensor.data, tensor.fake_device = moved, moved.fake_device
+    return module
+
+
+def _replace_launches() -> None:
+    import triton
+
+    def launcher(kernel, grid):
+        def launch(*arguments, **_):
+            name = getattr(kernel, "fn", kernel).__name__
+            for position, argument in enumerate(arguments):
+                if isinstance(argument, Tensor) and not argument.is_cuda:
+                    raise FakeDeviceError(f"kernel {name} is given a tensor on the CPU as argument {position}")
+            if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
+                raise FakeDeviceError(f"kernel {name} is launched with the grid {tuple(grid)}, which no GPU takes")
+            Tracker.note_launch(name)
+
+        return launch
+
+    triton.runtime.jit.KernelInterface.__getitem__ = launcher

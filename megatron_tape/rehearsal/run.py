@@ -1,0 +1,196 @@
+"""A rehearsal: the Trainer's own run of three steps on fake tensors, of which the second is looked at."""
+
+import copy
+import logging
+import tempfile
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import Dataset
+
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.batches import Batches
+from megatron_tape.errors import refuse
+from megatron_tape.model import backend
+from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.rehearsal.tracking import Record, Tracker, place_of
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.watch import Watch
+from megatron_tape.training import trainer as training
+from megatron_tape.training.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+STEPS, MEASURED = 3, 2
+"""The first step makes what the others find, such as Adam's moments. The last is logged, evaluated and saved."""
+MICRO_BATCHES = 2
+"""At most as many in a step: the others would repeat the second."""
+
+
+@dataclass
+class Rehearsal:
+    """What the rank did; sizes in bytes."""
+
+    config: RunConfig
+    """As it was run: short, into a temporary directory, with the attention backend that was chosen."""
+    record: Record = field(default_factory=Record)
+    """Of the second step."""
+    peak: int = 0
+    """The most memory at any time, setup and the last step's evaluation and save included."""
+    weights: int = 0
+    """Of the model, before the second step."""
+    optimizer: int = 0
+    """Adam's moments and the weights that it updates."""
+    activations: int = 0
+    """Left by the last forward pass of the second step for its backward pass."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """What would fail or stall on a GPU, and how often."""
+
+
+def rehearse(config: RunConfig) -> Rehearsal:
+    """Run three short steps of `config`, which `validate` has accepted, as the rank that this process was made.
+
+    Reads no data and no checkpoint, and writes into a temporary directory. `install_fake_world` comes first.
+    """
+    refuse(
+        config.deepspeed.offload_optimizer,
+        "deepspeed.offload_optimizer is true, but DeepSpeed's Adam on the host needs real numbers and cannot be "
+        "rehearsed; set it to false",
+    )
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
+        return _Rehearsal(_shortened(config, home)).run()
+
+
+def _shortened(config: RunConfig, home: str) -> RunConfig:
+    """Return `config` with three steps of at most two micro-batches, and nothing read or written elsewhere."""
+    config = copy.deepcopy(config)
+    data_size = dist.get_world_size() // config.parallel.tensor_model_parallel_size
+    at_once = config.train.micro_batch_size * data_size
+    train = config.train
+    train.global_batch_size = min(train.global_batch_size, MICRO_BATCHES * at_once)
+    train.steps, train.eval_steps, train.hang_timeout = STEPS, 1, None
+    train.eval_interval = None if train.eval_interval is None else STEPS
+    config.schedule.warmup_steps, config.schedule.decay_steps = 1, None if config.schedule.decay_steps is None else 1
+    config.data.tokenizer, config.data.num_workers = None, 0
+    config.checkpoint.directory, config.checkpoint.resume = f"{home}/checkpoints", "none"
+    config.checkpoint.interval = STEPS
+    config.logging.directory, config.logging.interval, config.logging.tensorboard = home, STEPS, False
+    return config
+
+
+class _RandomTokens(Dataset):
+    """As many samples as are asked for."""
+
+    def __init__(self, config: RunConfig):
+        self._shape, self._vocabulary = (config.model.seq_length,), config.model.vocab_size
+
+    def __len__(self) -> int:
+        return 2**62
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: torch.randint(self._vocabulary, self._shape) for key in ("tokens", "labels")}
+
+
+class _Rehearsal:
+    def __init__(self, config: RunConfig):
+        self.tracker = Tracker()
+        self.outcome = Rehearsal(config)
+        self._steps = 0
+
+    def run(self) -> Rehearsal:
+        """Train, evaluate and save; what stops it becomes a fault."""
+        config, directory = self.outcome.config, self.outcome.config.logging.directory
+        watch = Watch(None)
+        watch.attach(Attempt.claim(directory, config.checkpoint.directory, {"processes": dist.get_world_size()}), 0)
+        try:
+            # What compares kernels with plain torch needs numbers, as does a file that holds weights.
+            with (
+                mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
+                mock.patch.multiple(
+                    training,
+                    build_batches=_random_batches,
+                    Engine=self._engine,
+                    save=lambda engine, *_: bool(engine.training_state(lambda index: True)),
+                ),
+                torch.autograd.set_multithreading_enabled(False),
+                FakeTensorMode(allow_non_fake_inputs=True),
+                self.tracker,
+            ):
+                trainer = training.Trainer(config, watch)
+                self._name_groups(trainer.layout)
+                trainer.run()
+        except Exception as error:
+            logger.debug("the rehearsal ended", exc_info=True)
+            self.tracker.faults[f"{type(error).__name__}: {_first_line(error)} at {place_of(error)}"] += 1
+        finally:
+            watch.close()
+        self._end_record()
+        self.outcome.faults = dict(self.tracker.faults)
+        return self.outcome
+
+    def _name_groups(self, layout: ParallelLayout) -> None:
+        for group, name in (
+            (dist.group.WORLD, "all ranks"),
+            (layout.groups.dp, "data parallel"),
+            (layout.groups.tp, "tensor parallel"),
+        ):
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if len(ranks) > 1:
+                self.tracker.groups[ranks] = name
+
+    def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
+        """Build the engine, and follow it through its phases."""
+        self.outcome.config.model.attention_backend = model.attention_backend
+        engine = Engine(model, config, layout)
+        train_step = engine.train_step
+
+        def followed(batches, rate):
+            self._steps += 1
+            self.tracker.phase = "update"
+            if self._steps != MEASURED:
+                return train_step(batches, rate)
+            self._end_record()
+            self._weigh(engine)
+            self.tracker.steady = True
+            result = train_step(batches, rate)
+            self.tracker.steady = False
+            self.outcome.record = self._end_record()
+            return result
+
+        engine.train_step = followed
+        model.register_forward_pre_hook(lambda *_: setattr(self.tracker, "phase", "forward"))
+        model.register_forward_hook(lambda *_: self._end_forward(model))
+        return engine
+
+    def _end_forward(self, model: LanguageModel) -> None:
+        self.tracker.phase = "update"
+        if self._steps == MEASURED:
+            # Weights that ZeRO 3 has gathered, and the buffer that Megatron gathers inputs into and keeps.
+            buffers = [*model.parameters(), *get_global_memory_buffer().buffer.values()]
+            self.outcome.activations = self.tracker.live["forward"] - self.tracker.bytes_of(buffers, "forward")
+
+    def _weigh(self, engine: Engine) -> None:
+        """Tell weights and Adam's state apart from all else that is on the GPU between two steps."""
+        weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+        adam = [x for p, state in engine._adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
+        self.outcome.weights = self.tracker.bytes_of(weights)
+        self.outcome.optimizer = self.tracker.bytes_of(weights + adam) - self.outcome.weights
+
+    def _end_record(self) -> Record:
+        record = self.tracker.begin_record()
+        self.outcome.peak = max(self.outcome.peak, record.peak)
+        return record
+
+
+def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) -> Batches:
+    return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, eod=0)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

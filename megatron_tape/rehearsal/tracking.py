@@ -1,0 +1,251 @@
+"""What one rank does on its GPU: memory by when it was taken, collectives, waits of the host, and what would fail."""
+
+import contextlib
+import traceback
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+KINDS = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "allreduce": "all-reduce",
+}
+"""How names of torch's collectives begin, and what they are called."""
+BLOCK = 512
+"""Bytes that CUDA's allocator rounds up to."""
+_COPIES = {aten._to_copy.default, aten.copy_.default}
+_PASSED_THROUGH = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    contextlib.__file__,
+    typing_extensions.__file__,
+)
+
+
+@dataclass
+class Traffic:
+    """Collectives of one kind in one group."""
+
+    calls: int = 0
+    bytes: int = 0
+    """Of the whole tensor: what an all-gather returns, and what a reduce-scatter is given."""
+
+
+@dataclass
+class Record:
+    """What was seen since the record was begun."""
+
+    peak: int = 0
+    """Bytes on the GPU."""
+    peak_by_phase: dict[str, int] = field(default_factory=dict)
+    """The same, by the phase in which the memory was taken."""
+    peak_phase: str = ""
+    """The phase in which the peak was reached."""
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    """By group and collective."""
+    waits: Counter = field(default_factory=Counter)
+    """How often the host waits for the GPU, by phase, reason and place."""
+    launches: Counter = field(default_factory=Counter)
+    """Kernels of our own, by name."""
+
+
+class Tracker(TorchDispatchMode):
+    """Sees every operator, forward and backward, and keeps `record` and `faults`.
+
+    `phase` and `steady` are set by whoever drives the run. Memory is booked under the phase. In forward and backward
+    passes of steady steps the host must not wait for the GPU.
+    """
+
+    active: ClassVar["Tracker | None"] = None
+
+    def __init__(self):
+        super().__init__()
+        self.phase = "setup"
+        self.steady = False
+        """Whether the steps are by now all alike."""
+        self.record = Record()
+        self.faults: Counter[str] = Counter()
+        """Sentences on what a GPU would refuse, or is slow with, and how often."""
+        self.groups: dict[tuple[int, ...], str] = {}
+        """Names of the groups of these ranks."""
+        self.taken: dict[int, tuple[int, str]] = {}
+        """Bytes and phase of every storage on the GPU, by its address."""
+        self.live: Counter[str] = Counter()
+        self._total = 0
+        self._pinned: set[int] = set()
+        self._group_names: dict[str, str] = {}
+
+    def __enter__(self):
+        Tracker.active = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Tracker.active = None
+        return super().__exit__(*error)
+
+    def begin_record(self) -> Record:
+        """Return the record so far and begin another."""
+        before, self.record = self.record, Record()
+        self._note_peak()
+        return before
+
+    @staticmethod
+    def note_wait(reason: str) -> None:
+        """Note that the host waits for the GPU here."""
+        if tracker := Tracker.active:
+            place, phase = _place(), tracker._phase_now()
+            tracker.record.waits[phase, reason, place] += 1
+            if tracker.steady and phase in ("forward", "backward"):
+                tracker.faults[f"the host waits for the GPU in the {phase} pass: {reason} at {place}"] += 1
+
+    @staticmethod
+    def note_launch(kernel: str) -> None:
+        """Note a kernel of our own."""
+        if tracker := Tracker.active:
+            tracker.record.launches[kernel] += 1
+
+    @staticmethod
+    def pin(tensor: Tensor, *_) -> Tensor:
+        """Return a copy of a host tensor in page-locked memory."""
+        pinned = tensor.clone()
+        if tracker := Tracker.active:
+            storage = pinned.untyped_storage()
+            tracker._pinned.add(storage._cdata)
+            weakref.finalize(storage, tracker._pinned.discard, storage._cdata)
+        return pinned
+
+    def bytes_of(self, tensors: list[Tensor], phase: str | None = None) -> int:
+        """Return the bytes on the GPU that these tensors hold, each storage once; given a phase, those taken in it."""
+        held = [self.taken.get(key, (0, "")) for key in {t.untyped_storage()._cdata for t in tensors}]
+        return sum(size for size, taken_in in held if phase in (None, taken_in))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run `func` on fake tensors, and look at what goes in and comes out."""
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace == "c10d":
+            self._note_collective(func, args, inputs)
+        elif func not in _COPIES:
+            self._check_devices(func, inputs)
+        if func is aten.nonzero.default and inputs[0].is_cuda:
+            self.note_wait("nonzero")
+        result = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if func in _COPIES:
+            self._note_copy(
+                inputs, outputs, kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))
+            )
+        for tensor in outputs:
+            self._book(tensor)
+        return result
+
+    def _phase_now(self) -> str:
+        # Recomputed layers run forward inside the backward pass.
+        return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Answer `.item()`: nobody knows the number; 1.0 is finite, and 0 is in every range."""
+        if tensor.is_cuda:
+            self.note_wait("item")
+        with contextlib.suppress(Exception):
+            return aten._local_scalar_dense.default(tensor)
+        return 1.0 if tensor.is_floating_point() else 0
+
+    def _check_devices(self, func, inputs: list[Tensor]) -> None:
+        if not any(x.is_cuda for x in inputs):
+            return
+        # torch takes a number on the CPU as if it were written there.
+        if any(not x.is_cuda and x.dim() > 0 for x in inputs):
+            self.faults[f"{func.__name__} mixes tensors on the GPU and the CPU at {_place()}"] += 1
+
+    def _note_copy(self, inputs: list[Tensor], outputs: list[Tensor], non_blocking: bool) -> None:
+        to_gpu = any(x.is_cuda for x in outputs)
+        source = inputs[-1]
+        if source.is_cuda == to_gpu or source.numel() == 0:
+            return
+        if not to_gpu:
+            if not non_blocking:
+                self.note_wait("copy to the host")
+        elif source.untyped_storage()._cdata not in self._pinned:
+            self.note_wait("copy from pageable memory")
+        elif not non_blocking:
+            self.note_wait("blocking copy to the GPU")
+
+    def _note_collective(self, func, args: tuple, inputs: list[Tensor]) -> None:
+        name = func.__name__.strip("_")
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name.split(".")[0])
+        boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+        process_group = dist.ProcessGroup.unbox(boxed)
+        if process_group.size() == 1:
+            return
+        group = self._group_name(process_group)
+        if kind != "barrier" and not all(x.is_cuda and x.is_contiguous() for x in inputs):
+            self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
+        traffic = self.record.traffic.setdefault((group, kind), Traffic())
+        traffic.calls += 1
+        traffic.bytes += 0 if kind == "barrier" else max(x.nbytes for x in inputs)
+
+    def _group_name(self, group: dist.ProcessGroup) -> str:
+        if group.group_name not in self._group_names:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._group_names[group.group_name] = self.groups.get(ranks, f"{len(ranks)} other ranks")
+        return self._group_names[group.group_name]
+
+    def _book(self, tensor: Tensor) -> None:
+        if not tensor.is_cuda:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+        held, phase = self.taken.get(key, (None, None))
+        if held == size:
+            return
+        if held is None:
+            phase, held = self._phase_now(), 0
+            weakref.finalize(storage, self._release, key)
+        self.taken[key] = size, phase
+        self.live[phase] += size - held
+        self._total += size - held
+        if self._total > self.record.peak:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.record.peak, self.record.peak_by_phase = self._total, dict(self.live)
+        self.record.peak_phase = self._phase_now()
+
+    def _release(self, key: int) -> None:
+        size, phase = self.taken.pop(key)
+        self.live[phase] -= size
+        self._total -= size
+
+
+def _place() -> str:
+    """Return file and line of the innermost caller outside torch and this package."""
+    return _innermost(list(traceback.walk_stack(None))[::-1])
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line outside torch and this package that an error came from."""
+    return _innermost(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _innermost(frames: list) -> str:
+    frame, line = next(
+        ((f, n) for f, n in reversed(frames) if not f.f_code.co_filename.startswith(_PASSED_THROUGH)), frames[-1]
+    )
+    path = Path(frame.f_code.co_filename)
+    root = next((parent for parent in path.parents if parent.name == "site-packages"), Path(__file__).parents[2])
+    return f"{path.relative_to(root) if path.is_relative_to(root) else path}:{line}"

@@ -1,0 +1,29 @@
+"""Other ranks that do not exist: a process group whose collectives return at once, as one rank of many."""
+
+import os
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_tape.rehearsal.devices import install_fake_devices
+
+
+def install_fake_world(world_size: int, rank: int) -> None:
+    """Make this process rank `rank` of `world_size`, with a GPU; for good. `ConfigError` where torch is not known."""
+    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    install_fake_devices()
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+    from megatron.core import parallel_state
+
+    # These ask other ranks for numbers.
+    coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
+    dist.broadcast_object_list = lambda *_, **__: None
+    dist.all_gather_object = _everyone_says_the_same
+    create_group = parallel_state.create_group
+    parallel_state.create_group = lambda ranks=None, **others: create_group(ranks, **others | {"backend": "fake"})
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def _everyone_says_the_same(gathered: list, mine: object, group: dist.ProcessGroup | None = None) -> None:
+    gathered[:] = [mine] * len(gathered)

@@ -1,0 +1,149 @@
+"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config X.yaml --processes N [--section.key value]`."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_tape.communication import communication
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.costs import estimate
+from megatron_tape.errors import ConfigError, refuse
+
+if TYPE_CHECKING:
+    from megatron_tape.rehearsal.run import Rehearsal
+
+MIB = 2**20
+TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
+SMALL = 0.001
+"""Collectives below this share of their group's bytes are shown, and not compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of the rehearsal beside the same one by arithmetic, in bytes."""
+
+    name: str
+    rehearsed: int
+    estimated: int
+    tolerance: float | None
+    """By which share they may differ; None: by any."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they differ by no more than they may."""
+        larger = max(self.rehearsed, self.estimated)
+        return self.tolerance is None or abs(self.rehearsed - self.estimated) <= self.tolerance * larger
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rehearse and print the report; return 1 where a GPU would refuse something or figures differ, else 0."""
+    try:
+        options, rest = _parser().parse_known_args(argv)
+        processes, rank = options.processes, options.rank
+        refuse(processes < 1, f"--processes is {processes}; give 1 or more")
+        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
+        config = parse_run_config(rest)
+        validate(config, processes)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+        _quiet(config)
+        started = time.monotonic()
+        from megatron_tape.rehearsal.world import install_fake_world
+
+        install_fake_world(processes, rank)
+        from megatron_tape.rehearsal.run import rehearse
+
+        outcome = rehearse(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    logging.getLogger(__name__).info("rehearsed in %.0f s", time.monotonic() - started)
+    rows = list(compared(outcome, processes))
+    print("\n".join(report(outcome, processes, rank, rows)))
+    return int(bool(outcome.faults) or not all(row.agrees for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m pretrain.rehearse",
+        usage="%(prog)s --config X.yaml --processes N [--rank R] [--section.key value ...]",
+        description="Run three steps of pretrain.train as one rank of many on a GPU that does not exist: finds tensors "
+        "on the wrong device, what a GPU or NCCL refuses and where the host waits, and compares memory and collectives "
+        "with pretrain.estimate's arithmetic. Needs no GPU, no data and no memory to speak of; computes no numbers.",
+        epilog="Exit status: 0 all is well, 1 a fault or a figure that differs by more than 5 %% (10 %% for the peak), "
+        "2 a mistake in the settings, which are those of pretrain.train.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", type=int, metavar="N", default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--rank", type=int, metavar="R", default=0, help="which of them this is (default: 0)")
+    return parser
+
+
+def _quiet(config) -> None:
+    for noisy in ("DeepSpeed", "megatron", "torch", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    if config.parallel.uses_sequence_parallel:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
+    """Yield what the rehearsal and the arithmetic both tell of its short run."""
+    expected = estimate(outcome.config, processes)
+    yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
+    masters = outcome.config.deepspeed.zero_stage == 0
+    yield Row(
+        "optimizer state" + " (no copy of the weights)" * masters, outcome.optimizer, expected.optimizer, TOLERANCE
+    )
+    kept = expected.layer_activations + expected.logits
+    yield Row("kept by a forward pass", outcome.activations, kept, TOLERANCE)
+    yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
+    sent = {key: traffic.bytes for key, traffic in outcome.record.traffic.items()}
+    planned = communication(outcome.config, processes)
+    totals = {group: sum(size for key, size in planned.items() if key[0] == group) for group, _ in planned}
+    for group, kind in sorted({*sent, *planned}):
+        here, there = sent.get((group, kind), 0), planned.get((group, kind), 0)
+        matters = max(here, there) > SMALL * totals.get(group, max(totals.values(), default=0))
+        yield Row(f"{group}: {kind}", here, there, TOLERANCE if matters else None)
+
+
+def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    config, record = outcome.config, outcome.record
+    size = config.parallel.tensor_model_parallel_size
+    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * (processes // size))
+    yield (
+        f"rank {rank} of {processes}: {size} tensor parallel x {processes // size} data parallel, ZeRO "
+        f"{config.deepspeed.zero_stage}, {config.train.precision}, recompute {config.train.recompute}, "
+        f"attention as {config.model.attention_backend}, {micro_batches} micro-batches a step"
+    )
+    yield f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}"
+    for row in rows:
+        verdict = "" if row.agrees else "  DIFFERS"
+        yield f"{row.name:<44}{row.rehearsed / MIB:>14,.2f}{row.estimated / MIB:>14,.2f}{verdict}"
+    phases = ", ".join(f"{phase} {size / MIB:,.2f}" for phase, size in record.peak_by_phase.items() if size)
+    yield f"a step's peak is in its {record.peak_phase} pass; taken in: {phases}"
+    for (group, kind), traffic in sorted(record.traffic.items()):
+        yield f"{traffic.calls:>6} {kind} calls, {group}"
+    for (phase, reason, place), count in sorted(record.waits.items()):
+        yield f"{count:>6} times a step the host waits, {phase}: {reason} at {place}"
+    for kernel, count in sorted(record.launches.items()):
+        yield f"{count:>6} launches of the kernel {kernel}"
+    for fault, count in outcome.faults.items():
+        yield f"FAULT  {fault} ({count} times)"
+    yield "no fault" if not outcome.faults else f"{len(outcome.faults)} faults"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

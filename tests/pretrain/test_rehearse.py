@@ -1,0 +1,118 @@
+"""Rehearsals on GPUs that do not exist: they agree with the arithmetic, and find what was planted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rehearsal_cases import MANY, SMALL, ZERO
+
+from pretrain import rehearse as command
+
+TESTS = Path(__file__).parents[1]
+
+
+def rehearsed(which, folder):
+    """Run the cases in a process of their own: a rehearsal changes torch for good."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    arguments = [sys.executable, str(TESTS / "rehearsal_cases.py"), which, str(folder / "small.yaml")]
+    result = subprocess.run(arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=850)
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert [path.name for path in folder.iterdir()] == ["small.yaml"]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return rehearsed("quick", tmp_path_factory.mktemp("rehearsed"))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    return rehearsed("many", tmp_path_factory.mktemp("rehearsed"))
+
+
+def differing(case):
+    return {name for name, (_, _, agrees) in case["rows"].items() if not agrees}
+
+
+@pytest.mark.parametrize("name", [*ZERO, "no_mistake"])
+def test_memory_and_collectives_are_those_estimated(quick, name):
+    assert not quick[name]["faults"]
+    assert not differing(quick[name]), quick[name]["rows"]
+    assert all(quick[name]["rows"][row][0] > 0 for row in ("weights", "kept by a forward pass", "peak"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_memory_and_collectives_of_many_configurations_are_those_estimated(many, name):
+    assert not many[name]["faults"]
+    assert not differing(many[name]), many[name]["rows"]
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("frequencies_on_the_cpu", "position/rope.py:"),
+        ("labels_on_the_cpu", "GPU and the CPU at megatron/core/tensor_parallel/cross_entropy.py:"),
+        ("a_wrong_type", "dtype"),
+        ("an_item_in_a_layer", "waits for the GPU in the forward pass: item at tests/rehearsal_cases.py:"),
+        ("a_copy_from_pageable_memory", "copy from pageable memory at tests/rehearsal_cases.py:"),
+    ],
+)
+def test_a_mistake_that_a_gpu_refuses_or_waits_for_is_found_with_its_place(quick, name, fault):
+    assert any(fault in sentence for sentence in quick[name]["faults"]), quick[name]["faults"]
+
+
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        ("a_collective_in_the_wrong_group", {"tensor parallel: all-reduce"}),
+        ("a_buffer_kept_twice", {"kept by a forward pass"}),
+        ("an_all_gather_of_the_state", {"tensor parallel: all-to-all"}),
+    ],
+)
+def test_a_mistake_that_costs_memory_or_traffic_is_found(quick, name, rows):
+    assert not quick[name]["faults"]
+    assert rows <= differing(quick[name]), quick[name]["rows"]
+
+
+def test_the_command_reports_and_touches_no_run(quick):
+    report = quick["command"]["report"]
+    assert quick["command"]["status"] == 0, report
+    assert report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16") and "no fault" in report
+    for row in ("weights", "optimizer state", "kept by a forward pass", "peak", "tensor parallel: all-to-all"):
+        assert f"\n{row} " in report
+    assert "times a step the host waits, update: item at " in report
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--processes=3"], "the number of processes, 3"),
+        (["--processes=4", "--rank=4"], "--rank is 4; give one of 0 to 3"),
+        (["--processes=0"], "--processes is 0; give 1 or more"),
+        (["--processes=many"], "--processes"),
+        (["--train.stepps=3"], "train.stepps"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(capsys, tmp_path, arguments, named):
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(SMALL)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--config", str(recipe), *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+
+
+def test_a_torch_whose_insides_are_not_known_is_refused(monkeypatch):
+    from megatron_tape.errors import ConfigError
+    from megatron_tape.rehearsal import cuda_hooks
+
+    monkeypatch.setattr(cuda_hooks.torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ConfigError, match=r"torch 2.9.1\+cpu was built without CUDA, .* of torch 2.13 only; install"):
+        cuda_hooks.fill_cuda_hooks()

@@ -1,0 +1,132 @@
+"""Rehearsals of small runs, right ones and ones with a planted mistake, in a process of their own."""
+
+import contextlib
+import io
+import json
+import sys
+from unittest import mock
+
+SMALL = """
+model: {position_encoding: tape, num_layers: 3, hidden_size: 256, ffn_hidden_size: 512, num_attention_heads: 8,
+        num_query_groups: 4, seq_length: 512, vocab_size: 2048, attention_backend: torch}
+data: {prefix: nowhere/data}
+train: {steps: 100, micro_batch_size: 2, global_batch_size: 16, eval_interval: 10}
+parallel: {tensor_model_parallel_size: 2}
+deepspeed: {zero_stage: 1, reduce_bucket_size: 1000000}
+logging: {sample_tokens: 0, directory: nowhere/run}
+"""
+ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 2, 3)}
+PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
+ONE = "--parallel.tensor_model_parallel_size=1"
+FULL = "--train.recompute=full"
+MANY = {
+    "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
+    "zero_1_recomputed": [FULL],
+    "zero_2_recomputed": ["--deepspeed.zero_stage=2", FULL],
+    "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
+    "zero_2_overlapping_in_bf16": [
+        "--deepspeed.zero_stage=2",
+        "--deepspeed.overlap_comm=true",
+        "--deepspeed.communication_precision=bf16",
+    ],
+    "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
+    "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
+    "rope": ["--model.position_encoding=rope", "--deepspeed.zero_stage=2"],
+    "rope_without_sequence_parallelism": ["--model.position_encoding=rope", "--parallel.sequence_parallel=false"],
+    "packed": PACKED,
+    "fused": ["--model.attention_backend=triton"],
+    "fused_packed": ["--model.attention_backend=triton", *PACKED],
+}
+QUICK = ["--model.num_layers=2"]
+
+
+def mistakes():
+    """Yield the name of each planted mistake and the patch that plants it."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    from megatron_tape.data.batches import Batches
+    from megatron_tape.model.layers import RMSNorm
+    from megatron_tape.parallel.tokens import TokenLayout
+    from megatron_tape.position.rope import RotaryPosition
+    from megatron_tape.training import engine
+
+    norm, summed = RMSNorm.forward, engine.sum_sequence_parallel_gradients
+
+    def labels_stay(self, batches):
+        for batch in batches:
+            yield {key: value if key == "labels" else value.to(self.layout.device) for key, value in batch.items()}
+
+    def reads(self, hidden_states):
+        hidden_states.abs().max().item()
+        return norm(self, hidden_states)
+
+    def keeps(self, hidden_states):
+        self.kept = hidden_states.detach().float()
+        return norm(self, hidden_states)
+
+    def to_heads(self, x_sBN):
+        whole = gather_from_sequence_parallel_region(x_sBN.contiguous(), group=self.model_group)
+        return self.local_heads(whole, 2).contiguous()
+
+    def over_data(model, group):
+        from megatron.core import parallel_state
+
+        return summed(model, parallel_state.get_data_parallel_group())
+
+    frequencies = "_frequencies_on"
+    yield "frequencies_on_the_cpu", (RotaryPosition, frequencies, lambda self, device: self.frequencies())
+    yield "labels_on_the_cpu", (Batches, "_on_device", labels_stay)
+    yield "a_wrong_type", (RMSNorm, "forward", lambda self, hidden_states: norm(self, hidden_states).float())
+    yield "an_item_in_a_layer", (RMSNorm, "forward", reads)
+    copied = lambda self, device: self.frequencies().to(device, non_blocking=True)  # noqa: E731
+    yield "a_copy_from_pageable_memory", (RotaryPosition, frequencies, copied)
+    yield "a_collective_in_the_wrong_group", (engine, "sum_sequence_parallel_gradients", over_data)
+    yield "a_buffer_kept_twice", (RMSNorm, "forward", keeps)
+    yield "an_all_gather_of_the_state", (TokenLayout, "to_heads", to_heads)
+
+
+def described(outcome, processes):
+    from pretrain.rehearse import compared
+
+    rows = {row.name: (row.rehearsed, row.estimated, row.agrees) for row in compared(outcome, processes)}
+    return {"rows": rows, "faults": outcome.faults, "backend": outcome.config.model.attention_backend}
+
+
+def main(which, recipe):
+    from megatron_tape.config.checks import validate
+    from megatron_tape.config.parse import parse_run_config
+    from pretrain import rehearse as command
+
+    processes = 4 if which == "quick" else 16
+    with open(recipe, "w") as file:
+        file.write(SMALL)
+    found = {}
+    if which == "quick":
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            status = command.main(["--config", recipe, "--processes=4", "--rank=3", *ZERO["zero_2"], "--train.steps=9"])
+        found["command"] = {"status": status, "report": output.getvalue()}
+    else:
+        from megatron_tape.rehearsal.world import install_fake_world
+
+        install_fake_world(processes, 5)
+    from megatron_tape.rehearsal.run import rehearse
+
+    def run(settings, *plant):
+        config = parse_run_config(["--config", recipe, *settings])
+        config.train.global_batch_size = 64
+        validate(config, processes)
+        with mock.patch.object(*plant) if plant else contextlib.nullcontext():
+            return described(rehearse(config), processes)
+
+    for name, settings in (ZERO if which == "quick" else MANY).items():
+        found[name] = run(settings if which == "quick" else [*QUICK, *settings])
+    if which == "quick":
+        found["no_mistake"] = run(QUICK)
+        for name, plant in mistakes():
+            found[name] = run(QUICK, *plant)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])), file=sys.__stdout__)
