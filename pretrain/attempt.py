@@ -1,12 +1,12 @@
-"""Begin and judge the attempts of a run for a batch script, which calls this before and after the processes.
+"""Begin and judge the attempts of a run for a batch script, which calls this before and after the training processes.
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
-`begin` refuses what cannot work, copies code and resolved configuration into RUN/jobs/ID (a requeued job goes on with
-that that copy), takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop`, and why, and
-which nodes to `exclude` from the next attempt.
+`check` refuses settings that cannot work. `begin` does too, copies the code and the resolved configuration into
+RUN/jobs/ID (a requeued job continues with that copy), takes the run over, and prints shell variables. `decide` prints
+`done`, `again` or `stop` with the reason, and which nodes to `exclude` from the next attempt.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron_tape.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 
 EXIT_TRY_AGAIN = 75
-"""A file system that does not answer, where a configuration that cannot work ends with 2."""
+"""Exit status if the file system does not answer; for a configuration that cannot work it is 2."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
 COMES_LATER = {
     "pretrain.extend_context": "context extension",
@@ -44,7 +44,7 @@ COMES_LATER = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one of the two verbs; return the exit status."""
+    """Run one of the verbs; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pretrain.attempt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,18 +52,18 @@ def main(argv: list[str] | None = None) -> int:
     begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
     add = begin_parser.add_argument
     add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
-    add("--job", required=True, help="the scheduler's name of the job")
+    add("--job", required=True, help="the scheduler's id of the job")
     add("--source", required=True, help="directory of the code to copy")
     add("--job-link", required=True, help="where to leave a link to the job's directory, for when it is requeued")
-    add("--requeued", action="store_true", help="the job has run before and goes on with its copy")
+    add("--requeued", action="store_true", help="the job has run before and continues with its copy")
     add("--nodes", required=True, help="names of the nodes, separated by commas")
-    add("--processes", type=int, required=True, help="ranks of the job")
-    add("--scratch", default="", help="run directories lie in SCRATCH/runs unless the configuration says otherwise")
+    add("--processes", type=int, required=True, help="number of ranks of the job")
+    add("--scratch", default="", help="run directories are in SCRATCH/runs unless the configuration says otherwise")
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
     check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
     check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
-    decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes are gone")
+    decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes have ended")
     decide_parser.add_argument("--run", required=True, help="the run's directory")
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
     decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
@@ -84,11 +84,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Claim the next attempt for a job. Raises ConfigError where there should be none."""
+    """Claim the next attempt for a job. Raises ConfigError if there should not be one."""
     refuse(
         importlib.util.find_spec(options.module) is None,
-        f"{COMES_LATER.get(options.module, options.module)} is not part of this version: there is no {options.module}; "
-        "update the code",
+        f"{COMES_LATER.get(options.module, options.module)} is not part of this version: {options.module} does not "
+        "exist; update the code",
     )
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
@@ -98,11 +98,11 @@ def begin(options: argparse.Namespace) -> None:
         config = parse_run_config(_arguments(options.arguments, options.scratch))
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
-    # After an end of the job by hand the user decides; a requeued job is judged by its own attempts.
+    # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
     resume = what_to_resume(config.checkpoint.resume, checkpoints)
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
-        resume = "auto"  # the job has passed what it was to start from
+        resume = "auto"  # the job has passed the checkpoint that it was to start from
     config.checkpoint.resume = resume
     validate(config, options.processes)
     check_inputs(config)
@@ -156,7 +156,7 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int) -> None:
-    """Print the verdict over an attempt, its reason and bad nodes; what stops a run is followed by the traceback."""
+    """Print the verdict on an attempt, its reason and bad nodes, and the traceback if the run stops because of it."""
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
@@ -178,7 +178,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     if recipe is not None:
         refuse(
             not Path(recipe).is_file(),
-            f"recipe {recipe} does not exist in {Path.cwd()}; give its path from there, before all settings",
+            f"recipe {recipe} does not exist in {Path.cwd()}; give its path relative to that, before all settings",
         )
         before = ["--config", recipe]
         if scratch:
@@ -187,14 +187,14 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
 
 
 def _start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that the run will start from, as far as its files' sizes tell."""
+    """Return the checkpoint that the run will start from, judged by the sizes of its files."""
     if config.checkpoint.resume != "auto":
         return None if config.checkpoint.resume == "none" else Path(config.checkpoint.resume)
     return newest_whole(config.checkpoint.directory, deep=False)
 
 
 def _check_directories(config: RunConfig) -> None:
-    """Raise ConfigError, naming the key, where a directory of the run cannot be made."""
+    """Raise ConfigError, naming the key, if a directory of the run cannot be created."""
     for key, directory in (
         ("logging.directory", config.logging.directory),
         ("checkpoint.directory", config.checkpoint.directory),
@@ -205,13 +205,13 @@ def _check_directories(config: RunConfig) -> None:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise ConfigError(
-                    f"{key} is {directory}, which cannot be made ({error.strerror}); choose another"
+                    f"{key} is {directory}, which cannot be created ({error.strerror}); choose another"
                 ) from None
             raise
 
 
 def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
-    """Refuse a run directory in which another job is at work; without an answer from Slurm none is."""
+    """Refuse a run directory that another job is using; if Slurm does not answer, assume that none is."""
     other = attempts[-1].facts.get("job") if attempts else None
     if other in (None, job) or attempts[-1].verdict is not None:
         return
@@ -229,7 +229,7 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:
-    """Copy the code and the resolved configuration of a job, whole or not at all."""
+    """Copy the code and the resolved configuration of a job, completely or not at all."""
     remove(directory)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
     with atomic_directory(directory) as partial:
@@ -244,14 +244,14 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
             (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
         (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         commit = ""
-        with contextlib.suppress(OSError):  # no git
+        with contextlib.suppress(OSError):  # git is not installed
             command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
             commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         write_record(partial / "job.json", {"commit": commit or None})
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free on this node, the head node, and that no outgoing connection is given by chance."""
+    """Return ports that are free on this node, the head node, below the range that outgoing connections are given."""
     found = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""The demo: from text to two trained models, their curves and a text, by the commands a cluster would run.
+"""The demo: from text to two trained models, their loss curves and generated text, with the commands used on a cluster.
 
-A stage whose output exists already is skipped. Outputs appear whole or not at all, so an interrupted demo continues
+A stage whose output already exists is skipped. Outputs appear complete or not at all, so an interrupted demo continues
 where it stopped.
 """
 
@@ -87,10 +87,10 @@ def main() -> int:
             if output.suffix != ".idx" or is_whole(prefix):
                 print(f"{output} exists already", flush=True)
                 continue
-            print(f"{prefix} is damaged; it is made again", flush=True)
+            print(f"{prefix} is damaged and is made again", flush=True)
             command = [*command, "--overwrite"]
         if "to-hf" in command:
-            # An earlier demo's may be of fewer steps.
+            # An export of an earlier demo may be of fewer steps.
             shutil.rmtree(exported, ignore_errors=True)
         status = run(command, threads)
         if status != 0:
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def run(command: list[str], threads: int) -> int:
-    """Run a command and return its exit status; on Ctrl-C, which reaches it as well, let it clean up first."""
+    """Run a command and return its exit status; on Ctrl-C, which also reaches the command, let it clean up first."""
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}) as process:
         try:
             return process.wait()
@@ -119,7 +119,7 @@ def run(command: list[str], threads: int) -> int:
 
 
 def devices() -> int:
-    """Return how many GPUs there are or, without any, CPU cores."""
+    """Return the number of GPUs or, if there are none, of CPU cores."""
     count = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
     )
@@ -127,7 +127,7 @@ def devices() -> int:
 
 
 def is_whole(prefix: Path) -> bool:
-    """Return whether an indexed dataset's files fit each other."""
+    """Return whether an indexed dataset's files are intact and match each other."""
     try:
         return next(IndexedDatasetReader(prefix).problems(), None) is None
     except (ValueError, OSError):
@@ -140,7 +140,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
-    """Draw training and validation loss over tokens seen, and how far TAPE's positions have left RoPE's."""
+    """Plot training and validation loss by step, and how far TAPE's positions have moved away from RoPE's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,8 +188,8 @@ def write_summary(rows: dict[str, list[dict]], path: Path) -> None:
         )
     lines += [
         "",
-        "One small model, one seed, a few minutes: the losses show that both learn, not which encoding is better, and",
-        "at this length they nearly coincide. The speeds depend on what else the machine did meanwhile.",
+        "This is one small model, one seed and a few minutes of training: the losses show that both encodings learn,",
+        "not which is better, and after so few steps they nearly coincide. The speeds depend on the machine's load.",
         "",
         "![curves](curves.png)",
         "",

@@ -1,4 +1,4 @@
-"""What a run would need: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`; needs no GPU."""
+"""Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`."""
 
 import argparse
 import copy
@@ -17,7 +17,7 @@ GIB = 2**30
 HEADROOM = 0.06
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
-"""Usual sizes of GPUs, and the GiB that each really has."""
+"""Common GPU memory sizes, and the GiB that are actually available on each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, and a warning where it does not fit; return the exit status, 0 even with a warning."""
+    """Print the estimate, and a warning if the run does not fit; return the exit status, 0 even with a warning."""
     try:
         options, rest = _parser().parse_known_args(argv)
         processes, gib = options.processes, options.gpu_memory
@@ -100,7 +100,7 @@ def _fits(result: Estimate, gib: float) -> bool:
 
 
 def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> str:
-    """Say what to change first: the first change that makes it fit, or else the one that saves most."""
+    """Return advice on what to change: the first change that makes the run fit, or else the one that saves most."""
     best = None
     for text, changed, number in _changes(config, processes):
         try:

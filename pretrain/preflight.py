@@ -2,10 +2,10 @@
 
     srun ... python -m pretrain.preflight --config X.yaml [--section.key value ...]
 
-Ends with the node's name and the reason when versions or code differ, a GPU is missing or too small, the data are not
-the same bytes everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or
-an all-reduce over all ranks fails. A mistake in the configuration is recorded as such, and stops the job; anything else
-may pass, and is recorded with the nodes that the job had better be started without.
+Fails with the node's name and the reason if versions or code differ, a GPU is missing or too small, the data is not the
+same everywhere, the checkpoint directory is not shared, writable and large enough, a rank does not answer, or an
+all-reduce over all ranks fails. A mistake in the configuration is recorded as such and stops the job; any other problem
+may pass, and is recorded with the nodes that the next attempt should avoid.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Unready(Exception):
 
 
 class Verdict(Exception):
-    """What rank 0 found on all nodes, and has recorded."""
+    """The problems that rank 0 found on all nodes and has already recorded."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         "--timeout",
         type=float,
         default=300,
-        help="seconds that a rank may take to answer once rank 0 has imported torch, and again for the all-reduce "
+        help="seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     attempt = None
     if number := os.environ.get(ATTEMPT_VARIABLE):
         attempt = Attempt.open(config.logging.directory, config.checkpoint.directory, int(number))
-    # SIGTERM also comes from srun when another rank has failed: it must not be taken for a warning.
+    # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
         validate(config, size)
@@ -131,7 +131,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
         problems = _problems(store, config, options, size, home, token, imported)
         verdict = "; ".join(problem.sentence for problem in problems)
         if problems:
-            # Before the others learn of it and end, upon which srun ends this rank.
+            # Recorded before the other ranks learn of it and exit, because srun then ends this rank too.
             outcome = REFUSED if any(problem.mistake for problem in problems) else UNREADY
             _record(attempt, rank, outcome, verdict, [node for problem in problems for node in problem.nodes])
         store.set("verdict", verdict)
@@ -143,7 +143,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.set(f"heard/{rank}", "yes")
     if verdict:
         if rank == 0:
-            # The store ends with this rank: let the others learn why.
+            # The store ends with this rank, so let the others read the reason first.
             with contextlib.suppress(RuntimeError):
                 store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
         raise Verdict(verdict)
@@ -154,7 +154,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
 
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
-    """Gather every rank's facts and compare them, on rank 0, which had `imported` torch at that time."""
+    """Gather every rank's facts on rank 0 and compare them; `imported` is when rank 0 had imported torch."""
     gathered: list[dict[str, Any] | None] = []
     for rank in range(size):
         left = max(0.1, options.timeout - (time.monotonic() - imported))
@@ -184,7 +184,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     if options.gpus:
         if not any(facts["cuda"] for facts in gathered):
             build = f"torch {nodes.versions()['torch']} is built without CUDA"
-            sentence = f"{build}, and the job has GPUs; install requirements-gpu.txt"
+            sentence = f"{build}, but the job has GPUs; install requirements-gpu.txt"
             problems.append(nodes.Problem(sentence, mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
         problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed.peak)
@@ -206,7 +206,7 @@ def _describe(config: RunConfig, facts: dict[str, Any], size: int, say) -> None:
 
 
 def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[str]:
-    """Return the names of the nodes that ranks run on, as far as `--nodes` gives them."""
+    """Return the names of the nodes that the ranks run on, or none if `--nodes` is not given."""
     names = [name for name in options.nodes.split(",") if name]
     return list(dict.fromkeys(names[rank * len(names) // size] for rank in ranks)) if names else []
 
@@ -220,7 +220,7 @@ def _here() -> str:
 
 
 def _gpu(torch) -> dict[str, Any] | None:
-    """Describe the device that this rank will train on, if there is one."""
+    """Describe the GPU that this rank will train on, if there is one."""
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
@@ -229,7 +229,7 @@ def _gpu(torch) -> dict[str, Any] | None:
 
 
 def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, say) -> None:
-    """Print the bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes over its time."""
+    """Print the bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times its bytes, divided by its time."""
     import torch.distributed as dist
 
     on_gpu = torch.cuda.is_available()

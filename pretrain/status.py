@@ -1,10 +1,10 @@
-"""How a run is doing, in one screen: attempts, step, loss, speed, time left, last checkpoint, last error.
+"""Show how a run is doing, on one screen: attempts, step, loss, speed, time left, last checkpoint, last error.
 
     python -m pretrain.status RUN
 
-RUN is the run's directory (logging.directory). The exit status is 0 while the run goes on, waits in the queue, was
-interrupted by hand or is finished; 1 when it is stuck, failed or gone, or its job has left it; 2 when RUN is not a run,
-or cannot be read.
+RUN is the run's directory (logging.directory). The exit status is 0 if the run is in progress, waiting in the queue,
+interrupted by hand or finished; 1 if it is stuck, failed or gone, or its job has ended without finishing it; 2 if RUN
+is not the directory of a run, or cannot be read.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class _Step(TypedDict):
 
 
 class Row(_Step, total=False):
-    """What the screen shows of a row of `metrics.jsonl`; null is a number that was not finite."""
+    """The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
 
     time: float
     loss: float | None
@@ -54,7 +54,7 @@ class _Config(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class State:
-    """One word for a run, whether it is well, and a sentence more."""
+    """The state of a run in one word, whether the run is well, and an explanation."""
 
     word: str
     well: bool
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     run = Path(parser.parse_args(argv).run)
-    if hasattr(sys.stdout, "reconfigure"):  # a record may hold what no terminal can show
+    if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return show(run)
@@ -78,30 +78,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(run: Path) -> int:
-    """Print the screen of a run and return the exit status. Raises OSError where the run cannot be read."""
+    """Print the screen of a run and return the exit status. Raises OSError if the run cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
         print(
-            f"error: {run} holds no attempt at a run: give the logging.directory of one, or wait for its job to start "
-            "(squeue --me)",
+            f"error: {run} holds no attempts of a run; give the logging.directory of a run, or wait for its job to "
+            "start (squeue --me)",
             file=sys.stderr,
         )
         return 2
     state = judge(attempts[-1], queue_state(attempts[-1].facts.get("job")), time.time())
-    with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
+    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         print("\n".join(screen(run, attempts, state)), flush=True)
     return 0 if state.well else 1
 
 
 def queue_state(job: str | None) -> str | None:
-    """Return what Slurm says of a job, "" where it is no longer known, None without a job or an answer."""
+    """Return Slurm's state of a job, "" if Slurm no longer knows it, None if there is no job or no answer."""
     if job is None:
         return None
     try:
         answer = subprocess.run(
             ["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True, timeout=20
         )
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: of a name with a null byte
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: the job's id contains a null byte
         return None
     if answer.returncode != 0:
         return "" if "Invalid job id" in answer.stderr else None
@@ -109,7 +109,7 @@ def queue_state(job: str | None) -> str | None:
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
-    """Say how a run is whose last attempt is `last` and whose job is `queue` (see `queue_state`) at time `now`."""
+    """Return a run's state at time `now`, given its last attempt and its job's state (see `queue_state`)."""
     if last.outcome == FINISHED:
         return State("finished", True)
     if last.verdict is not None and last.verdict["verdict"] == "stop":
@@ -120,18 +120,18 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
     if ended and queue:
         return State("between attempts", True, f"the job is {queue.lower()}")
     if last.outcome == INTERRUPTED and queue is None:
-        return State("interrupted", True, "the same command continues")
+        return State("interrupted", True, "run the same command to continue")
     if last.outcome == INTERRUPTED or (ended and last.stop_reason):
         return State(
-            "stopped", False, "its job has ended; the same command continues, unless a new job is in the queue"
+            "stopped", False, "its job has ended; submit the same command to continue, unless a new job is in the queue"
         )
     if ended:
-        return State("failed", False, "its job has ended; the same command continues")
+        return State("failed", False, "its job has ended; submit the same command to continue")
     beat = last.heartbeat
     silent = now - beat.get("time", last.facts.get("started", 0))
     if silent > (SILENT_SECONDS if beat else STARTING_SECONDS) or queue == "":
         word, but = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
-        return State(word, False, f"its processes left no sign for {duration(silent)}{but}")
+        return State(word, False, f"no sign of life from its processes for {duration(silent)}{but}")
     if not beat:
         return State("starting", True)
     idle, limit = now - beat["since"], beat.get("hang_timeout")
@@ -172,7 +172,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
 def _line(attempt: AttemptRecord, alive: bool) -> str:
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts.get("started", 0)))
-    except (ValueError, OverflowError, OSError):  # of a year that no calendar has
+    except (ValueError, OverflowError, OSError):  # the time is outside the range of years that can be shown
         started = "at an unknown time"
     job = attempt.facts.get("job")
     where = f"{f'job {job} on ' if job else ''}{_nodes(attempt.facts.get('nodes', []))}"
@@ -204,7 +204,7 @@ def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Read the last rows of a file that may be growing."""
+    """Read the last rows of a file that another process may be writing."""
     if not path.is_file():
         return []
     with open(path, "rb") as file:
@@ -214,7 +214,7 @@ def _rows(path: Path) -> list[Row]:
     for line in lines:
         try:
             rows.append(parse_record(line, Row))
-        except ValueError:  # the first line is cut, the last may be half written
+        except ValueError:  # the first line read may be cut off, and the last one incomplete
             continue
     return rows
 

@@ -17,11 +17,11 @@ from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 logger = logging.getLogger("pretrain")
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""Names the attempt that a launcher has begun; without it the run begins one of its own."""
+"""The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, train; return the process's exit status. Mistakes end in one sentence, before torch is imported."""
+    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
     config = parse_run_config(argv)
     watch = Watch(config.train.hang_timeout)
     try:
@@ -47,7 +47,7 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
             watch.record_end(REFUSED, str(error))
         return 2
     except OSError as error:
-        message = f"the inputs cannot be looked at: {error.strerror or error} ({error.filename})"
+        message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
@@ -61,7 +61,8 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:
-            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+            message = "interrupted; run the same command to continue from the last checkpoint"
+            print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
         return 130
     except Exception as error:
@@ -69,7 +70,7 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, ConfigError, CheckpointError, StaleAttempt))
         message = str(error) if foreseen else f"{type(error).__name__}: {error}"
-        # Noted first: what the other ranks meet when this one's collectives end is only its echo.
+        # Recorded first: when this rank's collectives end, other ranks fail only as a consequence.
         watch.record_end(outcome, message, None if foreseen else error)
         _abort_process_groups()
         if not foreseen:
@@ -81,12 +82,12 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
         return 0
     if is_rank_0:
-        print(f"{reason}; the same command continues", file=sys.stderr, flush=True)
+        print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 
 
 def _abort_process_groups() -> None:
-    """Keep this rank from waiting for the others at its exit; nothing to do where it failed before it could import."""
+    """Keep this rank from waiting for the others when it exits; do nothing if it failed before it imported torch."""
     if layout := sys.modules.get("megatron_tape.parallel.layout"):
         layout.abort_process_groups()
 
@@ -95,18 +96,18 @@ def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")  # that Transformer Engine and Apex, unused here, are absent
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names DeepSpeed calls
-    # Nodes that share a home directory would compile into the same files.
+    warnings.filterwarnings("ignore", module="megatron")  # about missing Transformer Engine and Apex, unused here
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about DeepSpeed's calls
+    # Nodes that share a home directory would otherwise write compiled kernels to the same files.
     node = Path.home() / ".triton" / "cache-of-node" / os.uname().nodename
     os.environ.setdefault("TRITON_CACHE_DIR", str(node))
     if config.parallel.uses_sequence_parallel:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its collectives only so
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     logger.info("loading torch, megatron-core and deepspeed")
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found nothing better
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
 
 
 if __name__ == "__main__":

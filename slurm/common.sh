@@ -1,11 +1,11 @@
-# What the scripts beside this file share; it is sourced, never run. See README.md, "Run on your cluster".
+# Functions that the scripts in this folder share; it is sourced, never run. See README.md, "Run on your cluster".
 # shellcheck shell=bash
 
-# load_site ROOT: read ROOT/slurm/site.env, if there is one, and say which Python runs.
+# load_site ROOT: read ROOT/slurm/site.env, if it exists, and choose the Python to run.
 load_site() {
   ROOT=$1
   if [ -f "$ROOT/slurm/site.env" ]; then
-    # Modules and conda stumble over `set -eu`.
+    # Environment modules and conda fail under `set -eu`.
     local flags=$-
     set +eu
     # shellcheck disable=SC1091
@@ -32,14 +32,14 @@ run_python() {
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} $TAPE_CONTAINER "$TAPE_PYTHON" "$@"
 }
 
-# `python -m` looks in the working directory first, which may hold another version of the code than $ROOT.
+# `python -m` looks in the working directory first, which may hold a different version of the code from $ROOT.
 RUN_MODULE='import runpy, sys
 sys.path[0] = sys.argv.pop(1)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 
 run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
 
-# has_module MODULE: whether this version has it.
+# has_module MODULE: whether this version of the code has the module.
 has_module() { [ -f "$ROOT/${1//.//}.py" ]; }
 
 say() { echo "$(date +%T) $*"; }
@@ -49,7 +49,7 @@ fail() {
   exit 1
 }
 
-# check_arguments [RECIPE] [--section.key value ...]: refuse what cannot work before a job waits for it in the queue.
+# check_arguments [RECIPE] [--section.key value ...]: refuse what cannot work before a job is put in the queue.
 check_arguments() {
   [ $# -gt 0 ] && [ "${1#-}" = "$1" ] || return 0
   run_module pretrain.attempt check -- "$@"
@@ -68,10 +68,10 @@ run_job() {
   local nodes gpus tasks job_link requeued=()
   [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST says nothing"
+  [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST prints nothing; check that scontrol works here"
   gpus=${SLURM_GPUS_ON_NODE:-0}
-  # One task per GPU; on nodes without any, one per node. srun starts them, tells each its rank, and ends all when one
-  # dies: a second launcher (torchrun) below it would only stand between Slurm's signals and the training processes.
+  # One task per GPU; on nodes without GPUs, one per node. srun starts them, gives each its rank, and ends all when one
+  # dies. A second launcher (torchrun) below it would only intercept Slurm's signals to the training processes.
   tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
   job_link=$PWD/runs/.jobs/$SLURM_JOB_ID
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
@@ -80,8 +80,8 @@ run_job() {
   local left
   left=$(seconds_left)
   if [ -n "$left" ] && [ "$left" -lt 900 ]; then
-    say "warning: the time limit is ${left} s away, and Slurm warns of it 180 s before, unless --signal says otherwise;" \
-      "give the job more time where that is too little to start and take a step"
+    say "warning: the time limit is ${left} s away, and Slurm sends its warning 180 s before it, unless --signal says" \
+      "otherwise; give the job more time if that is too little to start and take a step"
   fi
   say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 
@@ -106,8 +106,8 @@ run_job() {
   conclude
 }
 
-# patiently VARIABLE COMMAND...: put the command's output into VARIABLE; status 75, a file system that does not answer,
-# is waited for.
+# patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the
+# file system does not answer.
 patiently() {
   local -n output=$1
   shift
@@ -122,10 +122,10 @@ patiently() {
   return 1
 }
 
-# step MODULE ARGS...: run it on every rank, and wait for its end whatever signals come; sets STEP_STATUS.
-# What a run recorded decides, not this status: after signals srun's is unreliable.
-# --overlap: where Slurm has not yet noticed that the step before has ended, srun would wait for word of it and, if none
-# comes, look again only after SlurmctldTimeout, two minutes. (Slurm has --overlap since 20.11.)
+# step MODULE ARGS...: run the module on every rank, and wait for its end even if signals arrive; sets STEP_STATUS.
+# What the run recorded decides, not this status, because srun's status is unreliable after signals.
+# --overlap: if Slurm has not yet noticed that the previous step has ended, srun would wait to be notified and otherwise
+# check again only after SlurmctldTimeout, two minutes. (Slurm has --overlap since 20.11.)
 step() {
   local module=$1
   shift
@@ -142,14 +142,14 @@ step() {
   while :; do
     wait $srun
     STEP_STATUS=$?
-    # Above 128 a signal may have interrupted this wait, not srun.
+    # With a status above 128, a signal may have interrupted this wait rather than srun.
     [ $STEP_STATUS -gt 128 ] && kill -0 $srun 2>/dev/null || break
   done
   kill $watcher 2>/dev/null
 }
 
-# end_with_ranks PID: end an srun that waits for tasks which are gone, as it does for those of a node that came back
-# before Slurm missed it: when a rank has recorded its end and srun has not ended a minute later.
+# end_with_ranks PID: end an srun that still waits for tasks that no longer exist, which happens when a node comes back
+# before Slurm notices that it was gone. srun is ended if a rank has recorded its end and a minute later it still runs.
 end_with_ranks() {
   local patience=${TAPE_SRUN_PATIENCE:-60}
   while kill -0 "$1" 2>/dev/null; do
@@ -166,7 +166,7 @@ cpus_per_task() {
   echo $((cpus > 0 ? cpus : 1))
 }
 
-# head_address NODE: its name, or, where that does not resolve, the address Slurm reaches it by.
+# head_address NODE: print its name or, if that does not resolve, the address that Slurm uses for it.
 head_address() {
   if getent hosts "$1" >/dev/null; then
     echo "$1"
@@ -175,10 +175,10 @@ head_address() {
   fi
 }
 
-# job_field NAME: a field of this job as scontrol shows it.
+# job_field NAME: print a field of this job as scontrol shows it.
 job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 
-# conclude: end the job, or requeue it, as the run's records say.
+# conclude: end or requeue the job, depending on the run's records.
 conclude() {
   local answer verdict reason
   patiently answer run_module pretrain.attempt decide --run "$RUN_DIRECTORY" --checkpoints "$CHECKPOINT_DIRECTORY" \
@@ -196,11 +196,11 @@ conclude() {
   esac
 }
 
-# nodes_to_avoid NODES: print what the job's ExcNodeList has to be for a next start without NODES (a,b) as well; nothing
-# where too few others with the same CPUs, features and GPUs would be left, as the job would then wait for ever.
+# nodes_to_avoid NODES: print the ExcNodeList that also excludes NODES (a,b) from the next start, or nothing if too few
+# other nodes with the same CPUs, features and GPUs would be left, because the job would then wait forever.
 nodes_to_avoid() {
   local bad=$1 before
-  # A list of nodes or a reservation, given at submission, leaves no choice.
+  # With a list of nodes or a reservation given at submission, other nodes cannot be used.
   [ -z "$(job_field Reservation)" ] && [ "$(job_field ReqNodeList)" = "(null)" ] || return 0
   before=$(job_field ExcNodeList)
   [ "$before" = "(null)" ] || bad=$before,$bad
@@ -212,13 +212,13 @@ nodes_to_avoid() {
       END { for (kind in kinds) left += spare[kind]; if (left >= needed) print list }'
 }
 
-# requeue [BAD_NODES]: have Slurm start this job again, without BAD_NODES if there are enough others; it ends this
-# script, too. Without an answer from Slurm it asks for a while.
+# requeue [BAD_NODES]: have Slurm start this job again, without BAD_NODES if there are enough others. This also ends the
+# script. If Slurm does not answer, retry for ten minutes.
 requeue() {
   local tries avoid=
   if [ -n "${1:-}" ]; then
     avoid=$(nodes_to_avoid "$1")
-    [ -n "$avoid" ] || say "too few other nodes are like $1 to do without: the next start may be there again"
+    [ -n "$avoid" ] || say "too few other nodes like $1 are left to exclude it: the next start may use it again"
   fi
   if [ "$(job_field Requeue)" = 0 ]; then
     fail "the job was submitted with --no-requeue; submit the same command to continue"
@@ -227,11 +227,11 @@ requeue() {
     case $(job_field JobState)/$(job_field Restarts) in
       RUNNING/"${SLURM_RESTART_COUNT:-0}")
         say "requeueing${avoid:+ without $avoid}"
-        # Slurm ends this script, and what it runs, as soon as it has requeued the job, and excludes nodes only then.
+        # Slurm ends this script and its children as soon as it has requeued the job, and accepts the exclusion only then.
         if [ -n "$avoid" ]; then trap '' TERM; else trap 'exit 1' TERM; fi
         if scontrol requeue "$SLURM_JOB_ID"; then
           if [ -n "$avoid" ]; then
-            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" || say "warning: Slurm does not exclude $avoid"
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$avoid" || say "warning: Slurm did not exclude $avoid"
             exit 1
           fi
           sleep 300 & # Slurm kills this script
@@ -241,8 +241,8 @@ requeue() {
         ;;
       /) ;; # the controller does not answer
       *)
-        # Cancelled, or requeued by Slurm itself, which may be running the next attempt elsewhere already.
-        say "Slurm has ended this job; if it does not requeue it, the same command continues"
+        # The job was cancelled, or requeued by Slurm itself, which may already be running the next attempt elsewhere.
+        say "Slurm has ended this job; if it does not requeue it, submit the same command to continue"
         exit 1
         ;;
     esac
@@ -251,12 +251,12 @@ requeue() {
   fail "Slurm did not requeue job $SLURM_JOB_ID; submit the same command to continue"
 }
 
-# on_signal NAME: a warning of preemption or of the time limit. The ranks look for the file, save, and end.
+# on_signal NAME: handle a warning of preemption or of the time limit. The ranks see the stop file, save, and end.
 on_signal() {
   SIGNALED=$1
   if [ "$1" = USR1 ]; then say "$1: the run saves and is requeued"; else say "$1: the run saves, if it can, and ends"; fi
   [ -n "${ATTEMPT_DIRECTORY:-}" ] && echo "$1" >"$ATTEMPT_DIRECTORY/stop"
-  # Where a time limit is near and the ranks do not get to their next step before it, requeue all the same.
+  # If the time limit is near and the ranks may not reach their next step before it, requeue the job anyway.
   local left
   left=$(seconds_left)
   if [ -n "$left" ] && [ "$left" -lt 3600 ]; then
@@ -268,7 +268,7 @@ on_signal() {
   fi
 }
 
-# seconds_left: until the time limit; nothing without one.
+# seconds_left: print the seconds until the time limit, or nothing if there is none.
 seconds_left() {
   squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null |
     awk -F'[-:]' '/^[0-9:-]+$/ {s = 0; n = split($0, parts, /[-:]/); split("1 60 3600 86400", unit, " ")

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Evaluate a model; the job is requeued until it is finished, whatever the cluster does to it.
-# pretrain.evaluate is not part of this version yet: until it is, the job ends at once with a sentence that says so.
+# Evaluate a model; the job is requeued after preemption, crashes and lost nodes until it is finished.
+# pretrain.evaluate is not part of this version yet; the job ends at once with an error that says so.
 #
 #   sbatch [sbatch options] slurm/evaluate_tape.sh [RECIPE] [--section.key value ...]
 #   slurm/evaluate_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
@@ -26,7 +26,8 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
-# Slurm runs a copy of this file; the code is where it was submitted from, or, when requeued, in the run's directory.
+# Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
+# copy in the run directory.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/evaluate_tape\.sh.*|\1|p')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code

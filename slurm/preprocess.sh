@@ -1,17 +1,17 @@
 #!/bin/bash
-# Tokenize a corpus with a Slurm job array: every task makes one part, and the last to finish joins them to P.bin and
-# P.idx, byte for byte what tools/preprocess_data.py would write alone.
+# Tokenize a corpus with a Slurm job array: every task makes one part, and the last to finish joins them into P.bin and
+# P.idx, which are byte for byte what a single tools/preprocess_data.py would write.
 #
 #   sbatch --array=0-7 --cpus-per-task=16 slurm/preprocess.sh --input 'data/*.jsonl' --tokenizer t.model \
 #       --output-prefix data/c4 --append-eod
-#   slurm/preprocess.sh ARGS...      submits itself with the array below
+#   slurm/preprocess.sh ARGS...      submits itself as an array of 8 tasks
 #
 # ARGS are those of tools/preprocess_data.py; relative paths are relative to where you submit. Every task uses the CPUs
 # that Slurm gives it: one, unless --cpus-per-task or your site asks for more.
 #
-# Run it again, with the same array, whenever tasks have failed: parts that are complete are kept, and a requeued task
-# starts its own part afresh. The joined dataset needs as much room again as the parts, which are then removed. While
-# a task joins, P.merge-JOB names it; after a failed job such a link may stay and can be removed.
+# If tasks fail, run it again with the same array: complete parts are kept, and a requeued task starts its own part
+# again. The joined dataset needs as much space again as the parts, which are then removed. While a task joins the parts,
+# the link P.merge-JOB holds its number; after a failed job the link may remain and can be removed.
 #SBATCH --job-name=tape-preprocess
 #SBATCH --array=0-7
 #SBATCH --ntasks=1
@@ -29,15 +29,15 @@ case ${1:-} in
     ;;
 esac
 
-# Slurm runs a copy of this script; the job knows where the original lies.
+# Slurm runs a copy of this script; the job's Command field holds the path of the original.
 if [ -n "${SLURM_JOB_ID:-}" ]; then
   root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/preprocess\.sh.*|\1|p')
-  root=${root%%$'\n'*} # an array's last task sees all tasks
+  root=${root%%$'\n'*} # for the last task of an array, scontrol shows every task
 else
   root=$(cd "$(dirname "$0")/.." && pwd)
 fi
 if [ ! -f "$root/slurm/common.sh" ]; then
-  echo "error: the repository of this script is not found; submit it as sbatch .../slurm/preprocess.sh" >&2
+  echo "error: the repository of this script was not found; submit it as sbatch .../slurm/preprocess.sh" >&2
   exit 1
 fi
 source "$root/slurm/common.sh"
@@ -67,21 +67,21 @@ done
 run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@" \
   --shard "$shard/$count"
 
-# Every task looks only after its own part is there, so that the last one sees all.
+# Every task counts the parts only after its own is complete, so that the last one sees all of them.
 shopt -s nullglob
 of=of-$(printf %05d "$count")
 part=$prefix.shard-$(printf %05d "$shard")-$of
 indices=("$prefix".shard-*-"$of".idx)
 complete=${#indices[@]}
 if [ "$complete" -ge "$count" ]; then
-  # With --overwrite some may be old and made of something else. A part's index appears last and goes first.
+  # With --overwrite, some parts may be old and made from other input. A part's index is created last and removed first.
   for index in "${indices[@]}"; do
     if ! cmp -s -- "$part.origin" "${index%.idx}.origin" || [ ! -e "$index" ]; then complete=$((complete - 1)); fi
   done
 fi
 lock=$prefix.merge-$SLURM_ARRAY_JOB_ID
 
-# A link appears at once with the name of its owner; a requeued owner finds its own.
+# Creating a link that names its owner is atomic; a requeued owner recognizes its own link.
 take_lock() {
   if ln -sT -- "$task" "$lock" 2>/dev/null; then owner=$task; else owner=$(readlink -- "$lock"); fi
 }
@@ -93,7 +93,7 @@ if [ -z "$owner" ]; then
     echo "task $task: $complete of $count parts are complete; the last task joins them"
     exit 0
   fi
-  # Twice, since the owner may have removed its link between our two steps.
+  # Try twice, since the owner may remove its link between the two commands of take_lock.
   take_lock || take_lock || fail "$lock cannot be written; join the parts with tools/merge_datasets.py --shards $prefix"
 fi
 if [ "$owner" != "$task" ]; then

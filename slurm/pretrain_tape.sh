@@ -1,12 +1,12 @@
 #!/bin/bash
-# Pretrain a model; the job is requeued until it is finished, whatever the cluster does to it.
+# Pretrain a model; the job is requeued after preemption, crashes and lost nodes until it is finished.
 #
 #   sbatch [sbatch options] slurm/pretrain_tape.sh [RECIPE] [--section.key value ...]
 #   slurm/pretrain_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
 #
 # RECIPE is a YAML file (default: pretrain/recipes/tape_155m.yaml). sbatch options go between sbatch and the script:
 # `sbatch --nodes=8 --time=12:00:00 slurm/pretrain_tape.sh pretrain/recipes/tape_1b.yaml`. Submit it from the directory
-# that the recipe's paths are relative to. `python -m pretrain.status RUN` tells how the run is doing.
+# that the recipe's paths are relative to. `python -m pretrain.status RUN` shows how the run is doing.
 
 #SBATCH --job-name=tape-pretrain
 #SBATCH --nodes=2
@@ -28,7 +28,8 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
-# Slurm runs a copy of this file; the code is where it was submitted from, or, when requeued, in the run's directory.
+# Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
+# copy in the run directory.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/pretrain_tape\.sh.*|\1|p')
 link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code

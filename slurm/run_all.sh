@@ -1,10 +1,10 @@
 #!/bin/bash
-# Submit pretraining, context extension and evaluation as a chain: each begins when the one before has finished.
+# Submit pretraining, context extension and evaluation as a chain: each starts when the previous one has finished.
 #
 #   slurm/run_all.sh [--sbatch "OPTIONS"] [RECIPE] [--section.key value ...]
 #
-# RECIPE and settings are pretraining's; --sbatch gives options to all three submissions, such as "--nodes=4". A job that
-# fails takes the ones after it out of the queue. Reads slurm/site.env.
+# RECIPE and settings are for pretraining; --sbatch gives options to all three submissions, such as "--nodes=4". If a job
+# fails, the ones after it are removed from the queue. Reads slurm/site.env.
 
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
@@ -34,5 +34,6 @@ echo "pretraining  job $pretraining"
 echo "extension    job $extension, after $pretraining"
 echo "evaluation   job $evaluation, after $extension"
 for module in pretrain.extend_context pretrain.evaluate; do
-  has_module "$module" || echo "note: $module is not part of this version: its job ends at once, and those after it leave the queue"
+  has_module "$module" ||
+    echo "note: $module is not part of this version: its job ends at once, and later jobs are removed from the queue"
 done

@@ -1,4 +1,4 @@
-"""A real Slurm of virtual nodes on this machine, and jobs on it; see slurm_local.sh."""
+"""A real Slurm cluster of virtual nodes on this machine, and jobs on it; see slurm_local.sh."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/us
 
 
 def missing():
-    """Why no cluster can run here, or None."""
+    """Return why no cluster can run here, or None."""
     absent = [name for name in PROGRAMS if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None]
     if absent:
         return (
@@ -30,7 +30,7 @@ def missing():
 
 
 class Cluster:
-    """Virtual nodes with a host name and processes each, and a working directory with a copy of the code."""
+    """Virtual nodes, each with its own host name and processes, and a working directory with a copy of the code."""
 
     def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto"):
         self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
@@ -104,7 +104,7 @@ class Cluster:
         )
 
     def processes(self, attempt=None, rank=None):
-        """Process ids of a job's Python processes, by attempt and rank."""
+        """Return the process ids of a job's Python processes, optionally of one attempt and rank."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -114,13 +114,13 @@ class Cluster:
             except OSError:
                 continue
             values = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
-            mine = values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "RANK" in values
-            if mine and attempt in (None, int(values["TAPE_ATTEMPT"])) and rank in (None, int(values["RANK"])):
+            is_rank = values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "RANK" in values
+            if is_rank and attempt in (None, int(values["TAPE_ATTEMPT"])) and rank in (None, int(values["RANK"])):
                 found.append(int(entry.name))
         return found
 
     def kill(self, attempt, rank, number=signal.SIGKILL):
-        """Send a signal to a rank of an attempt; tell whether it was there."""
+        """Send a signal to a rank of an attempt; return whether it existed."""
         pids = self.processes(attempt, rank)
         for pid in pids:
             os.kill(pid, number)
@@ -128,7 +128,7 @@ class Cluster:
 
 
 def wait_until(condition, timeout, explain=lambda: ""):
-    """Return the condition's value when it is true."""
+    """Return the condition's value once it is true."""
     deadline = time.monotonic() + timeout
     while True:
         if value := condition():
@@ -146,7 +146,7 @@ def copy_code(target):
 
 
 def rows(run):
-    """The rows of a run's metrics without what a clock says."""
+    """Return the rows of a run's metrics without times and speeds."""
     path = run / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]

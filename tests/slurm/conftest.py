@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def cluster(request):
-    """A Slurm of two nodes of its own for each test; `indirect` parameters are Cluster's arguments."""
+    """A separate Slurm cluster of two nodes for each test; `indirect` parameters are Cluster's arguments."""
     made = clusters.Cluster(**getattr(request, "param", {}))
     made.site()
     with made:

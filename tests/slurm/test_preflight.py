@@ -1,4 +1,4 @@
-"""Nodes that must not train together are named before training begins, and done without where that is possible."""
+"""Nodes that must not train together are named before training begins, and avoided if possible."""
 
 import importlib.metadata
 import re
@@ -44,13 +44,13 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
     assert (second.outcome, second.facts["nodes"]) == ("finished", ["nodeA", "nodeC"])
 
 
-def test_a_rank_that_does_not_answer_costs_an_attempt_where_no_other_node_is_there(cluster, start):  # noqa: F811
+def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(cluster, start):  # noqa: F811
     job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",), overrides=FEW_STEPS)
     wait_until(lambda: cluster.kill(1, 1, signal.SIGSTOP), 60, lambda: cluster.story(job))
     assert cluster.wait(job, 180) == "COMPLETED", cluster.story(job)
     log = cluster.log(job)
     assert "error: preflight: rank 1 on nodeB did not answer within 8 s" in log
-    assert "too few other nodes are like nodeB to do without" in log
+    assert "too few other nodes like nodeB are left to exclude it" in log
     first, second = read_attempts(start.run)
     assert first.outcome == "unready" and second.facts["nodes"] == ["nodeA", "nodeB"]
 
@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_answer_costs_an_attempt_where_no_other_node_is_the
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):  # noqa: F811
     job = start(options=("--gpus-per-node=2",))
-    # A torch without CUDA is a mistake, which stops the job at once; GPUs that one with CUDA misses may come back.
+    # A torch without CUDA is a mistake, which stops the job at once; GPUs that a torch with CUDA misses may come back.
     assert cluster.wait(job, 240) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
@@ -67,14 +67,14 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start): 
     assert len(read_attempts(start.run)) == (3 if torch.backends.cuda.is_built() else 1)
 
 
-def test_run_all_submits_a_chain_of_which_a_failure_takes_the_rest(cluster, start):  # noqa: F811
+def test_run_all_submits_a_chain_whose_later_jobs_are_removed_after_a_failure(cluster, start):  # noqa: F811
     start(overrides={"train.steps": 1, "schedule.warmup_steps": 0}, options=("--hold",))
     from test_survive import settings
 
     few = settings("runs/chain", **{"train.steps": 4})
-    told = cluster.run("bash", f"{cluster.work}/repo/slurm/run_all.sh", "--sbatch", "--nodes=2", "tiny.yaml", *few)
-    jobs = [word.strip(",") for word in re.findall(r"job (\d+)", told)]
-    assert len(jobs) == 3 and "note: pretrain.evaluate is not part of this version" in told
+    output = cluster.run("bash", f"{cluster.work}/repo/slurm/run_all.sh", "--sbatch", "--nodes=2", "tiny.yaml", *few)
+    jobs = [word.strip(",") for word in re.findall(r"job (\d+)", output)]
+    assert len(jobs) == 3 and "note: pretrain.evaluate is not part of this version" in output
     assert cluster.wait(jobs[0]) == "COMPLETED", cluster.story(jobs[0])
     assert cluster.wait(jobs[1]) == "FAILED"
     assert "context extension is not part of this version" in cluster.log(jobs[1])
