@@ -39,7 +39,7 @@ def steps(root):
 
 
 def value_of(path):
-    """The one value that every file of a whole checkpoint holds."""
+    """Return the one value that every file of a complete checkpoint holds."""
     assert files.problems(path) == []
     values = [files.read_tensors(path / f"{name}.safetensors")["weight"] for name in ("model", "optimizer")]
     value = json.loads((path / "run.json").read_text())["value"]
@@ -153,7 +153,7 @@ def test_a_truncated_file_is_named_with_both_sizes(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
-def test_a_flipped_bit_is_named_by_a_deep_look(tmp_path, name):
+def test_a_flipped_bit_is_named_by_a_deep_check(tmp_path, name):
     path = save(tmp_path, 1)
     content = bytearray((path / name).read_bytes())
     content[-1] ^= 1
@@ -193,10 +193,10 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_olde
     save(tmp_path, 1)
     newer = save(tmp_path, 2)
     change(newer, MANIFEST, format_version=2, files=None, parts=["another layout"])
-    told = f"{newer} was written by a newer version of this project (checkpoint format 2; this one reads 1); update"
-    assert files.problems(newer)[0].startswith(told)
+    sentence = f"{newer} was written by a newer version of this project (checkpoint format 2; this one reads 1); update"
+    assert files.problems(newer)[0].startswith(sentence)
     for search in (files.newest_whole, files.checkpointed_step):
-        with pytest.raises(CheckpointError, match=re.escape(told)):
+        with pytest.raises(CheckpointError, match=re.escape(sentence)):
             search(tmp_path)
     shutil.rmtree(newer)
     assert files.checkpointed_step(tmp_path) == 1
@@ -220,8 +220,8 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_olde
 def test_a_manifest_of_the_wrong_shape_is_a_problem_in_one_sentence(tmp_path, changes):
     path = save(tmp_path, 1)
     change(path, MANIFEST, **changes)
-    (told,) = files.problems(path)
-    assert MANIFEST in told and "\n" not in told
+    (problem,) = files.problems(path)
+    assert MANIFEST in problem and "\n" not in problem
     assert files.newest_whole(tmp_path) is None
 
 
@@ -237,7 +237,7 @@ STATE = {
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, problem",
     [
         ({}, None),
         ({"step": 2}, "state.json says step 2, and manifest.json says 1"),
@@ -249,14 +249,14 @@ STATE = {
         ({"progress": None}, "progress is missing"),
     ],
 )
-def test_a_state_of_the_wrong_shape_or_another_step_is_a_problem_behind_a_right_manifest(tmp_path, changes, told):
+def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is_right(tmp_path, changes, problem):
     path = save(tmp_path, 1)
     write_record(path / "state.json", {})
     change(path, "state.json", **STATE)
     change(path, "state.json", **changes)
     for deep in (False, True):
         found = files.problems(path, deep)
-        assert (found == []) if told is None else (len(found) == 1 and told in found[0])
+        assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
 
 
 def test_links_are_read_and_replaced_and_what_they_point_to_stays(tmp_path):
@@ -334,7 +334,7 @@ def test_a_replaced_checkpoint_stands_in_while_its_successor_is_missing_or_broke
 
 
 def test_a_kill_at_any_file_operation_costs_at_most_the_save_it_interrupts():
-    # A process of its own, which has neither threads nor torch, is quickly and safely forked.
+    # A separate process without threads or torch can be forked quickly and safely.
     command = [sys.executable, killed_save_cases.__file__]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""How settings differ from those that a checkpoint was saved with, and what is said of it."""
+"""Differences between settings and those saved with a checkpoint, and how they are reported."""
 
 import copy
 import dataclasses
@@ -16,16 +16,16 @@ def config(**train):
     )
 
 
-def test_the_same_settings_say_nothing_nor_do_those_that_an_older_checkpoint_does_not_know():
+def test_neither_equal_settings_nor_those_unknown_to_an_older_checkpoint_are_reported():
     saved = config_dict(config())
     assert changes(saved, config()) == []
     older = copy.deepcopy(saved)
     for section in older.values():
         for key in list(section)[1:]:
             del section[key]
-    unknown = {"train.steps", "train.global_batch_size", "model.seq_length"}  # without defaults, and never absent
+    unknown = {"train.steps", "train.global_batch_size", "model.seq_length"}  # no defaults, always present
     found = [line for line in changes(older, config()) if "order" not in line]
-    # What runs in bf16 did before there was a choice.
+    # What bf16 runs did before these settings existed.
     former = ("model.position_state_precision", "deepspeed.communication_precision")
     assert [line for line in found if line.startswith(former)] == [
         f'{key}: was "bf16", is now "fp32"' for key in former
@@ -37,7 +37,7 @@ def test_the_same_settings_say_nothing_nor_do_those_that_an_older_checkpoint_doe
     assert changes({}, config(precision="fp32"))[-2].startswith('train.precision: was "bf16", is now "fp32"')
 
 
-def test_a_change_of_what_decides_the_order_of_the_data_says_so_in_the_end():
+def test_a_change_of_the_order_of_the_data_is_reported_last():
     *_, last = changes(config_dict(config()), config(seed=5))
     assert last == "train.seed: the data comes in another order than in an uninterrupted run"
     assert changes(config_dict(config()), config(hang_timeout=5.0)) == []
@@ -54,7 +54,7 @@ def test_differences_between_models_are_named_with_both_values():
     assert model_differences(saved | {"old": None}, saved) == ["model.old: checkpoint None, configuration absent"]
 
 
-def test_a_default_spelled_out_is_no_difference():
+def test_a_default_spelled_out_is_not_a_difference():
     saved = dataclasses.asdict(ModelConfig(**MODEL))
     assert model_differences(saved, saved | {"num_query_groups": 8, "position_mlp_size": 32, "kv_channels": 8}) == []
     assert model_differences(saved, saved | {"num_query_groups": 4}) == [

@@ -26,7 +26,7 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
 
 
-def test_a_full_disk_on_one_rank_is_told_on_all_and_costs_no_checkpoint():
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint():
     result = run_group("full_disk_cases", 2)
     assert len(set(result["messages"])) == 1
     assert "checkpoint 2" in result["messages"][0] and "rank 1" in result["messages"][0]
@@ -37,7 +37,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_costs_no_checkpoint():
 
 
 def summed_gradient(precision, stage, micro_batches=64):
-    """Adam's first moment after one step: a tenth of the gradient."""
+    """Return Adam's first moment after one step, which is a tenth of the gradient."""
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
@@ -54,7 +54,7 @@ def summed_gradient(precision, stage, micro_batches=64):
 
 
 def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
-    """Sums in bf16, as DeepSpeed makes them at stage 1 by itself, are off by a fifth more."""
+    """DeepSpeed's own sums at stage 1 are in bf16, and their error is a fifth larger."""
     exact = summed_gradient("fp32", 1)
     errors = [(summed_gradient("bf16", stage) - exact).norm() / exact.norm() for stage in (1, 2, 3)]
     assert max(errors) < 1.05 * min(errors)
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
         (lambda t: t.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
     ],
 )
-def test_tensors_of_another_shape_or_type_behind_a_right_manifest_are_refused_by_name(saved, damaged, change, sentence):
+def test_tensors_of_a_wrong_shape_or_type_are_refused_despite_a_right_manifest(saved, damaged, change, sentence):
     checkpoint = damaged(TENSORS, change)
     with pytest.raises(CheckpointError, match=sentence.format(NAME)) as caught:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
@@ -125,7 +125,7 @@ def test_tensors_of_another_shape_or_type_behind_a_right_manifest_are_refused_by
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 64, (100).to_bytes(8, "little") + b"[" * 100, b"x"])
-def test_a_file_that_is_not_safetensors_behind_a_right_manifest_is_refused_by_name(saved, damaged, content):
+def test_a_file_that_is_not_safetensors_is_refused_despite_a_right_manifest(saved, damaged, content):
     checkpoint = damaged(TENSORS, content=content)
     with pytest.raises(CheckpointError, match=f"{TENSORS} is not a safetensors file"):
         load_weights(checkpoint, saved[0].module, saved[0].layout)

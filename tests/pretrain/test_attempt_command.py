@@ -1,4 +1,4 @@
-"""`python -m pretrain.attempt`: what a batch script is told; tests/slurm runs whole jobs."""
+"""`python -m pretrain.attempt`: what a batch script receives; tests/slurm runs whole jobs."""
 
 import json
 import shlex
@@ -29,29 +29,29 @@ def job(tmp_path, monkeypatch, capfd):
         options += ["--nodes", "a,b", "--processes", "2", *(["--requeued"] if requeued else [])]
         chosen = [recipe, "--data.prefix=a", "--logging.directory=run", *overrides]
         status = attempt.main(["begin", *options, "--", *chosen])
-        told = capfd.readouterr()
-        variables = dict(shlex.split(line)[0].split("=", 1) for line in told.out.splitlines())
-        return status, variables, told.err
+        output = capfd.readouterr()
+        variables = dict(shlex.split(line)[0].split("=", 1) for line in output.out.splitlines())
+        return status, variables, output.err
 
     begin.folder = tmp_path
     begin.source = source
     return begin
 
 
-def test_a_job_is_told_where_everything_is_and_goes_on_with_its_copy(job):
+def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
     status, variables, _ = job("--train.steps=20")
     assert status == 0
     assert variables["ATTEMPT"] == "1" and variables["RUN_DIRECTORY"] == "run" and variables["RESUME"] == "auto"
     assert {"PREFLIGHT_PORT", "TRAINING_PORT", "CHECKPOINT_DIRECTORY", "ATTEMPT_DIRECTORY"} <= set(variables)
     (job.source / "pretrain" / "train.py").write_text("second version")
-    status, again, told = job("--train.steps=30", requeued=True)
-    assert status == 0 and again["ATTEMPT"] == "2" and "attempt 1 was killed" in told
+    status, again, error = job("--train.steps=30", requeued=True)
+    assert status == 0 and again["ATTEMPT"] == "2" and "attempt 1 was killed" in error
     assert again["CONFIG"] == variables["CONFIG"] and "steps: 20" in open(again["CONFIG"]).read()
     assert open(f"{again['ROOT']}/pretrain/train.py").read() == "first version"
     assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == ["a", "b"]
 
 
-def test_a_requeued_job_continues_its_own_checkpoints_whatever_it_was_told_to_start_from(job):
+def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(job):
     status, variables, _ = job("--checkpoint.resume=none")
     assert status == 0 and variables["RESUME"] == "none"
     _, variables, _ = job(requeued=True)
@@ -65,21 +65,21 @@ def test_a_requeued_job_continues_its_own_checkpoints_whatever_it_was_told_to_st
 
 
 @pytest.mark.parametrize(
-    "overrides, told",
+    "overrides, message",
     [
         (["--model.num_attention_heads=5"], "model.num_attention_heads 5"),
         (["--data.prefix=nowhere"], "nowhere.idx"),
         (["--train.global_batch_size=3"], "train.global_batch_size 3"),
     ],
 )
-def test_mistakes_end_with_one_sentence_and_leave_nothing(job, overrides, told):
+def test_mistakes_end_with_one_sentence_and_leave_nothing(job, overrides, message):
     status, variables, err = job(*overrides)
     assert status == 2 and variables == {}
-    assert err.count("\n") == 1 and err.startswith("error: ") and told in err
+    assert err.count("\n") == 1 and err.startswith("error: ") and message in err
     assert not (job.folder / "run").exists()
 
 
-def test_a_recipe_that_is_not_there_and_a_program_that_comes_later_are_named(job):
+def test_a_missing_recipe_and_a_program_of_a_later_version_are_named(job):
     assert "recipe nowhere.yaml does not exist" in job(recipe="nowhere.yaml")[2]
     status, _, err = job(module="pretrain.extend_context")
     assert status == 2 and "context extension is not part of this version" in err
@@ -94,7 +94,7 @@ def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeyp
     assert job(job="8")[0] == 0
 
 
-def test_programs_that_are_absent_do_not_matter(job, monkeypatch):
+def test_git_and_squeue_may_be_missing(job, monkeypatch):
     job()
 
     def absent(*_, **__):
@@ -104,7 +104,7 @@ def test_programs_that_are_absent_do_not_matter(job, monkeypatch):
     assert job(job="8")[0] == 0
 
 
-def test_a_crash_loop_is_found_when_the_batch_script_did_not_live_to_judge(job):
+def test_a_crash_loop_is_found_even_if_the_batch_script_was_killed_before_the_verdict(job):
     job()
     for _ in range(2):
         assert job(requeued=True)[0] == 0
@@ -113,7 +113,7 @@ def test_a_crash_loop_is_found_when_the_batch_script_did_not_live_to_judge(job):
     assert job(job="8")[0] == 0
 
 
-def test_a_file_system_that_fails_is_another_status_than_a_mistake(job, monkeypatch):
+def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, monkeypatch):
     def fails(*_):
         raise OSError(5, "Input/output error")
 
@@ -149,6 +149,6 @@ def test_a_verdict_is_printed_and_kept(job, capfd):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(1, "refused", "bad\nsteps", "Traceback x")
     assert attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]) == 0
-    told = capfd.readouterr()
-    assert told.out == "stop bad steps\n" and "Traceback x" in told.err
+    output = capfd.readouterr()
+    assert output.out == "stop bad steps\n" and "Traceback x" in output.err
     assert read_attempts("run")[0].verdict["verdict"] == "stop"

@@ -1,4 +1,4 @@
-"""`python -m pretrain.preflight` on one process; tests/slurm/test_preflight.py shows it stop jobs of two nodes."""
+"""`python -m pretrain.preflight` in one process; tests/slurm/test_preflight.py runs it in jobs of two nodes."""
 
 import shutil
 import subprocess
@@ -44,7 +44,7 @@ def test_a_node_in_order_passes_and_is_described(preflight):
     assert read_attempts(preflight.folder / "run")[0].outcome is None
 
 
-def test_errors_that_nobody_foresaw_are_recorded_with_the_node_and_the_job_goes_on(preflight):
+def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(preflight):
     shutil.rmtree(preflight.attempt.home)
     done = preflight()
     assert done.returncode == 1 and "FileNotFoundError" in done.stderr
@@ -52,7 +52,7 @@ def test_errors_that_nobody_foresaw_are_recorded_with_the_node_and_the_job_goes_
     assert record.outcome == "unready" and "FileNotFoundError" in record.message and record.bad_nodes == ()
 
 
-def test_a_torch_without_cuda_for_a_job_with_gpus_is_a_mistake_recorded_before_anybody_ends(preflight):
+def test_a_torch_without_cuda_for_a_job_with_gpus_is_a_mistake_recorded_before_any_rank_ends(preflight):
     done = preflight("--gpus", "1", "--nodes", "alpha")
     assert done.returncode == 1 and "torch sees 0 of the 1 GPUs" in done.stderr
     (record,) = read_attempts(preflight.folder / "run")
@@ -60,7 +60,7 @@ def test_a_torch_without_cuda_for_a_job_with_gpus_is_a_mistake_recorded_before_a
     assert record.message in done.stderr and len(record.bad_nodes) == 1
 
 
-def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_goes_on(preflight):
+def test_a_rank_that_does_not_answer_makes_its_node_a_bad_one_and_the_job_continues(preflight):
     done = preflight("--nodes", "alpha,beta", "--timeout", "1", size=2)
     assert done.returncode == 1 and done.stderr.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
     (record,) = read_attempts(preflight.folder / "run")

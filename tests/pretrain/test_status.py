@@ -43,7 +43,7 @@ def record(**known):
         (record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}), "RUNNING", "failed", False),
     ],
 )
-def test_every_situation_has_its_word(last, queue, word, well):
+def test_every_situation_is_named_by_one_word(last, queue, word, well):
     state = status.judge(last, queue, NOW)
     assert (state.word, state.well) == (word, well)
 
@@ -62,10 +62,10 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_screen_says_where_the_run_stands(run, capsys):
+def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     assert status.main([str(run)]) == 0
-    told = capsys.readouterr().out
-    assert told.splitlines()[0].startswith(f"{run}: running (training, for 0:00:0")
+    output = capsys.readouterr().out
+    assert output.splitlines()[0].startswith(f"{run}: running (training, for 0:00:0")
     for expected in (
         "step        12 of 40 (30.0%)",
         "loss        4.0000 at step 10; validation 4.7500 at step 5",
@@ -74,15 +74,15 @@ def test_the_screen_says_where_the_run_stands(run, capsys):
         "log         job.out",
         "attempts    1:",
     ):
-        assert expected in told
-    assert "alpha, from step 0" in told
+        assert expected in output
+    assert "alpha, from step 0" in output
 
 
-def test_a_failed_run_exits_with_1_and_tells_the_last_error(run, capsys):
+def test_a_failed_run_exits_with_1_and_shows_the_last_error(run, capsys):
     Attempt.open(run, run / "checkpoints", 1).record_end(3, "failed", "RuntimeError: boom")
     assert status.main([str(run)]) == 1
-    told = capsys.readouterr().out
-    assert "failed" in told.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in told
+    output = capsys.readouterr().out
+    assert "failed" in output.splitlines()[0] and "last error  attempt 1, rank 3: RuntimeError: boom" in output
 
 
 ROWS = [
@@ -108,7 +108,7 @@ def test_rows_of_the_wrong_shape_are_left_out(run, capsys, row):
     "text",
     ["- a list", "train: 5", "train: {steps: many}", "train: {steps: -4}", "[" * 5000, "&a [*a]", "x: \0", "\t:"],
 )
-def test_a_configuration_of_the_wrong_shape_costs_the_total_only(run, capsys, text):
+def test_a_configuration_of_the_wrong_shape_hides_only_the_total(run, capsys, text):
     (run / "config.yaml").write_text(text)
     assert status.main([str(run)]) == 0
     assert "step        12\n" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_a_configuration_of_the_wrong_shape_costs_the_total_only(run, capsys, te
 @pytest.mark.parametrize(
     "facts", [{"started": 1e18}, {"started": -1e18}, {"job": "7\0"}, {"job": "../../x"}, {"checkpoint_directory": "\0"}]
 )
-def test_facts_that_cannot_be_are_shown_without_a_traceback(run, capsys, facts):
+def test_impossible_facts_are_shown_without_a_traceback(run, capsys, facts):
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | facts)
     assert status.main([str(run)]) in (0, 1)
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):
     assert "written by a newer version of this project" in capsys.readouterr().out
 
 
-def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys, monkeypatch):
+def test_a_run_that_cannot_be_read_ends_in_one_sentence(run, capsys, monkeypatch):
     def fails(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -146,7 +146,7 @@ def test_a_directory_that_is_not_a_run_is_refused(tmp_path, capsys):
     assert "holds no attempt" in capsys.readouterr().err
 
 
-def test_text_that_no_terminal_shows_is_escaped(run):
+def test_text_that_a_terminal_cannot_show_is_escaped(run):
     facts = {"job": None, "nodes": ["\ud800"], "started": time.time()}
     write_record(run / "attempts" / "000001" / "attempt.json", facts)
     done = subprocess.run([sys.executable, "-m", "pretrain.status", str(run)], capture_output=True, text=True)

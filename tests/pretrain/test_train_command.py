@@ -190,15 +190,15 @@ def test_fewer_steps_than_already_done_are_reported_without_a_warning_about_the_
 
 
 def test_another_vocabulary_is_refused_or_for_older_checkpoints_warned_about(run, data, tmp_path, capfd):
-    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
+    original, other = tmp_path / "original.json", tmp_path / "other.json"
     text = (data / "tokenizer.json").read_text()
-    mine.write_text(text)
+    original.write_text(text)
     other.write_text(text.replace('"w1"', '"changed"'))
-    assert run("--train.steps=2", *SHORT, f"--data.tokenizer={mine}") == 0
+    assert run("--train.steps=2", *SHORT, f"--data.tokenizer={original}") == 0
     capfd.readouterr()
     assert run("--train.steps=4", *SHORT, f"--data.tokenizer={other}") == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"data.tokenizer {other} has another vocabulary" in line and str(mine) in line
+    assert f"data.tokenizer {other} has another vocabulary" in line and str(original) in line
     step = run.folder / "checkpoints" / "step-00000002"
     state = json.loads((step / "state.json").read_text())
     del state["progress"]["vocabulary"]
@@ -207,7 +207,7 @@ def test_another_vocabulary_is_refused_or_for_older_checkpoints_warned_about(run
     manifest["files"]["state.json"] = dict(zip(("bytes", "sha256"), checkpoint_files.digest(step / "state.json")))
     (step / "manifest.json").write_text(json.dumps(manifest))
     assert run("--train.steps=3", *SHORT, f"--data.tokenizer={other}") == 0
-    assert f"data.tokenizer {other} has another vocabulary than {mine}" in capfd.readouterr().err
+    assert f"data.tokenizer {other} has another vocabulary than {original}" in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(run, capfd):
@@ -262,7 +262,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
 
 
 def rows_written(metrics):
-    """Last step of a metrics.jsonl whose end a kill may have torn."""
+    """Return the last step of a metrics.jsonl that a kill may have cut off."""
     return max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if line.endswith("}"))
 
 
@@ -281,7 +281,7 @@ def test_deterministic_kernels_are_required_only_during_the_run(run, monkeypatch
 
 
 def test_process_groups_wait_longer_than_the_watch(run):
-    """All of them, also what DeepSpeed might have made, and those that an earlier run left in this process."""
+    """This includes groups made by DeepSpeed, and those that an earlier run left in this process."""
     for hang_timeout, expected in (("7200", timedelta(hours=2, minutes=10)), ("60", timedelta(hours=1, minutes=10))):
         assert run("--train.steps=3", f"--train.hang_timeout={hang_timeout}", name=hang_timeout) == 0
         backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]

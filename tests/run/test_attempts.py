@@ -1,4 +1,4 @@
-"""Who owns a run, and what is decided from the records of its attempts."""
+"""Ownership of a run, and the decisions that follow from the records of its attempts."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_a_stale_attempt_cannot_stage_a_checkpoint(run):
         checkpoint_files.staging_directory(first.home, 10)
 
 
-def test_a_stale_attempt_cannot_publish_what_it_staged_before_and_costs_no_checkpoint(run):
+def test_a_stale_attempt_cannot_publish_a_staged_checkpoint_or_damage_an_existing_one(run):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
@@ -59,8 +59,8 @@ def test_a_stale_attempt_cannot_publish_what_it_staged_before_and_costs_no_check
     assert checkpointed_step(run / "checkpoints") == 5
 
 
-@pytest.mark.parametrize("moment", ["before the home goes", "after the home went", "before what is staged goes"])
-def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_not_there(run, monkeypatch, moment):
+@pytest.mark.parametrize("moment", ["before the rename", "after the rename", "before the staged rename"])
+def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(run, monkeypatch, moment):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
@@ -79,17 +79,17 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_not_ther
 
     def renamed(source, target):
         count[0] += 1
-        if count[0] == 1 and moment == "before the home goes":
+        if count[0] == 1 and moment == "before the rename":
             publish(staging)
         rename(source, target)
-        if count[0] == 1 and moment == "after the home went":
+        if count[0] == 1 and moment == "after the rename":
             publish(staging)
-        if count[0] == 1 and moment == "before what is staged goes":  # by a handle that a network file system kept
+        if count[0] == 1 and moment == "before the staged rename":  # through a handle that a network file system kept
             publish(target / staging.name)
 
     monkeypatch.setattr(os, "rename", renamed)
     claim(run)
-    step = 5 if moment == "after the home went" else 10
+    step = 5 if moment == "after the rename" else 10
     assert checkpointed_step(run / "checkpoints") == step
     assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
     assert not list((run / "checkpoints").glob(".revoked*"))
@@ -159,7 +159,7 @@ ECHOES = {
 
 
 @pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
-def test_every_backends_echo_comes_after_the_cause_and_alone_tells_of_a_lost_rank(run, echo):
+def test_every_backends_echo_comes_after_the_cause_and_alone_means_a_lost_rank(run, echo):
     attempt = claim(run)
     attempt.record_end(0, "failed", echo)
     assert read_attempts(run)[0].lost_peer
@@ -167,7 +167,7 @@ def test_every_backends_echo_comes_after_the_cause_and_alone_tells_of_a_lost_ran
     assert read_attempts(run)[0].message == "OutOfMemoryError: the cause"
 
 
-def test_an_error_of_nccl_that_may_be_the_ranks_own_is_no_echo(run):
+def test_an_error_of_nccl_that_may_be_the_ranks_own_is_not_an_echo(run):
     own = (
         NCCL_ERROR + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) "
     )
@@ -244,7 +244,7 @@ def test_of_many_ranks_that_fail_only_some_are_recorded_and_rank_0_always(run):
     assert (attempt.directory / "rank-00000.json").exists()
 
 
-def test_bad_nodes_are_left_out_unless_none_would_remain_and_bad_nodes_for_ever_are_a_crash_loop(run):
+def test_bad_nodes_are_left_out_unless_none_would_remain_and_endless_bad_nodes_are_a_crash_loop(run):
     for bad, excluded in ((["b"], ["b"]), (["x", "c"], ["c"]), (["a", "b", "c"], []), ([], [])):
         attempt = Attempt.claim(run, run / "checkpoints", {"job": str(bad), "nodes": ["a", "b", "c"]})
         attempt.record_end(0, "unready", "preflight: b: no answer", bad_nodes=bad)
@@ -269,11 +269,11 @@ UNUSABLE = ["", "[]", "null", "3", DEEP, b"\xff"]
     [
         ("rank-00000.json", ['{"outcome": "fin', '{"outcome": "finished"}', '{"rank": 0, "outcome": 7}', *UNUSABLE]),
         ("heartbeat.json", ['{"time": "now"}', '{"time": 1}', *UNUSABLE]),
-        ("verdict.json", ['{"verdict": "stop"}', '{"verdict": "told", "reason": ""}', *UNUSABLE]),
+        ("verdict.json", ['{"verdict": "stop"}', '{"verdict": "unknown", "reason": ""}', *UNUSABLE]),
         ("attempt.json", ['{"checkpoint_step": "5"}', '{"nodes": "a,b"}', '{"job": 7}', *UNUSABLE]),
     ],
 )
-def test_records_that_cannot_be_used_are_as_good_as_none_and_named(run, caplog, name, contents):
+def test_records_that_cannot_be_used_are_ignored_with_a_warning(run, caplog, name, contents):
     path = claim(run).directory / name
     for content in contents:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -300,7 +300,7 @@ def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_recor
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000, b"two\nlines"])
-def test_a_request_to_stop_counts_whatever_its_file_holds(run, content):
+def test_a_request_to_stop_counts_whatever_its_file_contains(run, content):
     attempt = claim(run)
     (attempt.directory / "stop").write_bytes(content)
     reason = attempt.stop_reason()

@@ -84,7 +84,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     writer.close()
 
 
-def test_the_usual_keys_are_there_even_where_nothing_was_measured(tmp_path):
+def test_the_usual_keys_are_present_even_if_nothing_was_measured(tmp_path):
     writer = plain(tmp_path)
     writer.log(1, {"loss": 1.0})
     writer.close()
@@ -202,7 +202,7 @@ def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_re
 
 
 def layout(directory):
-    """The newest layout of the page of Custom Scalars: by category and chart, the tags that are shown."""
+    """Return the tags shown on the newest Custom Scalars page, by category and chart."""
     (event, *_) = events(directory).Tensors("custom_scalars__config__")[::-1]
     tags = events(directory).Tags()["scalars"]
     return {
@@ -385,7 +385,7 @@ def test_a_record_that_is_not_an_event_ends_the_file_as_damage_does(tmp_path):
 
 
 class Disk:
-    """Makes os.pwrite fail as a full disk does: what still fits is written, and only the next call raises."""
+    """Makes os.pwrite fail like a full disk: it writes what still fits, and only the next call raises."""
 
     def __init__(self, monkeypatch):
         self.room = math.inf
@@ -479,7 +479,7 @@ def test_starting_on_a_full_disk_names_the_file_and_leaves_it(tmp_path, monkeypa
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_limit_of_the_file_system_costs_no_row_and_no_event(tmp_path):
+def test_a_file_size_limit_loses_no_row_and_no_event(tmp_path):
     program = """
 import logging, os, resource, sys
 from pathlib import Path

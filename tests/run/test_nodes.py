@@ -1,4 +1,4 @@
-"""What the preflight compares; tests/slurm/test_preflight.py shows it stop real jobs."""
+"""What the preflight compares between nodes; tests/slurm/test_preflight.py runs it in real jobs."""
 
 import shutil
 
@@ -11,7 +11,7 @@ def node(**versions):
     return {
         "versions": {"python": "3.11.7", "torch": "2.13.0", "code": "abc"} | versions,
         "data": {"a.bin": "10 bytes, sha256 1"},
-        "directory": {"token": "t", "error": None, "wrote": "mine"},
+        "directory": {"token": "t", "error": None, "wrote": "own-file"},
     }
 
 
@@ -41,7 +41,7 @@ def test_other_code_other_data_and_unreadable_data_are_named():
 def home(tmp_path):
     home = tmp_path / "checkpoints" / ".attempt-000001"
     home.mkdir(parents=True)
-    (home / "mine").write_text("here")
+    (home / "own-file").write_text("here")
     return home
 
 
@@ -49,7 +49,7 @@ def test_a_shared_directory_with_room_passes(home):
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 2) == []
 
 
-def test_a_directory_that_is_another_one_there_or_cannot_be_written_is_named(home):
+def test_a_directory_that_is_not_shared_or_cannot_be_written_is_named(home):
     elsewhere, unseen, failing = node(), node(), node()
     elsewhere["directory"]["token"] = "another"
     unseen["directory"]["wrote"] = "not-seen-here"
@@ -60,7 +60,7 @@ def test_a_directory_that_is_another_one_there_or_cannot_be_written_is_named(hom
     assert "shared" in sentences[0] and "shared" in sentences[1] and "Permission denied" in sentences[2]
 
 
-def test_a_directory_that_no_other_node_sees_is_a_mistake_and_one_that_some_do_not_see_is_theirs(home):
+def test_a_directory_that_no_other_node_sees_is_a_mistake_but_one_that_some_see_is_not(home):
     def problems(*tokens):
         facts = {name: node() for name, _ in zip("abcd", tokens)}
         for name, token in zip("abcd", tokens):
@@ -72,7 +72,7 @@ def test_a_directory_that_no_other_node_sees_is_a_mistake_and_one_that_some_do_n
     assert problems("t", "other") == [(("b",), False)]
 
 
-def test_two_checkpoints_must_fit_and_one_where_the_others_are_there_already(home, monkeypatch):
+def test_two_checkpoints_must_fit_or_one_if_the_others_already_exist(home, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
     (problem,) = nodes.directory_problems({"a": node()}, home, "t", 1000, 1)
     assert "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
@@ -92,8 +92,8 @@ def test_missing_and_small_gpus_are_named():
     assert weak.nodes == ("b",) and not weak.mistake
     assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))
     assert nodes.gpu_warnings({"b": [large, small]}, 20 * gib) == []
-    (told,) = nodes.gpu_warnings({"b": [large, small]}, 15 * gib)
-    assert told.startswith("b: GPU 1 has 14.0 of 15.0 GiB free")
+    (warning,) = nodes.gpu_warnings({"b": [large, small]}, 15 * gib)
+    assert warning.startswith("b: GPU 1 has 14.0 of 15.0 GiB free")
 
 
 def test_fingerprints_differ_where_bytes_differ(tmp_path):

@@ -17,7 +17,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A directory with a corpus of several files, its tokenizer, and the dataset `single` of one process."""
+    """A directory with a corpus of several files, its tokenizer, and the dataset `single` made by one process."""
     directory = tmp_path_factory.mktemp("corpus")
     for parent in (directory, *directory.parents[:2]):
         parent.chmod(0o755)
@@ -80,7 +80,7 @@ def test_array_makes_the_bytes_of_one_process_and_may_be_run_again(cluster, corp
 
 
 def test_missing_tasks_are_made_by_another_array(cluster, corpus):
-    """Numbers need not begin at 0; a task that fails leaves the parts of the others to the next array."""
+    """Task numbers need not start at 0; after a failed task, the next array reuses the other parts."""
     (corpus / "late.shard-00001-of-00003.bin.partial").mkdir()
     job = submit(cluster, corpus, "late", "--array=5-7", "--cpus-per-task=2")
     assert cluster.wait(job) == "COMPLETED,FAILED", logs(corpus, job)
@@ -94,7 +94,7 @@ def test_missing_tasks_are_made_by_another_array(cluster, corpus):
 
 
 def test_requeued_owner_of_the_merge_takes_over_its_own_lock(cluster, corpus):
-    """The state that a merger leaves when its node dies: all parts, its lock, half an output."""
+    """When the node of the joining task dies, all parts, its lock and half an output are left behind."""
     for index in range(2):
         tool("preprocess_data", *ARGUMENTS, "--output-prefix", "dead", "--shard", f"{index}/2", cwd=corpus)
     job = submit(cluster, corpus, "dead", "--array=0-1", "--hold")
@@ -120,7 +120,7 @@ def test_old_parts_of_other_settings_are_overwritten_before_they_are_joined(clus
 
 
 def test_task_requeued_in_the_middle_starts_its_part_afresh(cluster, corpus):
-    # One document a chunk: some seconds of work, of which the shard's unfinished file tells.
+    # One document per chunk: some seconds of work, visible by the shard's unfinished file.
     (corpus / "slow").mkdir()
     (corpus / "slow" / "a.jsonl").write_text("".join(path.read_text() for path in corpus.glob("*.jsonl")) * 12)
     options = ["--input", "slow/*.jsonl", "--chunk-bytes", "1"]

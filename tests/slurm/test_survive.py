@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm that the cluster interrupts, breaks or starves: each ends as the uninterrupted run does."""
+"""Jobs on a real Slurm with interruptions, lost nodes and full disks: each ends like an uninterrupted run."""
 
 import os
 import random
@@ -24,7 +24,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """Data, recipe, and an uninterrupted run of two processes without Slurm, once for all workers of pytest-xdist."""
+    """Data, a recipe and an uninterrupted run of two processes without Slurm, shared by all pytest-xdist workers."""
     shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     folder = tmp_path_factory.getbasetemp().parent / f"whole-{shared}" if shared else tmp_path_factory.mktemp("whole")
     with FileLock(folder.with_suffix(".lock")):
@@ -69,8 +69,8 @@ def start(cluster, whole):
     shutil.copy(whole / "tiny.yaml", cluster.work)
 
     def submit(options=(), inject=None, overrides=None, site=()):
-        wishes = {"sleep": 0.1, **(inject or {})}
-        text = str(wishes).replace("'", '"')
+        injected = {"sleep": 0.1, **(inject or {})}
+        text = str(injected).replace("'", '"')
         cluster.site(*site, f"export PYTHONPATH={INJECTED} TEST_INJECT='{text}'")
         arguments = ["tiny.yaml", *settings(**(overrides or {}))]
         return cluster.submit("pretrain_tape.sh", *arguments, options=options)
@@ -80,7 +80,7 @@ def start(cluster, whole):
 
 
 def check_equal(run, whole, attempts=None):
-    """A finished run left what the uninterrupted one left: rows bit for bit, one line in TensorBoard, checkpoints."""
+    """Check that a run left the same rows, TensorBoard curve and last checkpoint as the uninterrupted one."""
     assert rows(run) == rows(whole / "runs/tiny")
     assert checkpoint_files.newest_whole(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -127,7 +127,7 @@ def test_kills_of_a_rank_at_ten_random_moments(cluster, start, whole):
         wait_for_attempt(cluster, job, start.run, kill)
         record = read_attempts(start.run)[-1]
         if kill % 2:
-            # At a save, between saves, in a step or an evaluation: after a new checkpoint, so that it is no crash loop.
+            # During a save, a step or an evaluation, but after a new checkpoint, so that it is not a crash loop.
             begun = record.facts["checkpoint_step"]
             wait_until(
                 lambda begun=begun: checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job), 120
@@ -168,7 +168,7 @@ def test_a_two_node_run_equals_a_run_without_slurm_and_a_one_process_run(cluster
 
 
 def test_a_step_that_still_holds_the_nodes_does_not_delay_the_ranks(cluster, start):
-    # As the preflight's may: srun would wait until Slurm tells it that the step has ended, or for two minutes.
+    # Like the preflight step may: without --overlap, srun waits for Slurm to report its end, or for two minutes.
     job = start(
         overrides={"train.steps": 2, "schedule.warmup_steps": 0},
         site=('[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &', "sleep 2"),
@@ -178,7 +178,7 @@ def test_a_step_that_still_holds_the_nodes_does_not_delay_the_ranks(cluster, sta
 
 
 @slow
-def test_usr1_to_the_ranks_and_to_the_script_saves_and_requeues_and_the_copy_of_the_code_runs_on(cluster, start, whole):
+def test_usr1_to_the_ranks_or_the_script_saves_and_requeues_with_the_copy_of_the_code(cluster, start, whole):
     job = start()
     wait_for_step(cluster, job, start.run, 3)
     (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
@@ -215,7 +215,7 @@ def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, wh
 
 @slow
 def test_the_time_limit_saves_and_continues(cluster, start, whole):
-    # Slurm looks at limits every half minute, and warns up to a minute early.
+    # Slurm checks limits every half minute, and warns up to a minute early.
     job = start(options=("--time=2", "--signal=B:USR1@30"), inject={"sleep": 1.5})
     finish(cluster, job)
     records = check_equal(start.run, whole)
@@ -261,7 +261,7 @@ def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster,
 
 
 @slow
-def test_a_hang_leaves_every_ranks_stack_and_the_run_goes_on(cluster, start, whole):
+def test_a_hang_leaves_every_ranks_stack_and_the_run_continues(cluster, start, whole):
     once = cluster.work / "hung"
     job = start(inject={"hang": [1, 17], "once": str(once)}, overrides={"train.hang_timeout": 10})
     finish(cluster, job)
@@ -301,7 +301,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
 
 
 @slow
-def test_a_killed_controller_delays_a_requeue_and_no_more(cluster, start, whole):
+def test_a_killed_controller_only_delays_a_requeue(cluster, start, whole):
     job = start()
     wait_for_step(cluster, job, start.run, 8)
     cluster.control("kill-ctl")
@@ -348,7 +348,7 @@ def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster
     assert float(time.time() - began) < 60
 
 
-def test_kinds_of_jobs_that_come_later_say_so(cluster):
+def test_jobs_of_a_later_version_say_so(cluster):
     jobs = [cluster.submit(script, options=("--nodes=1",)) for script in ("extend_tape.sh", "evaluate_tape.sh")]
     for job, what in zip(jobs, ("context extension", "evaluation")):
         assert cluster.wait(job, 60) == "FAILED"

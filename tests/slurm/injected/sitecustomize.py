@@ -1,7 +1,7 @@
-"""Python imports this at its start where PYTHONPATH names this folder: training steps that sleep, hang or fail.
+"""Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in PYTHONPATH.
 
-TEST_INJECT is JSON: `sleep` seconds before every step; `hang` or `crash`: [rank, step]; `once` (a path): only while
-that file does not exist, which is then made.
+TEST_INJECT is JSON: `sleep` seconds before every step; `hang` or `crash`: [rank, step]; `once` (a path): only if
+that file does not exist; it is then created.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 
 
 def inject():
-    wishes = json.loads(os.environ["TEST_INJECT"])
+    settings = json.loads(os.environ["TEST_INJECT"])
     while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
         time.sleep(0.005)
     engine = sys.modules["megatron_tape.training.engine"].Engine
@@ -20,19 +20,19 @@ def inject():
 
     def train_step(self, *arguments, **named):
         taken[0] += 1
-        time.sleep(wishes.get("sleep", 0))
+        time.sleep(settings.get("sleep", 0))
         here = [int(os.environ["RANK"]), taken[0]]
-        if here in (wishes.get("hang"), wishes.get("crash")) and first():
-            if here == wishes.get("hang"):
+        if here in (settings.get("hang"), settings.get("crash")) and first():
+            if here == settings.get("hang"):
                 time.sleep(3600)
             raise RuntimeError("a step that was made to fail")
         return original(self, *arguments, **named)
 
     def first():
-        if wishes.get("once") is None:
+        if settings.get("once") is None:
             return True
         try:
-            open(wishes["once"], "x").close()
+            open(settings["once"], "x").close()
         except FileExistsError:
             return False
         return True
