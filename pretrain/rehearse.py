@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 MIB = 2**20
 TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
 SMALL = 0.001
-"""Collectives below this share of their group's bytes are shown, and not compared."""
+"""Collectives below this share of their group's bytes are shown but not compared."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of the rehearsal beside the same one by arithmetic, in bytes."""
+    """A rehearsed quantity and its estimate, in bytes."""
 
     name: str
     rehearsed: int
     estimated: int
     tolerance: float | None
-    """By which share they may differ; None: by any."""
+    """The relative difference that is allowed; None allows any."""
 
     @property
     def agrees(self) -> bool:
-        """Whether they differ by no more than they may."""
+        """Whether the difference is within the tolerance."""
         larger = max(self.rehearsed, self.estimated)
         return self.tolerance is None or abs(self.rehearsed - self.estimated) <= self.tolerance * larger
 
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rehearse and print the report; return 1 where a GPU would refuse something or figures differ, else 0."""
+    """Rehearse and print the report; return 1 if a GPU would refuse an operation or values differ, otherwise 0."""
     try:
         options, rest = _parser().parse_known_args(argv)
         processes, rank = options.processes, options.rank

@@ -48,7 +48,7 @@ def _identify(prefixes: list[str]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Batches:
-    """The run's batches: sample i of the training data is the same whatever the layout, and so is batch i."""
+    """The run's batches. Sample i and batch i of the training data are the same under every parallel layout."""
 
     train: Dataset
     validation: Dataset | None
@@ -64,9 +64,9 @@ class Batches:
         return self._load(self.train, first_step, self.config.train.steps, self.config.data.num_workers)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches of the validation data: the same ones at every evaluation."""
-        # Loaded in the training process: these are the same few sequences every time, which the page cache holds, and
-        # workers would have to be forked from a process whose NCCL threads are at work, or idle between evaluations.
+        """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
+        # Loaded in the training process: the same few sequences are used every time and stay in the page cache. Workers
+        # would either be forked while NCCL threads are running, or be idle between evaluations.
         return self._load(self.validation, 1, self.config.train.eval_steps, num_workers=0)
 
     def _load(self, dataset: Dataset, first_step: int, last_step: int, num_workers: int) -> Iterator[dict[str, Tensor]]:
@@ -89,10 +89,10 @@ class Batches:
                 self._check(batch)
                 yield {key: value.to(device, non_blocking=True) for key, value in tokens.cut(batch).items()}
         finally:
-            del batches  # ends the loader processes at once, whatever still refers to this frame
+            del batches  # ends the loader processes at once, even if this frame is still referenced
 
     def _check(self, batch: dict[str, Tensor]) -> None:
-        """Raise ConfigError for a token that the model does not have; on a GPU it would end in a CUDA error."""
+        """Raise ConfigError if a token is not in the model's vocabulary, which would be a CUDA error on a GPU."""
         largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
         if largest >= vocab_size:
             raise ConfigError(
@@ -102,7 +102,7 @@ class Batches:
 
 
 class _Samples(Dataset):
-    """What the model takes of a `GPTDataset` sample, and, given the id that ends documents, `documents`."""
+    """The parts of `GPTDataset` samples that the model uses and, if the end-of-document id is given, `documents`."""
 
     def __init__(self, samples: Dataset, eod: int | None):
         self._samples = samples
@@ -126,8 +126,8 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
 
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    """Return `loader`'s batches; its workers never see the signals that are not for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by what is forked here
+    """Return `loader`'s batches; the signals NOT_FOR_WORKERS are blocked in its workers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by the workers forked here
     try:
         return iter(loader)
     finally:
@@ -135,11 +135,11 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """End this loader process when its parent sends one of the blocked signals; those of others have no effect.
+    """End this loader process when its parent sends one of the blocked signals; ignore those of other processes.
 
-    Slurm and torchrun signal every process of a step. Were a worker to die of it, torch would raise an error in the
-    training process, which has yet to save. multiprocessing ends its workers by SIGTERM when Python exits; when the
-    training process was killed, torch's worker notices that its parent is another.
+    Slurm and torchrun send signals to every process of a step. If a worker died of one, torch would raise an error in
+    the training process before it could save. multiprocessing ends its workers with SIGTERM when Python exits; if the
+    training process was killed, torch's worker notices that its parent has changed.
     """
     parent = os.getppid()
 
@@ -152,7 +152,10 @@ def _obey_only_the_parent(worker: int) -> None:
 
 
 def _weighted_blend(config: RunConfig) -> tuple[list[str], list[float] | None]:
-    """Weigh datasets given without weights by their tokens; Megatron would stop after one pass over such a list."""
+    """Weight datasets given without weights by their numbers of tokens.
+
+    Without weights, Megatron would stop after one pass over the list.
+    """
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         datasets = [IndexedDataset(prefix) for prefix in prefixes]
@@ -174,7 +177,7 @@ def _large_enough(
     """
     kept = []
     for index, prefix in enumerate(prefixes):
-        dataset = IndexedDataset(prefix)  # kept in a variable: its arrays are views of a file that it closes at its end
+        dataset = IndexedDataset(prefix)  # in a variable: its arrays are views of a file that it closes when deleted
         lengths = dataset.sequence_lengths
         first, last = (round(bound * len(lengths)) for bound in bounds or (0, 0))
         tokens = int(lengths[first:last].sum())
@@ -197,8 +200,8 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     """Open the datasets and build (or read from `data.cache_directory`) their shuffled indices.
 
     `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for
-    a split is left out of it, the others keep their proportions. Raises ConfigError when a split that is needed holds
-    no whole sequence.
+    a split is left out of that split, and the others keep their proportions. Raises ConfigError if a split that is
+    needed does not contain a whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
         raise ConfigError(
@@ -222,8 +225,8 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
         create_attention_mask=False,
     )
     needed = ["training", "validation"][: 1 + evaluates]
-    # One split at a time, as each has its own members. Megatron never returns from indexing a split without documents,
-    # so those that are not needed, and members that are too small, are left out.
+    # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without
+    # documents, so splits that are not needed and datasets that are too small are left out.
     bounds = settings.split_matrix
     blends = [_large_enough(name, *whole_blend, bounds[i], config, layout.rank == 0) for i, name in enumerate(needed)]
     started = time.monotonic()

@@ -94,14 +94,14 @@ class LayerPosition(torch.nn.Module):
         self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
     def positions(self, state: Tensor | None, hidden_states: Tensor) -> Positions:
-        """Return what attention gets."""
+        """Return this layer's inputs to attention from the encoding."""
         if state is not None and not self._learned:
-            # Recomputation marks every state as learned; a gradient of phases would be computed for nobody.
+            # Recomputation makes every state require a gradient, but the gradient of fixed phases is not used.
             state = state.detach()
         return self.encoding.positions(self.layer, self._parameters, state, self._for_encoding(hidden_states))
 
     def _for_encoding(self, hidden_states: Tensor) -> Tensor:
-        """Without sequence parallelism every rank has all tokens, and its heads' part of their gradient."""
+        """Sum gradients over ranks without sequence parallelism, since each rank then has only its heads' part."""
         if self._group is None or self._group.size() == 1:
             return hidden_states
         return copy_to_tensor_model_parallel_region(hidden_states, group=self._group)

@@ -1,4 +1,4 @@
-"""What is added to attention's scores, computed for one tile of queries and keys at a time.
+"""Biases that are added to attention scores, computed for one tile of queries and keys at a time.
 
 Axes: T tokens, B batch, H query heads.
 """
@@ -23,7 +23,7 @@ class Bias:
     tensors: tuple[Tensor, ...] = ()
 
     def in_float32(self) -> "Bias":
-        """Return the same bias, whose tensors are in float32 at least."""
+        """Return the same bias with tensors of at least float32."""
         return Bias(self.tile, tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors))
 
     def of(self, rows: slice, columns: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packed documents: which tokens see which, computed once for a batch and used by every layer.
+"""Packed documents: which tokens may attend to which, computed once per batch and used by every layer.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch.
 """

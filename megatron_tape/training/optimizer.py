@@ -1,4 +1,4 @@
-"""AdamW, as DeepSpeed's ZeRO drives it, and as it must behave where ZeRO is off."""
+"""AdamW for DeepSpeed's ZeRO, and a variant for runs without ZeRO."""
 
 import math
 
@@ -10,10 +10,10 @@ from megatron_tape.model.weights import kind_of
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
-    """Group what is trained by its `weight_decay` and `lr_scale`, parameters that decay first.
+    """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
 
-    A parameter that says itself whether it decays, by an attribute `decay`, does as it says; else vectors decay only
-    where `config.weight_decay_of` gives their kind.
+    A parameter's attribute `decay`, if it has one, says whether it decays. Otherwise matrices decay, and vectors decay
+    only if `config.weight_decay_of` has a value for their kind.
     """
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -34,8 +34,8 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
 class ClippingAdamW(torch.optim.AdamW):
     """AdamW that clips by the global norm and skips a step whose norm is not finite.
 
-    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO only clips, and would write NaN into every
-    weight. DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as from its own optimizers.
+    ZeRO's optimizers do both themselves; DeepSpeed without ZeRO only clips, and would write NaN into every weight.
+    DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as it does with its own optimizers.
     """
 
     def __init__(self, groups: list[dict], clip: float, tensor_parallel_group: dist.ProcessGroup, **kwargs):
@@ -71,7 +71,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
-    Offloaded to the host beside a GPU it is DeepSpeed's CPU Adam (compiled on first use); else torch's AdamW.
+    With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW.
     """
     groups = parameter_groups(model, config)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}

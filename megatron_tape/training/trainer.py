@@ -1,4 +1,4 @@
-"""Training of all or some parameters, from the newest checkpoint or the start to the last step."""
+"""Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
 import dataclasses
 import logging
@@ -42,17 +42,17 @@ def everything(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 class Trainer:
-    """A run on this rank; every rank makes one, and calls its methods together with the others.
+    """A run on this rank; every rank creates one, and all ranks call its methods together.
 
-    Hooks may read `config`, `watch`, `layout`, `tokenizer`, `batches`, `model`, `engine`, `writer` (None but on rank 0)
-    and `step`, the last step that was taken.
+    Hooks may read `config`, `watch`, `layout`, `tokenizer`, `batches`, `model`, `engine`, `writer` (None except on rank
+    0) and `step`, the last completed step.
     """
 
     def __init__(self, config: RunConfig, watch: Watch, trains: Trains = everything):
         """Join the other ranks, claim the run and find its checkpoint.
 
-        Raises ConfigError where a setting does not fit what is found, CheckpointError where a checkpoint cannot be
-        used.
+        Raises ConfigError if a setting does not match the checkpoint or the tokenizer, CheckpointError if a checkpoint
+        cannot be used.
         """
         self.config, self.watch, self.trains = config, watch, trains
         watch.progress("joining the other ranks")
@@ -70,8 +70,8 @@ class Trainer:
     def run(self) -> str | None:
         """Train to the last step.
 
-        Returns None, or, when the watch was asked to stop, the reason: the state was then saved after the step it
-        reached, if that was possible. Raises TrainingStopped when the loss or gradient stays infinite or NaN.
+        Returns None, or the reason if the watch was asked to stop; in that case the state was saved after the current
+        step, if that was possible. Raises TrainingStopped if the loss or gradient remains infinite or NaN.
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
@@ -87,17 +87,17 @@ class Trainer:
         return None if stopped is None else self._record_stop(stopped)
 
     def logs(self, step: int) -> bool:
-        """Whether the figures of `step` are written."""
+        """Return whether the metrics of `step` are logged."""
         first_or_last = step in (1, self.config.train.steps)
         return step % self.config.logging.interval == 0 or first_or_last or self.evaluates(step)
 
     def evaluates(self, step: int) -> bool:
-        """Whether the model is evaluated after `step`."""
+        """Return whether the model is evaluated after `step`."""
         interval, last = self.config.train.eval_interval, step == self.config.train.steps
         return bool(self.hooks) and interval is not None and (step % interval == 0 or last)
 
     def _compare_settings(self, checkpoint: Checkpoint) -> None:
-        """Say what is set otherwise than when the checkpoint was saved; ConfigError for another vocabulary."""
+        """Log the settings that have changed since the save. Raises ConfigError if the vocabulary has changed."""
         if self.tokenizer is not None:
             check_same_vocabulary(checkpoint.path, checkpoint.state, self.tokenizer, self.config)
         if checkpoint.step > 0:
@@ -108,7 +108,7 @@ class Trainer:
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
         self.batches = build_batches(config, layout, None if self.tokenizer is None else self.tokenizer.eod)
-        # Now: forked later, the loader processes would start from a larger process, and the first step wait for them.
+        # Started early: forked later, from a larger process, the loader processes would delay the first step.
         self.micro_batches = self.batches.training(self.step + 1)
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
@@ -142,7 +142,7 @@ class Trainer:
         return writer
 
     def _train(self) -> str | None:
-        """Take the steps; return None, or where the run was stopped."""
+        """Train to the last step; return None, or at which step the run was stopped."""
         config, layout, watch = self.config, self.layout, self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
@@ -190,7 +190,7 @@ class Trainer:
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, Findings]]) -> None:
-        """Evaluate, if this step is one for it, and write its figures, texts and pictures."""
+        """Evaluate, if that is due at this step, and log the step's metrics, texts and pictures."""
         own = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -211,7 +211,7 @@ class Trainer:
             self.writer.picture(tag, png, self.step)
 
     def _record_stop(self, where: str) -> str:
-        """Record on rank 0 why the run stops, before any rank ends and its launcher ends the others."""
+        """Record on rank 0 why the run stops, before any rank exits and the launcher ends the others."""
         reason = f"{self.watch.stop or 'a signal to another rank'} {where}"
         if self.layout.rank == 0:
             self.watch.record_end(INTERRUPTED, reason)
@@ -220,7 +220,7 @@ class Trainer:
 
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
-    """Return the run's model as drawn from the current seed, with its kernels checked; the weights are on the CPU."""
+    """Return the run's model, initialized from the current seed, after checking its kernels; weights are on the CPU."""
     ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
     parameters = f"{parameter_count(config.model):,}"
     encoding = config.model.position_encoding
@@ -236,10 +236,10 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
 
 
 def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:
-    """Freeze what `trains` does not name; ValueError when nothing is left.
+    """Freeze the parameters for which `trains` is false. Raises ValueError if no parameter is left to train.
 
-    Where layers are recomputed, gradients flow only if a layer's input asks for them, so a frozen embedding's output
-    is made to.
+    If layers are recomputed, gradients flow only if a layer's input requires them, so the output of a frozen embedding
+    is made to require them.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
@@ -250,7 +250,7 @@ def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> No
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
-    """Begin an attempt that no launcher has begun; all ranks call it together."""
+    """Begin an attempt if no launcher has begun one; all ranks call this together."""
     outcome: list = [None, None]
     if layout.rank == 0:
         facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
