@@ -71,6 +71,6 @@ def _constant(result: type, value: object, *arguments: type) -> int:
 
 
 def _kept(thing: Any) -> Any:
-    """Keep `thing` for ever: static destructors call it after Python has ended."""
+    """Keep `thing` forever: static destructors call it after Python has ended."""
     pythonapi.Py_IncRef(py_object(thing))
     return thing

@@ -19,11 +19,11 @@ def install_fake_world(world_size: int, rank: int) -> None:
     # These ask other ranks for numbers.
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
     dist.broadcast_object_list = lambda *_, **__: None
-    dist.all_gather_object = _everyone_says_the_same
+    dist.all_gather_object = _all_gather_own_object
     create_group = parallel_state.create_group
     parallel_state.create_group = lambda ranks=None, **others: create_group(ranks, **others | {"backend": "fake"})
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-def _everyone_says_the_same(gathered: list, mine: object, group: dist.ProcessGroup | None = None) -> None:
-    gathered[:] = [mine] * len(gathered)
+def _all_gather_own_object(gathered: list, own: object, group: dist.ProcessGroup | None = None) -> None:
+    gathered[:] = [own] * len(gathered)

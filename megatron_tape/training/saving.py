@@ -1,4 +1,4 @@
-"""When a failed save is tried again: a failing disk may cost the run a checkpoint, but not the last one."""
+"""Saving with retries: a failing disk may cost the run a checkpoint, but not the last one."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 LAST_SAVE_TRIES = 20
 LAST_SAVE_WAIT = 30.0
-"""Seconds between two tries."""
+"""Seconds between two attempts to save."""
 POLL_SECONDS = 1.0
 
 
@@ -34,7 +34,7 @@ def save(
     If the disk fails, the next checkpoint is due as usual. At the last step, the save is tried again until `watch` is
     asked to stop.
 
-    Raises StaleAttempt when the run is no longer this attempt's, CheckpointError when the last step cannot be saved.
+    Raises StaleAttempt if a newer attempt has taken over the run, CheckpointError if the last step cannot be saved.
     """
     last = step == config.train.steps
     for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):
@@ -55,7 +55,7 @@ def save(
 
 
 def _asked_to_stop(engine: Engine, watch: Watch, seconds: float) -> bool:
-    """Wait; return at once, on every rank alike, when any is asked to stop."""
+    """Wait between attempts; every rank returns at once if any rank is asked to stop."""
     for _ in range(math.ceil(seconds / POLL_SECONDS)):
         if engine.layout.any_rank(watch.stop is not None):
             return True
