@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
@@ -14,23 +15,29 @@ from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, Tra
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 
+if TYPE_CHECKING:
+    from megatron_tape.training.trainer import Trains
+
 logger = logging.getLogger("pretrain")
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 """The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
+def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
+    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported.
+
+    `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
+    """
     config = parse_run_config(argv)
     watch = Watch(config.train.hang_timeout)
     try:
-        return _supervised(config, watch)
+        return _supervised(config, watch, trains)
     finally:
         watch.close()
 
 
-def _supervised(config: RunConfig, watch: Watch) -> int:
+def _supervised(config: RunConfig, watch: Watch, trains: "Trains | None") -> int:
     """Train under `watch`, and record how it ended."""
     rank = int(os.environ.get("RANK", "0"))
     is_rank_0 = rank == 0
@@ -54,10 +61,10 @@ def _supervised(config: RunConfig, watch: Watch) -> int:
     _load_libraries(config, is_rank_0)
     try:
         from megatron_tape.parallel.layout import deterministic_kernels
-        from megatron_tape.training.trainer import Trainer
+        from megatron_tape.training.trainer import Trainer, everything
 
         with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch).run()
+            reason = Trainer(config, watch, trains or everything).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:

@@ -112,6 +112,8 @@ def _choose(resume: str, directory: Path) -> str | None:
     found = files.problems(path) if path.is_dir() else ["it is not a directory"]
     if found:
         advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
+        inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
+        advice = f"; give one of its checkpoints, such as {inside[0]}" if inside else advice
         raise CheckpointError(f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice}")
     return str(path)
 

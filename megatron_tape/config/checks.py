@@ -177,7 +177,8 @@ def _validate_optimizer(config: RunConfig) -> None:
     )
     refuse(
         schedule.warmup_steps > steps,
-        f"schedule.warmup_steps {schedule.warmup_steps} exceeds train.steps {steps}; lower it",
+        f"schedule.warmup_steps {schedule.warmup_steps} exceeds train.steps {steps}; lower "
+        "schedule.warmup_steps or raise train.steps",
     )
     refuse(
         schedule.decay_steps is not None and schedule.kind != "wsd",

@@ -146,7 +146,8 @@ def _default(item: dataclasses.Field) -> Any:
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
     """Return the error for a key that does not exist, with the existing key that is spelled most similarly."""
-    close = difflib.get_close_matches(key, kinds, n=1)
+    same_name = [known for known in kinds if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = same_name or difflib.get_close_matches(key, [*kinds, "print_config"], n=1)
     return ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "correct or remove it"))
 
 
@@ -182,7 +183,7 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
         for item in dataclasses.fields(section.type):
             key = f"{section.name}.{item.name}"
             default = "required" if _has_no_default(item) else f"default: {shown(_default(item))}"
-            add(group, key, item.name.upper(), f"{explanations[item.name]} ({describe(kinds[key])}; {default})")
+            add(group, key, item.name.upper(), f"{explanations.get(item.name, '')} ({describe(kinds[key])}; {default})")
     return parser
 
 

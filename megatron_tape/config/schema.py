@@ -194,7 +194,7 @@ class TrainConfig:
     """Steps between evaluations; null means never."""
     evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])
     """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    position_norms, TAPE's distance from RoPE by layer, which logged steps also show."""
+    position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step."""
     eval_steps: int = 10
     """Global batches per evaluation."""
     max_bad_steps: int = 5
@@ -215,12 +215,13 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints are kept."""
     frozen: bool = True
-    """Also save frozen parameters; false saves only the trained ones and the path of the checkpoint with which the run
-    began (resume), which holds the others and must therefore stay where it is."""
+    """Also save parameters that are not trained, where a program trains only a part of the model (docs/extending.md);
+    false saves only the trained ones and the path of the checkpoint with which the run began (resume), which holds the
+    others and must therefore stay where it is."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, if there is one; none starts afresh and requires that the
     directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
-    begins with it and later continues from its own checkpoints."""
+    begins with it, at its step and with its Adam state, and later continues from its own checkpoints."""
 
 
 @dataclass(kw_only=True)

@@ -17,9 +17,21 @@ def accept(name: str, value: Any, kind: Any) -> Any:
     try:
         return _converted(value, kind)
     except (TypeError, OverflowError):
+        _accept_parts(name, value, kind)
         choices = get_origin(kind) is Literal
         fix = f"choose {describe(kind)}" if choices else f"set it to {describe(kind)}"
         raise ConfigError(f"{name} is {shown(value)}; {fix}") from None
+
+
+def _accept_parts(name: str, value: Any, kind: Any) -> None:
+    """Raise `ConfigError` for the first part of a list or a mapping that is of the wrong type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is list and isinstance(value, list):
+        for i, item in enumerate(value):
+            accept(f"{name}[{i}]", item, arguments[0])
+    if origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            accept(f"{name}.{key}", item, arguments[1])
 
 
 def describe(kind: Any) -> str:

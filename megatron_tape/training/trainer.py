@@ -19,7 +19,7 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
-from megatron_tape.model.backend import verified_backend
+from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
@@ -60,6 +60,7 @@ class Trainer:
         self.layout = initialize_distributed(
             parallel.tensor_model_parallel_size, parallel.uses_sequence_parallel, patience
         )
+        chosen_backend(config.model, dtype_of(config), self.layout.device)
         if watch.attempt is None:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")
@@ -219,13 +220,18 @@ class Trainer:
         return reason
 
 
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Return the type of the forward and backward pass."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
     """Return the run's model, initialized from the current seed, after checking its kernels; weights are on the CPU."""
     ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
     parameters = f"{parameter_count(config.model):,}"
     encoding = config.model.position_encoding
-    logger.info("building a %s model of %s parameters on %s", encoding, parameters, ranks)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
+    dtype = dtype_of(config)
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
     watch.progress("choosing the attention backend")

@@ -35,9 +35,9 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def run(data, tmp_path):
-    def start(*overrides, name="run"):
-        prefix = option("data.prefix", f"{data}/a")
-        return train.main(["--config", str(RECIPE), prefix, f"--logging.directory={tmp_path / name}", *overrides])
+    def start(*overrides, name="run", **changes):
+        prefix, directory = option("data.prefix", f"{data}/a"), f"--logging.directory={tmp_path / name}"
+        return train.main(["--config", str(RECIPE), prefix, directory, *overrides], **changes)
 
     start.folder = tmp_path / "run"
     return start
@@ -363,3 +363,8 @@ def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: the fused kernel of the attention" in log
     assert "attention runs as torch" in log
+
+
+def test_a_program_may_choose_what_is_trained(run):
+    with pytest.raises(ValueError, match="no parameter of the model is trained"):
+        run("--train.steps=1", "--schedule.warmup_steps=0", trains=lambda name, parameter: False)

@@ -63,7 +63,7 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start): 
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
     assert "nodeA: torch sees 0 of the 2 GPUs" in named and "nodeB: torch sees 0 of the 2 GPUs" in named
-    assert "2 task(s) on each of nodeA,nodeB" in log and "building a tape model" not in log
+    assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
     assert len(read_attempts(start.run)) == (3 if torch.backends.cuda.is_built() else 1)
 
 
