@@ -3,14 +3,12 @@
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.model.weights import kind_of
-from megatron_tape.training import trainer
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -29,11 +27,11 @@ def assert_close(rows, expected, steps=STEPS):
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
 
 
-def run(folder, name, *overrides, expect=0):
+def run(folder, name, *overrides, expect=0, trains=None):
     """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit status."""
     steps = [option("train.steps", STEPS), option("train.eval_interval", STEPS // 2)]
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *map(str, overrides)]
-    status = train.main(arguments)
+    status = train.main(arguments, trains)
     assert status == expect, f"{name} ended with {status} instead of {expect}"
     dist.barrier()
     rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
@@ -86,20 +84,20 @@ def packed(data):
     return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json")]
 
 
-def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2):
+def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2, trains=None):
     """All steps at once, and again from the checkpoint at step `at`, as if the run had ended before the next.
 
     Returns the rows of both, and the checksums of the tensors at their last step.
     """
     settings = [option("train.steps", steps), option("checkpoint.interval", interval)]
-    whole = run(folder, name, *overrides, *settings)
+    whole = run(folder, name, *overrides, *settings, trains=trains)
     last = checksums(folder, name, steps)
     dist.barrier()
     for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
         if dist.get_rank() == 0 and step > at:
             shutil.rmtree(path)
     dist.barrier()
-    continued = run(folder, name, *(then or overrides), *settings)
+    continued = run(folder, name, *(then or overrides), *settings, trains=trains)
     states = {"whole_state": last, "continued_state": checksums(folder, name, steps)}
     return {"whole": whole, "continued": continued, **states}
 
@@ -112,21 +110,20 @@ def checksums(folder, name, step):
 
 def frozen_runs(folder, prefix):
     """Runs that train the positional encoding alone; their checkpoints hold everything, or only that."""
-    original = trainer.Trainer
-    trainer.Trainer = partial(original, trains=lambda name, parameter: kind_of(name) == "position")
-    shorter = {"steps": 3, "at": 2}
-    try:
-        results = {
-            f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
-            for stage in (0, 1, 2, 3)
-        }
-        # Begins at step 3 with the weights of another run, which a third layout saved.
-        begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
-        alone = [prefix, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
-        first = {"at": 3, "interval": 1}
-        results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
-    finally:
-        trainer.Trainer = original
+
+    def trains(name, parameter):
+        return kind_of(name) == "position"
+
+    shorter = {"steps": 3, "at": 2, "trains": trains}
+    results = {
+        f"frozen_zero{stage}": resumed_run(folder, f"frozen-{stage}", prefix, tp(2), zero(stage), **shorter)
+        for stage in (0, 1, 2, 3)
+    }
+    # Begins at step 3 with the weights of another run, which a third layout saved.
+    begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
+    alone = [prefix, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
+    first = {"at": 3, "interval": 1, "trains": trains}
+    results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
     return results
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -18,16 +17,14 @@ from pretrain import train
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Train in folder `name` what `trains` selects, and return the exit status."""
     data = write_all(tmp_path)
 
     def start(name, *overrides, trains=trainer.everything, steps=2):
         prefix, folder = option("data.prefix", f"{data}/a"), f"--logging.directory={tmp_path / name}"
         settings = [f"--train.steps={steps}", "--train.eval_interval=null", "--schedule.warmup_steps=0"]
-        with monkeypatch.context() as patched:
-            patched.setattr(trainer, "Trainer", partial(trainer.Trainer, trains=trains))
-            return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides])
+        return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides], trains)
 
     start.folder = tmp_path
     return start
