@@ -76,6 +76,7 @@ class Trainer:
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
+            self._leave_together()
             return None
         if self.checkpoint is not None:
             self._compare_settings(self.checkpoint)
@@ -85,7 +86,14 @@ class Trainer:
         finally:
             if self.writer is not None:
                 self.writer.close()
-        return None if stopped is None else self._record_stop(stopped)
+        if stopped is not None:
+            return self._record_stop(stopped)
+        self._leave_together()
+        return None
+
+    def _leave_together(self) -> None:
+        """Wait for the other ranks: a process that ends closes connections that they may still be using."""
+        self.layout.any_rank(False)
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""
@@ -216,7 +224,7 @@ class Trainer:
         reason = f"{self.watch.stop or 'a signal to another rank'} {where}"
         if self.layout.rank == 0:
             self.watch.record_end(INTERRUPTED, reason)
-        self.layout.any_rank(False)
+        self._leave_together()
         return reason
 
 
