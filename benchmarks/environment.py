@@ -39,13 +39,17 @@ def describe() -> dict:
 
 
 class Record:
-    """A file NAME-DATE.json in benchmarks/results/ or another directory, rewritten as further results come in."""
+    """A file that is rewritten as further results come in.
 
-    def __init__(self, name: str, directory: Path = RESULTS, commit: str | None = None):
+    It is `output` if that ends in .json, otherwise NAME-DATE.json in the directory `output`.
+    """
+
+    def __init__(self, name: str, output: Path = RESULTS, commit: str | None = None):
         self.origin = describe()
         if commit is not None:
             self.origin["commit"] = commit
-        self.path = directory / f"{name}-{self.origin['date'].replace(':', '')[:17]}.json"
+        dated = f"{name}-{self.origin['date'].replace(':', '')[:17]}.json"
+        self.path = output if output.suffix == ".json" else output / dated
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.announced = False
 
