@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: in
     )
     parser.add_argument("--repetitions", type=positive, default=repetitions, help="maximum (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument("--output", type=Path, help="directory or .json file of the record (default: benchmarks/results)")
+    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 
