@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import read_state
-from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
+from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict, key_of
 from megatron_tape.errors import refuse
 
 FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
@@ -55,7 +55,7 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """
     found = []
     for section, now in json.loads(json.dumps(config_dict(config))).items():
-        defaults = {field.name: _default(field) for field in dataclasses.fields(getattr(config, section))}
+        defaults = {key_of(field.name): _default(field) for field in dataclasses.fields(getattr(config, section))}
         if saved.get("train", {}).get("precision", "bf16") == "bf16":
             defaults |= BEFORE.get(section, {})
         for name, value in now.items():

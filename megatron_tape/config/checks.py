@@ -6,7 +6,16 @@ Each error is one sentence that names the key, its value and the fix. No file is
 from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
-from megatron_tape.config.schema import PARAMETER_KINDS, ModelConfig, RunConfig, blend, is_positive, split_shares
+from megatron_tape.config.schema import (
+    LORA_TARGETS,
+    PARAMETER_KINDS,
+    TRAINABLE,
+    ModelConfig,
+    RunConfig,
+    blend,
+    is_positive,
+    split_shares,
+)
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import lacks
@@ -104,12 +113,14 @@ def validate(config: RunConfig, world_size: int) -> None:
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
     _check_section("train", config.train, numbers.split(), ("seed",))
     _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
+    _check_section("extension", config.extension, ("lora_rank", "lora_alpha"))
     _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
     _check_section("data", config.data, (), ("num_workers",))
     _validate_parallel(config, world_size)
     _validate_optimizer(config)
     _validate_data(config)
     _validate_evaluations(config)
+    _validate_extension(config)
 
 
 def _validate_parallel(config: RunConfig, world_size: int) -> None:
@@ -239,3 +250,34 @@ def _validate_evaluations(config: RunConfig) -> None:
             f"train.evaluations names {name}, which is not an evaluation; choose from {', '.join(EVALUATIONS)}",
         )
         refuse(names.count(name) > 1, f"train.evaluations names {name} twice; remove one")
+
+
+def _validate_extension(config: RunConfig) -> None:
+    extension, model = config.extension, config.model
+    known = {"extension.trains": (*TRAINABLE, "all"), "extension.lora_targets": LORA_TARGETS}
+    for key, choices in known.items():
+        names = getattr(extension, key.partition(".")[2])
+        refuse(not names, f"{key} is empty; choose from {', '.join(choices)}")
+        for name in names:
+            refuse(name not in choices, f"{key} names {name}; choose from {', '.join(choices)}")
+            refuse(names.count(name) > 1, f"{key} names {name} twice; remove one")
+    refuse(
+        "all" in extension.trains and len(extension.trains) > 1,
+        f"extension.trains is {shown(extension.trains)}; all stands alone, as it includes the others but lora",
+    )
+    refuse(
+        "tape" in extension.trains and not encoding_of(model).parameters(0),
+        f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
+        "it to tape, or leave tape out",
+    )
+    if extension.attention == "shifted_sparse":
+        refuse(
+            model.seq_length % 8 != 0,
+            f"extension.attention is shifted_sparse, but model.seq_length {model.seq_length} is not divisible by 8: "
+            "four groups are shifted by half a group; change the length",
+        )
+        refuse(
+            model.query_groups < 2,
+            "extension.attention is shifted_sparse, which shifts half of the heads, but all heads of this model share "
+            "one group of keys; set it to full",
+        )

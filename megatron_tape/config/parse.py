@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.recipes import Given, parse_value, read_recipe
-from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.schema import RunConfig, key_of, to_yaml
 from megatron_tape.config.values import accept, describe, shown
 from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.errors import ConfigError, refuse
@@ -77,7 +77,7 @@ def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
 def _kinds() -> dict[str, Any]:
     """Return the type of every `section.key`."""
     return {
-        f"{section.name}.{item.name}": get_type_hints(section.type)[item.name]
+        f"{section.name}.{key_of(item.name)}": get_type_hints(section.type)[item.name]
         for section in dataclasses.fields(RunConfig)
         for item in dataclasses.fields(section.type)
     }
@@ -128,12 +128,16 @@ def _build(values: dict[str, Any], kinds: dict[str, Any], files: list[str]) -> R
         "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml",
     )
     refuse(bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value")
-    return RunConfig(
-        **{
-            name: section(**{key.split(".")[1]: value for key, value in values.items() if key.startswith(f"{name}.")})
-            for name, section in sections.items()
-        }
-    )
+    fields = {
+        name: {key_of(item.name): item.name for item in dataclasses.fields(section)}
+        for name, section in sections.items()
+    }
+    given: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if name:
+            given[section][fields[section][name]] = value
+    return RunConfig(**{name: section(**given[name]) for name, section in sections.items()})
 
 
 def _has_no_default(item: dataclasses.Field) -> bool:
@@ -181,9 +185,14 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
         explanations = _explanations(section.type)
         group = parser.add_argument_group(section.name, inspect.getdoc(section.type))
         for item in dataclasses.fields(section.type):
-            key = f"{section.name}.{item.name}"
+            key = f"{section.name}.{key_of(item.name)}"
             default = "required" if _has_no_default(item) else f"default: {shown(_default(item))}"
-            add(group, key, item.name.upper(), f"{explanations.get(item.name, '')} ({describe(kinds[key])}; {default})")
+            add(
+                group,
+                key,
+                key_of(item.name).upper(),
+                f"{explanations.get(item.name, '')} ({describe(kinds[key])}; {default})",
+            )
     return parser
 
 

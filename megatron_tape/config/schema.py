@@ -15,7 +15,10 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.position import setting_classes
 
-PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position")
+PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
+TRAINABLE = {"tape": ("position",), "lora": ("lora",), "embeddings": ("embeddings",), "norms": ("norms",)}
+"""Kinds of parameters that each name in `extension.trains` stands for; `all` stands for every kind."""
+LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
 BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
 """What runs in bf16 did before there was a setting for it, where that is not its default."""
@@ -225,6 +228,31 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class ExtensionConfig:
+    """What pretrain.extend_context starts from and trains. Its positions are settings of the model (rope_*)."""
+
+    from_: str | None = None
+    """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
+    at step 0 with its weights; settings of the model that are not given are those of this model."""
+    trains: list[str] = field(default_factory=lambda: ["all"])
+    """What is trained: any of tape, lora, embeddings and norms, or all. With lora, the model gets LoRA layers."""
+    attention: Literal["full", "shifted_sparse"] = "full"
+    """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within
+    groups of a quarter of the sequence, which are shifted by half a group for half of the heads."""
+    lora_rank: int = 8
+    """Inner width of a LoRA layer."""
+    lora_alpha: float = 16.0
+    """LoRA layers are scaled by lora_alpha / lora_rank."""
+    lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
+    """Projections that get LoRA layers: any of q, k, v and o."""
+
+    @property
+    def adds_lora(self) -> bool:
+        """Whether the model has LoRA layers."""
+        return "lora" in self.trains
+
+
+@dataclass(kw_only=True)
 class LoggingConfig:
     """What a run reports, and where."""
 
@@ -252,12 +280,19 @@ class RunConfig:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     train: TrainConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    extension: ExtensionConfig = field(default_factory=ExtensionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """Return every setting as nested plain dictionaries."""
-    return dataclasses.asdict(config)
+    """Return every setting as nested plain dictionaries, by the keys that recipes use."""
+    sections = dataclasses.asdict(config)
+    return {name: {key_of(field): value for field, value in section.items()} for name, section in sections.items()}
+
+
+def key_of(field_name: str) -> str:
+    """Return the key of a field in recipes: Python's keywords have an underscore as fields."""
+    return field_name.removesuffix("_")
 
 
 def to_yaml(config: RunConfig) -> str:

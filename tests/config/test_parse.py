@@ -91,7 +91,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         strings = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.STRING]
     for section in dataclasses.fields(RunConfig):
         for item in dataclasses.fields(section.type):
-            assert f"--{section.name}.{item.name} " in shown
+            assert f"--{section.name}.{schema.key_of(item.name)} " in shown
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
     explanation = '"""Share one matrix between the input and the output embedding."""'
     assert explanation in strings and explanation.strip('"') in shown
