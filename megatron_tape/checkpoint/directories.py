@@ -56,13 +56,14 @@ class Cut(TypedDict):
 class Progress(TypedDict, total=False):
     """Further state of a run.
 
-    `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary, and
-    `origin` where an imported checkpoint came from.
+    `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary,
+    `origin` where an imported checkpoint came from, and `identity` a digest of the files that it was imported from.
     """
 
     bad_steps: int
     vocabulary: str
     origin: str
+    identity: str
 
 
 class Source(TypedDict):

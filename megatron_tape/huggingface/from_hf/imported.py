@@ -1,8 +1,9 @@
 """Write weights from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
 
 import dataclasses
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,11 +17,21 @@ from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
-from megatron_tape.model.weights import WRAPPED, parameter_shapes, to_megatron, whole_shapes
+from megatron_tape.model.weights import (
+    POSITION,
+    WRAPPED,
+    from_megatron,
+    initial_parameters,
+    parameter_shapes,
+    to_megatron,
+    whole_shapes,
+)
+from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -61,6 +72,29 @@ class _Padded(Mapping):
         return len(self._weights)
 
 
+class ZeroStart(Mapping):
+    """Weights of a model without TAPE, by Hugging Face's names, together with TAPE's own as in a new model."""
+
+    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
+        self._weights, self._model, self._seed = weights, model, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (match := _POSITION.fullmatch(name)) is None:
+            return self._weights[name]
+        drawn = initial_parameters(encoding_of(self._model), int(match[1]), self._seed)[match[2]]
+        return from_megatron(f"decoder.layers.{match[1]}.{POSITION}{match[2]}", drawn, self._model)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        encoding = encoding_of(self._model)
+        for layer in range(self._model.num_layers):
+            for name in encoding.parameters(layer):
+                yield f"model.layers.{layer}.{POSITION}{name}"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def write_imported(
     output: str | Path,
     model: ModelConfig,
@@ -68,6 +102,7 @@ def write_imported(
     origin: str,
     tokenizer: Path | None = None,
     unread: tuple[str, ...] = (),
+    identity: str | None = None,
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
 
@@ -75,7 +110,7 @@ def write_imported(
     removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
     where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
     Raises ValueError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
-    model (unless its name starts with one of `unread`).
+    model (unless its name starts with one of `unread`). `identity` is kept in the state's progress as `identity`.
 
     The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
     from `OUTPUT/model.yaml`.
@@ -98,7 +133,7 @@ def write_imported(
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {"bad_steps": 0, "origin": origin},
+            "progress": {"bad_steps": 0, "origin": origin, **({} if identity is None else {"identity": identity})},
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
@@ -113,6 +148,12 @@ def write_imported(
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         write_record(directory / checkpoint_files.MANIFEST, manifest)
+
+
+def advise(output: str | Path) -> None:
+    """Print how to train from the checkpoint that `write_imported` wrote."""
+    output = Path(output)
+    copied = (output / TOKENIZER).is_dir()
     tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
     command_line.say(
         f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "
@@ -160,10 +201,3 @@ def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
 
 def _write_settings(path: Path, model: ModelConfig) -> None:
     path.write_text(dump({"model": dataclasses.asdict(model)}), encoding="utf-8")
-
-
-def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that holds `rows`; raises ValueError if `multiple` is below 1."""
-    if multiple < 1:
-        raise ValueError(f"--vocab-multiple is {multiple}; give 1 or more")
-    return -(-rows // multiple) * multiple

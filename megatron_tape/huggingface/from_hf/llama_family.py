@@ -1,22 +1,15 @@
 """Read models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and exported TAPE models.
 
 A setting that would change what the model computes and has no counterpart here is rejected by name. The `transformers`
-package is not needed.
+package is not needed, and settings are read without torch.
 """
 
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.from_hf.imported import padded_vocabulary, write_imported
-from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sentence, open_directory, read_settings
-from megatron_tape.model.weights import POSITION, from_megatron, initial_parameters
-from megatron_tape.position import encoding_of
+from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
 
 # Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -57,7 +50,6 @@ _LLAMA3 = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_length": "original_max_position_embeddings",
 }
-_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)")
 
 
 def import_model(
@@ -78,6 +70,9 @@ def import_model(
     Positions are divided by `rope_scaling_factor` in addition to the model's own scaling, and the context grows by the
     same factor. Raises ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
     """
+    from megatron_tape.huggingface.from_hf.imported import ZeroStart, advise, write_imported
+    from megatron_tape.huggingface.from_hf.weight_files import open_directory
+
     source = Path(source)
     if not source.is_dir():
         raise FileNotFoundError(
@@ -87,37 +82,17 @@ def import_model(
     settings = read_settings(path)
     changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
     with one_sentence(path):
-        model = _model(settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes)
+        model = model_settings(
+            settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes
+        )
     weights = open_directory(source, allow_pickle)
     if model.position_encoding == "tape" and settings["model_type"] != "tape":
-        weights = _ZeroStart(weights, model, seed)
+        weights = ZeroStart(weights, model, seed)
     write_imported(output, model, weights, f"the {settings['model_type']} model {source.resolve().name}", source)
+    advise(output)
 
 
-class _ZeroStart(Mapping):
-    """Weights of a model without TAPE, together with TAPE's own as in a new model."""
-
-    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
-        self._weights, self._model, self._seed = weights, model, seed
-
-    def __getitem__(self, name: str) -> Tensor:
-        if (match := _POSITION.fullmatch(name)) is None:
-            return self._weights[name]
-        drawn = initial_parameters(encoding_of(self._model), int(match[1]), self._seed)[match[2]]
-        return from_megatron(f"decoder.layers.{match[1]}.{POSITION}{match[2]}", drawn, self._model)[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._weights
-        encoding = encoding_of(self._model)
-        for layer in range(self._model.num_layers):
-            for name in encoding.parameters(layer):
-                yield f"model.layers.{layer}.{POSITION}{name}"
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _model(
+def model_settings(
     settings: dict[str, Any],
     path: Path,
     position_encoding: str,
@@ -126,6 +101,11 @@ def _model(
     token_mixing: str,
     changes: dict[str, Any],
 ) -> ModelConfig:
+    """Translate the contents of the `config.json` at `path`; the other arguments are those of `import_model`.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for settings that have no counterpart here.
+    """
+
     def refuse(key: str, accepted: str) -> ValueError:
         return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
 

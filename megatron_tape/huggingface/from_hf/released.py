@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.from_hf.imported import padded_vocabulary, write_imported
-from megatron_tape.huggingface.from_hf.weight_files import check_sizes, one_sentence, open_files, read_settings
+from megatron_tape.huggingface.from_hf.imported import advise, write_imported
+from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.from_hf.weight_files import open_files
 from megatron_tape.model.reference import from_released
 
 _ENCODINGS = {"adape": "tape", "rope": "rope", "nope": "nope"}
@@ -42,6 +43,7 @@ def import_released(
         f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
         unread=(unread,) if model.position_encoding == "tape" else (),
     )
+    advise(output)
 
 
 class _Renamed(Mapping):

@@ -5,30 +5,19 @@ Each is a mapping from names to tensors that reads a tensor when it is accessed.
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.records import read_record
 
 PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "vocab_size",
-)
-"""Sizes that every `config.json` must give."""
 
 
 class _Index(TypedDict):
@@ -120,33 +109,3 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
-
-
-@contextmanager
-def one_sentence(path: Path) -> Iterator[None]:
-    """Turn errors caused by the settings in `path` into a ValueError of one sentence that names the file."""
-    try:
-        yield
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
-    except ConfigError as error:
-        raise ValueError(f"{path} describes a model that cannot be built: {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
-
-
-def check_sizes(settings: dict, path: Path) -> None:
-    """Raise ValueError if one of `SIZES` is not a whole number above 0."""
-    for key in SIZES:
-        if type(settings.get(key)) is not int or settings[key] < 1:
-            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, but must be a whole number above 0")
-
-
-def read_settings(path: Path) -> dict:
-    """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed")
-    try:
-        return read_record(path, dict[str, Any])
-    except ValueError as error:
-        raise ValueError(f"{error}; give the model's config.json") from None
