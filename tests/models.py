@@ -5,8 +5,9 @@ from released import load
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.model.lora import add_lora
 from megatron_tape.model.reference import ReferenceConfig
-from megatron_tape.model.weights import from_megatron, load_weights
+from megatron_tape.model.weights import from_megatron, kind_of, load_weights
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 
 SMALL = dict(
@@ -35,12 +36,18 @@ def build(
     sequence_parallel=None,
     dtype=torch.float32,
     device="cpu",
+    lora=None,
 ):
-    """Build a model on this process's share; `randomize` moves TAPE's matrices, biases and norms from their start."""
+    """Build a model on this process's share; `randomize` moves what would change nothing from its start.
+
+    `lora` are settings of a context extension that adds LoRA layers.
+    """
     layout = initialize_distributed(tp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups, device, seed)
+    if lora is not None:
+        add_lora(built, model, lora, seed)
     if randomize:
         randomize_tape(built)
     return built.to(device), layout
@@ -55,6 +62,8 @@ def randomize_tape(built):
     for name, parameter in built.named_parameters():
         if name.endswith(("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        if kind_of(name) == "lora" and name.endswith("_B"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def whole_weights(built, model):

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model.weights import from_megatron, kind_of, shard, to_megatron, unshard
 from megatron_tape.parallel.layout import sum_sequence_parallel_gradients
+from megatron_tape.training.trainer import select_trained
 
 VARIANTS = {
     "tape": {},
@@ -22,12 +24,29 @@ VARIANTS = {
     "rope_biased_qk_norm": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True},
     "nope": {"position_encoding": "nope"},
 }
+LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
+SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
+ROPE = {"position_encoding": "rope"}
+LORA_VARIANTS = {
+    "tape_lora": {"lora": LORA},
+    "tape_lora_for_q_and_v": {"lora": SOME_LORA, "changes": {"num_query_groups": 4, "qkv_bias": True}},
+    "tape_lora_alone_recomputed": {"lora": LORA, "trained": ("lora",), "recompute": "full"},
+    "rope_lora_without_sequence_parallel": {"lora": LORA, "changes": ROPE, "sequence_parallel": False},
+    "rope_lora_alone_without_sequence_parallel": {
+        "lora": LORA,
+        "changes": ROPE,
+        "trained": ("lora",),
+        "sequence_parallel": False,
+    },
+}
 
 
 def gradients_of(built, model, size):
     """Whole gradients by the reference's names, from all ranks' shares."""
     gradients = {}
     for name, parameter in built.gpt.named_parameters():
+        if not parameter.requires_grad:
+            continue
         parts = [torch.empty_like(parameter.grad) for _ in range(size)]
         if size > 1:
             dist.all_gather(parts, parameter.grad.contiguous())
@@ -45,18 +64,30 @@ def run(built, ids, labels, **kwargs):
     return logits, loss.detach()
 
 
-def compare(changes, recompute="none", sequence_parallel=True, **kwargs):
-    """Largest differences between one process and two, relative to the largest value."""
+def compare(changes=None, recompute="none", sequence_parallel=True, lora=None, trained=None, **kwargs):
+    """Largest differences between one process and two, relative to the largest value.
+
+    Parameters of other kinds than `trained` are frozen, if it is given.
+    """
+
+    def trains(name, parameter):
+        return trained is None or kind_of(name) in trained
+
+    changes = changes or {}
     model = small_model(**changes)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
-    alone, _ = build(model)
+    alone, _ = build(model, lora=lora)
+    select_trained(alone, trains, recompute != "none")
     weights = whole_weights(alone, model)
     logits, loss = run(alone, ids, labels, **kwargs)
     expected = gradients_of(alone, model, 1)
 
-    fresh, _ = build(model, randomize=False)
+    fresh, _ = build(model, randomize=False, lora=lora)
     initial = whole_weights(fresh, model)
-    parallel, layout = build(model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel)
+    parallel, layout = build(
+        model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel, lora=lora
+    )
+    select_trained(parallel, trains, recompute != "none")
     same_start = all(
         torch.equal(parameter, shard(to_megatron(initial, name, model), parameter, layout.rank, 2))
         for name, parameter in parallel.gpt.named_parameters()
@@ -119,6 +150,7 @@ def order_on_node(folder):
 def main(folder):
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
     results = {name: compare(changes) for name, changes in VARIANTS.items()}
+    results |= {name: compare(**settings) for name, settings in LORA_VARIANTS.items()}
     results["tape_recompute"] = compare({}, recompute="full")
     results["tape_packed"] = compare({}, documents=documents)
     results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)

@@ -6,6 +6,7 @@ Each error is one sentence that names the key, its value and the fix. No file is
 from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
+from megatron_tape.config.lora import lora_widths
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     PARAMETER_KINDS,
@@ -270,6 +271,12 @@ def _validate_extension(config: RunConfig) -> None:
         f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
         "it to tape, or leave tape out",
     )
+    for target, widths in lora_widths(model).items() if extension.adds_lora else ():
+        refuse(
+            target in extension.lora_targets and extension.lora_rank > min(widths),
+            f"extension.lora_rank is {extension.lora_rank}, but the projection {target} is only {min(widths)} wide; "
+            "choose a smaller rank, or leave it out of extension.lora_targets",
+        )
     if extension.attention == "shifted_sparse":
         refuse(
             model.seq_length % 8 != 0,

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.lora import lora_factors
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.position import PositionEncoding, encoding_of
 
 WRAPPED = "gpt."
@@ -30,6 +31,7 @@ _PLAIN = {
 }
 
 _FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
+_LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
 
 def _split_layer(name: str) -> tuple[str, str, str]:
@@ -43,6 +45,8 @@ def kind_of(name: str) -> str:
     """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
     if f".{POSITION}" in name:
         return "position"
+    if ".lora." in name:
+        return "lora"
     if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
         return "embeddings"
     if name.endswith(".bias"):
@@ -50,8 +54,11 @@ def kind_of(name: str) -> str:
     return "norms" if name.endswith("layernorm.weight") else "matrices"
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers."""
+def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers.
+
+    Those of LoRA layers are included if `extension` adds them.
+    """
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
@@ -66,6 +73,8 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
         "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
     }
+    if extension is not None:
+        layer |= {name: factor.shape for name, factor in lora_factors(model, extension).items()}
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.vocab_size, C)}
     for index in range(model.num_layers):
         own = {f"{POSITION}{name}": declared.shape for name, declared in encoding.parameters(index).items()}
@@ -102,6 +111,8 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    if match := _LORA.fullmatch(rest):
+        return weights[lora_name(prefix, *match.groups())]
     tensor = weights[prefix + _PLAIN.get(rest, rest)]
     if rest == f"{POSITION}token_mixing" and model.token_mixing == "per_head":
         if torch.count_nonzero(tensor - tensor.diag().diag()):
@@ -129,9 +140,16 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {f"{prefix}self_attn.{p}_proj.{match[1]}": part.flatten(0, 1) for p, part in zip("qkv", parts)}
     if rest == "mlp.linear_fc1.weight":
         return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
+    if match := _LORA.fullmatch(rest):
+        return {lora_name(prefix, *match.groups()): tensor}
     if rest == f"{POSITION}token_mixing" and tensor.dim() == 1:
         tensor = tensor.diag()
     return {prefix + _PLAIN.get(rest, rest): tensor}
+
+
+def lora_name(prefix: str, target: str, side: str) -> str:
+    """Return peft's name of a factor of projection `target` (q, k, v or o) in the layer with this prefix."""
+    return f"{prefix}self_attn.{target}_proj.lora_{side}.weight"
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:

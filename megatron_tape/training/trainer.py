@@ -21,6 +21,7 @@ from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
 from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
@@ -246,7 +247,10 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     backend = verified_backend(config.model, layout, dtype)
     logger.info("attention runs as %s", backend)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    return LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
+    model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
+    if config.extension.adds_lora:
+        add_lora(model, config.model, config.extension, config.train.seed)
+    return model
 
 
 def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:

@@ -10,6 +10,7 @@ from megatron_tape.config.schema import (
     PARAMETER_KINDS,
     DataConfig,
     DeepSpeedConfig,
+    ExtensionConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
@@ -22,7 +23,7 @@ EVERY_KIND = dict(qkv_bias=True, qk_norm=True)
 
 
 def test_every_parameter_has_one_of_the_kinds_by_either_name():
-    built, _ = build(small_model(**EVERY_KIND))
+    built, _ = build(small_model(**EVERY_KIND), lora=ExtensionConfig(trains=["lora"]))
     kinds = {name: kind_of(name) for name, _ in built.named_parameters()}
     assert set(kinds.values()) == set(PARAMETER_KINDS)
     assert all(kind_of(name.removeprefix("gpt.")) == kind for name, kind in kinds.items())
@@ -35,6 +36,8 @@ def test_every_parameter_has_one_of_the_kinds_by_either_name():
         f"{layer}self_attention.linear_qkv.bias": "biases",
         f"{layer}position.down_proj": "position",
         f"{layer}mlp.linear_fc1.weight": "matrices",
+        f"{layer}self_attention.linear_qkv.lora.k_A": "lora",
+        f"{layer}self_attention.linear_proj.lora.o_B": "lora",
     }.items():
         assert kinds[name] == kind
 

@@ -1,0 +1,127 @@
+"""LoRA layers: for a projection W with input x, the output W x + alpha / r B A x with narrow matrices A and B.
+
+"LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). The factors of q, k, v and o are separate, as peft
+has them, although Megatron fuses q, k and v. Under sequence parallelism only the r numbers of a token are communicated.
+
+Axes: S all tokens of a sequence, s those of this rank, B batch, r the LoRA rank, n the number of targets.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from megatron_tape.config.lora import Factor, lora_factors
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.parallel.tokens import TokenLayout
+
+
+def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig, seed: int) -> None:
+    """Give the projections `extension.lora_targets` LoRA layers, which change nothing until they are trained.
+
+    Whole factors are drawn on the CPU from random streams of their own, given by `seed`, layer and projection, and then
+    cut: neither the layout nor the LoRA layers change any other weight, nor does the layout change them.
+    """
+    factors = lora_factors(settings, extension)
+    scale = extension.lora_alpha / extension.lora_rank
+    for index, layer in enumerate(model.gpt.decoder.layers):
+        drawn = {name: (factor, initial_factor(factor, index, seed)) for name, factor in factors.items()}
+        for path, kind in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
+            own = {name.removeprefix(f"{path}.lora."): drawn[name] for name in drawn if name.startswith(f"{path}.")}
+            if own:
+                linear = layer.get_submodule(path)
+                linear.lora = kind(own, settings, scale, model.tokens, model.dtype)
+                linear.register_forward_hook(_add_update)
+
+
+def initial_factor(factor: Factor, layer: int, seed: int) -> Tensor:
+    """Return a whole float32 factor as peft begins with it: A uniform up to 1 / sqrt(width of the input), B zero."""
+    if factor.side == "B":
+        return torch.zeros(factor.shape)
+    stream = 4 * layer + "qkvo".index(factor.target) + 1
+    generator = torch.Generator().manual_seed((seed + 104729 * stream) % 2**63)
+    bound = factor.shape[1] ** -0.5
+    return torch.empty(factor.shape).uniform_(-bound, bound, generator=generator)
+
+
+def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor | None]):
+    output, bias = outputs
+    return linear.lora(inputs[0], output), bias
+
+
+class Lora(nn.Module):
+    """This rank's shares of the factors beside one of Megatron's linear layers."""
+
+    def __init__(
+        self,
+        factors: dict[str, tuple[Factor, Tensor]],
+        settings: ModelConfig,
+        scale: float,
+        tokens: TokenLayout,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.scale, self.tokens = scale, tokens
+        self.group_heads = settings.num_attention_heads // settings.query_groups
+        self.head_dim = settings.head_dim
+        self.local_groups = settings.query_groups // tokens.model_group.size()
+        for name, (factor, whole) in factors.items():
+            share = whole if factor.cut is None else tokens.local_heads(whole, factor.cut)
+            weight = nn.Parameter(share.to(dtype).contiguous())
+            # A replicated factor sees only the tokens of its rank, as a norm does.
+            weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None
+            if factor.cut is not None:
+                set_tensor_model_parallel_attributes(weight, True, factor.cut, 1)
+            self.register_parameter(name, weight)
+
+    def _updated(self, output: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
+        """Return `output` (S, B, X) + scale * `narrow` (S, B, R) `up`^T for `up` (X, R)."""
+        return torch.addmm(output.flatten(0, 1), narrow.flatten(0, 1), up.T, alpha=self.scale).view_as(output)
+
+
+class QKVLora(Lora):
+    """LoRA beside the column-parallel projection to queries, keys and values: A is replicated, B cut by heads."""
+
+    def forward(self, hidden_states: Tensor, output: Tensor) -> Tensor:
+        """Add the update for hidden states (s, B, C) to the projection's output (S, B, this rank's heads)."""
+        targets = [target for target in "qkv" if hasattr(self, f"{target}_A")]
+        narrow = F.linear(hidden_states, torch.cat([getattr(self, f"{target}_A") for target in targets]))
+        if self.tokens.sequence_parallel:
+            narrow = gather_from_sequence_parallel_region(narrow, group=self.tokens.model_group)
+        else:
+            narrow = copy_to_tensor_model_parallel_region(narrow, group=self.tokens.model_group)
+        return self._updated(output, narrow, self._fused(targets))
+
+    def _fused(self, targets: list[str]) -> Tensor:
+        """Return the B of all targets as one matrix (output, n r) in Megatron's order: by group, then q, k, v."""
+        rank = getattr(self, f"{targets[0]}_B").shape[1]
+        blocks = []
+        for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
+            if target not in targets:
+                shape = self.local_groups, heads * self.head_dim, len(targets) * rank
+                blocks.append(getattr(self, f"{targets[0]}_B").new_zeros(shape))
+                continue
+            own = getattr(self, f"{target}_B").unflatten(0, (self.local_groups, -1))
+            before = targets.index(target)
+            blocks.append(F.pad(own, (before * rank, (len(targets) - 1 - before) * rank)))
+        return torch.cat(blocks, dim=1).flatten(0, 1)
+
+
+class OutputLora(Lora):
+    """LoRA beside the row-parallel projection of attention's output: A is cut along its input, B replicated."""
+
+    def forward(self, heads: Tensor, output: Tensor) -> Tensor:
+        """Add the update for this rank's heads (S, B, h D) to the projection's output (s, B, C)."""
+        narrow = F.linear(heads, self.o_A)
+        if self.tokens.sequence_parallel:
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tokens.model_group)
+        else:
+            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tokens.model_group)
+        return self._updated(output, narrow, self.o_B)

@@ -1,0 +1,95 @@
+"""LoRA layers of one process; test_tensor_parallel.py compares two processes with it."""
+
+import pytest
+import torch
+from models import build, load_whole, random_tokens, small_model, whole_weights
+
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model.weights import kind_of, parameter_shapes
+
+LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=7.5)
+VARIANTS = {
+    "grouped": ({}, {}),
+    "biased": ({"qkv_bias": True, "qk_norm": True, "num_query_groups": 4}, {}),
+    "rope": ({"position_encoding": "rope", "kv_channels": 12}, {}),
+    "k_and_o": ({}, {"lora_targets": ["o", "k"]}),
+    "only_o": ({}, {"lora_targets": ["o"]}),
+}
+
+
+def lora(**changes):
+    return ExtensionConfig(**(vars(LORA) | changes))
+
+
+def named(built, kind):
+    return {name: parameter for name, parameter in built.gpt.named_parameters() if kind_of(name) == kind}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_lora_layer_adds_its_product_to_the_matrix(variant):
+    model, extension = small_model(**VARIANTS[variant][0]), lora(**VARIANTS[variant][1])
+    built, _ = build(model, lora=extension)
+    weights = whole_weights(built, model)
+    factors = {name: weights.pop(name) for name in list(weights) if "lora_" in name}
+    assert len(factors) == 2 * len(extension.lora_targets) * model.num_layers
+    for name in factors:
+        if name.endswith("lora_A.weight"):
+            product = factors[name.replace("lora_A", "lora_B")] @ factors[name]
+            matrix = name.replace("lora_A.weight", "weight")
+            weights[matrix] = weights[matrix] + extension.lora_alpha / extension.lora_rank * product
+    merged, layout = build(model)
+    load_whole(merged, weights, model, layout)
+    ids = random_tokens()
+    with torch.no_grad():
+        before, expected, found = build(model)[0](ids), merged(ids), built(ids)
+    assert (expected - before).abs().max() > 0.05
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_new_lora_layers_change_no_logit_and_no_other_weight():
+    model = small_model()
+    plain, _ = build(model, randomize=False)
+    built, _ = build(model, randomize=False, lora=LORA)
+    others = {name: p for name, p in built.gpt.named_parameters() if kind_of(name) != "lora"}
+    assert others.keys() == dict(plain.gpt.named_parameters()).keys()
+    assert all(torch.equal(parameter, others[name]) for name, parameter in plain.gpt.named_parameters())
+    ids = random_tokens()
+    with torch.no_grad():
+        assert torch.equal(plain(ids), built(ids))
+
+
+def test_factors_begin_as_pefts_and_differ_by_layer_projection_and_seed():
+    model = small_model()
+    factors = named(build(model, randomize=False, lora=LORA)[0], "lora")
+    again = named(build(model, randomize=False, lora=LORA)[0], "lora")
+    others = named(build(model, randomize=False, lora=LORA, seed=1)[0], "lora")
+    begun = [parameter for name, parameter in factors.items() if name.endswith("_A")]
+    for parameter in begun:
+        # torch's default for nn.Linear, which peft calls kaiming_uniform_ with a = sqrt(5).
+        bound = parameter.shape[1] ** -0.5
+        assert 0.8 * bound < parameter.abs().max() <= bound
+    assert len({tuple(parameter.flatten().tolist()) for parameter in begun}) == len(begun) == 4 * model.num_layers
+    for name, parameter in factors.items():
+        assert torch.equal(parameter, again[name])
+        assert torch.equal(parameter, others[name]) == name.endswith("_B")
+        assert name.endswith("_A") or not parameter.any()
+
+
+def test_the_shapes_that_settings_give_are_the_models():
+    model = small_model(qk_norm=True)
+    built, _ = build(model, lora=LORA)
+    shapes = parameter_shapes(model, LORA)
+    assert {name: tuple(parameter.shape) for name, parameter in built.gpt.named_parameters()} == shapes
+    assert parameter_shapes(model, lora(trains=["norms"])) == parameter_shapes(model)
+
+
+def test_gradients_in_bf16_are_close_to_those_in_fp32():
+    gradients = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_model()
+        built, _ = build(model, dtype=dtype, lora=LORA)
+        loss = built(random_tokens(seed=1), random_tokens(seed=2))
+        loss.backward()
+        gradients[dtype] = {name: p.grad.float() for name, p in named(built, "lora").items()}
+    for name, expected in gradients[torch.float32].items():
+        assert expected.any() and (gradients[torch.bfloat16][name] - expected).norm() < 0.05 * expected.norm(), name
