@@ -1,26 +1,72 @@
-"""Show what an indexed dataset holds and check that its files are intact; the exit code is 1 if they are not.
+"""Show what indexed datasets hold and check that their files are intact; the exit code is 1 if they are not.
 
-python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
+    python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
+    python tools/inspect_dataset.py data/books data/web --seq-length 8192 --long-documents 8192 0.6 --plot reach.png
+
+The second also shows how far into their documents training will reach: with --seq-length, what share of a run's
+positions have at least so many tokens of their own document before them in their sequence, for the datasets as they
+are and for a run with data.long_documents. It is computed from the lengths of all documents, without data.split.
 """
 
 import argparse
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.long_documents import share_past_in_mix, share_past_in_stream
+from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.files import atomic_output
+
+_PLOTTED = 65
 
 
 def main() -> None:
-    """Parse the command line, check the dataset and describe it."""
+    """Parse the command line, check the datasets and describe them."""
     arguments = parser().parse_args()
+    check(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    dataset = IndexedDatasetReader(arguments.prefix)
+    datasets = [IndexedDatasetReader(prefix) for prefix in arguments.prefix]
+    for prefix, dataset in zip(arguments.prefix, datasets):
+        if len(datasets) > 1:
+            print(f"{prefix}:")
+        describe(prefix, dataset, tokenizer)
+    lengths = [dataset.document_lengths() for dataset in datasets]
+    print("\n" + histogram(np.concatenate(lengths)), end="")
+    if arguments.seq_length is not None:
+        # The units that training shuffles.
+        sequences = [dataset.lengths for dataset in datasets]
+        print("\n" + reach_table(sequences, arguments), end="")
+        if arguments.plot:
+            plot_reach(sequences, arguments)
+    for prefix, dataset in zip(arguments.prefix, datasets):
+        for index in range(min(arguments.documents, len(dataset))):
+            print(
+                f"\n{f'{prefix}, ' if len(datasets) > 1 else ''}{text_of(dataset, index, tokenizer, arguments.tokens)}"
+            )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options that contradict each other."""
+    needing = {"--long-documents": arguments.long_documents, "--past": arguments.past, "--plot": arguments.plot}
+    for option, value in needing.items():
+        if value is not None and arguments.seq_length is None:
+            raise ValueError(f"{option} needs --seq-length; give the length of training sequences")
+    if arguments.weights is not None and len(arguments.weights) != len(arguments.prefix):
+        raise ValueError(
+            f"--weights gives {len(arguments.weights)} for {len(arguments.prefix)} datasets; give one each"
+        )
+    if arguments.seq_length is not None and max(arguments.past or [0]) >= arguments.seq_length:
+        raise ValueError(f"--past {max(arguments.past)} is not below --seq-length {arguments.seq_length}; lower it")
+
+
+def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None) -> None:
+    """Print a dataset's size; raises ValueError if it is damaged."""
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
-        raise ValueError(f"{arguments.prefix} is not whole: {'; '.join(problems)}; write it again")
+        raise ValueError(f"{prefix} is not whole: {'; '.join(problems)}; write it again")
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
@@ -30,24 +76,151 @@ def main() -> None:
             f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
             f"max {lengths.max():,}"
         )
-    for index in range(min(arguments.documents, len(dataset))):
-        ids = dataset.document(index)
-        print(f"\ndocument {index}, {len(ids):,} tokens:")
-        shown = ids[: arguments.tokens].tolist()
-        print(
-            (tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown)))
-            + (" ..." if len(shown) < len(ids) else "")
+
+
+def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int) -> str:
+    """Return the beginning of a document, as text or ids, under a heading."""
+    ids = dataset.document(index)
+    shown = ids[:tokens].tolist()
+    text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
+    return f"document {index}, {len(ids):,} tokens:\n{text}{' ...' if len(shown) < len(ids) else ''}"
+
+
+def histogram(lengths: np.ndarray) -> str:
+    """Return documents and tokens by length, in bins whose bounds are powers of two."""
+    if not len(lengths):
+        return "no document\n"
+    bins = np.frexp(lengths)[1]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
+    documents = np.bincount(bins)
+    tokens = np.bincount(bins, weights=lengths)
+    lines = [f"{'tokens in a document':>24}  {'documents':>18}  {'tokens':>23}"]
+    for k in range(int(bins.min()), len(documents)):
+        bounds = f"{2**k // 2:,} to {2**k - 1:,}" if k else "0"
+        share = 100 * tokens[k] / max(1, tokens.sum())
+        lines.append(
+            f"{bounds:>24}  {documents[k]:>10,} {100 * documents[k] / len(lengths):5.1f} %  "
+            f"{tokens[k]:>15,.0f} {share:5.1f} %  {'#' * round(share / 2)}"
         )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def reach_table(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> str:
+    """Return what share of positions lies past each distance, for the datasets as they are and mixed as asked."""
+    seq_length = arguments.seq_length
+    distances = arguments.past or [seq_length * eighths // 8 for eighths in (1, 2, 4, 6)]
+    rows = reach(lengths, arguments, distances)
+    width = max(map(len, rows))
+    lines = [
+        f"share of positions with at least so many tokens of their document before them in sequences of {seq_length:,}",
+        " " * width + "".join(f"{distance:>10,}" for distance in distances),
+    ]
+    lines += [f"{name:{width}}" + "".join(f"{100 * value:8.1f} %" for value in row) for name, row in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def reach(
+    lengths: Sequence[np.ndarray], arguments: argparse.Namespace, distances: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Return the share of positions past each distance by name of the mix."""
+    seq_length = arguments.seq_length
+    tokens = np.array([values.sum(dtype=np.int64) for values in lengths], dtype=float)
+    parts = tokens if arguments.weights is None else np.array(arguments.weights)
+    shares = [share_past_in_stream(values, seq_length, distances) for values in lengths]
+    rows = {"all documents alike": np.average(shares, axis=0, weights=parts if parts.sum() else None)}
+    if arguments.long_documents is not None:
+        minimum, share = arguments.long_documents
+        for name, pool, of_mix in (("at least", np.greater_equal, share), ("less than", np.less, 1 - share)):
+            largest = max(int(values[pool(values, minimum)].sum(dtype=np.int64)) for values in lengths)
+            if of_mix and largest <= seq_length:
+                raise ValueError(
+                    f"--long-documents {minimum:g} {share:g} draws {100 * of_mix:g} % from documents of {name} "
+                    f"{minimum:g} tokens, but no dataset has more than {largest:,} tokens in these, too few for a "
+                    "sequence of --seq-length; choose another minimum or share"
+                )
+        rows[f"long_documents: {{minimum: {minimum:g}, share: {share:g}}}"] = share_past_in_mix(
+            lengths, arguments.weights, seq_length, distances, minimum, share
+        )
+    rows["one document per sequence"] = np.array([1 - distance / seq_length for distance in distances])
+    return rows
+
+
+def plot_reach(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> None:
+    """Write a picture of the reach by distance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    distances = np.linspace(0, arguments.seq_length - 1, min(_PLOTTED, arguments.seq_length)).astype(int)
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for name, row in reach(lengths, arguments, distances.tolist()).items():
+        axes.plot(distances, 100 * row, label=name, linestyle=":" if name.startswith("one") else "-")
+    axes.set(
+        xlabel="tokens of the document before a position, within its sequence",
+        ylabel="positions with at least so many (%)",
+        title=f"sequences of {arguments.seq_length:,} tokens",
+        xlim=(0, arguments.seq_length),
+        ylim=(0, 100),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    with atomic_output(arguments.plot, overwrite=True) as file:
+        figure.savefig(file, format="png", dpi=110)
+    plt.close(figure)
+    command_line.say(f"{arguments.plot}: written")
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+class _LongDocuments(argparse.Action):
+    """Read MINIMUM and SHARE."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            minimum, share = whole_number(values[0]), positive(values[1])
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if share > 1:
+            raise argparse.ArgumentError(self, f"{values[1]!r} is not a share of at most 1")
+        setattr(namespace, self.dest, (minimum, share))
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
-    add("prefix", metavar="P", help="the dataset is P.bin and P.idx")
+    add("prefix", metavar="P", nargs="+", help="a dataset is P.bin and P.idx")
     add("--tokenizer", help="decode with it, and check that every id is in its vocabulary")
     add("--documents", type=int, default=1, metavar="N", help="show the first N documents (default: %(default)s)")
     add("--tokens", type=int, default=200, metavar="N", help="show N tokens of each at most (default: %(default)s)")
+    add("--seq-length", type=whole_number, metavar="L", help="show how far sequences of L tokens reach into documents")
+    add(
+        "--long-documents",
+        nargs=2,
+        metavar=("MINIMUM", "SHARE"),
+        action=_LongDocuments,
+        help="show it also for data.long_documents: {minimum: MINIMUM, share: SHARE}",
+    )
+    add("--weights", nargs="+", type=positive, metavar="W", help="one per dataset (default: their tokens)")
+    add("--past", nargs="+", type=whole_number, metavar="N", help="distances (default: 1/8, 1/4, 1/2 and 3/4 of L)")
+    add("--plot", metavar="F.png", help="also draw it for all distances")
     return result
 
 

@@ -14,6 +14,7 @@ FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision"
 ORDER_KEYS = (
     "data.prefix",
     "data.split",
+    "data.long_documents",
     "train.seed",
     "train.steps",
     "train.global_batch_size",

@@ -234,6 +234,8 @@ def _validate_data(config: RunConfig) -> None:
         data.reset_attention_mask and data.tokenizer is None,
         "data.reset_attention_mask is true, but data.tokenizer, which knows the end-of-document id, is null; set it",
     )
+    if data.long_documents is not None:
+        _validate_long_documents(config)
     samples = "sample" in config.train.evaluations and config.logging.sample_tokens > 0
     refuse(
         interval is not None and samples and data.tokenizer is None,
@@ -241,6 +243,29 @@ def _validate_data(config: RunConfig) -> None:
         "is null; set it or set sample_tokens to 0",
     )
     refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
+
+
+def _validate_long_documents(config: RunConfig) -> None:
+    setting = config.data.long_documents
+    refuse(
+        set(setting) != {"minimum", "share"},
+        f"data.long_documents is {shown(setting)}; give it the keys minimum and share, such as "
+        "{minimum: 8192, share: 0.6}",
+    )
+    minimum, share = setting["minimum"], setting["share"]
+    refuse(
+        not isinstance(minimum, int) or minimum < 1,
+        f"data.long_documents.minimum is {minimum}; set it to a whole number of tokens, at least 1",
+    )
+    refuse(
+        not 0 < share <= 1,
+        f"data.long_documents.share is {share}; set it above 0 and at most to 1, or remove long_documents",
+    )
+    refuse(
+        not config.data.reset_attention_mask,
+        "data.long_documents is set, but data.reset_attention_mask is false, so that tokens would attend to the "
+        "documents before their own; set it to true",
+    )
 
 
 def _validate_evaluations(config: RunConfig) -> None:

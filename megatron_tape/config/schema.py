@@ -86,6 +86,11 @@ class DataConfig:
     """The tokenizer with which the data was made; needed to sample text and to find document ends."""
     reset_attention_mask: bool = False
     """Keep packed documents from attending to each other."""
+    long_documents: dict[str, int | float] | None = None
+    """Draw a share of the training tokens from long documents, as {minimum: 8192, share: 0.6}: 60 % from documents of
+    at least 8192 tokens, the rest from the others. Sequences begin where long documents do as far as possible. Needs
+    reset_attention_mask; validation data stays the same. Several datasets keep their proportions among the long
+    documents and among the others; one without enough of either is left out there. null draws all documents alike."""
     num_workers: int = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: str | None = None

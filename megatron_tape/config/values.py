@@ -42,7 +42,7 @@ def describe(kind: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]])
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
-    if origin is dict and arguments[1] is float:
+    if origin is dict and arguments[1] in (float, int | float):
         return "a mapping of names to numbers"
     return {list: "a list", dict: "a mapping"}.get(origin or kind) or _WORDS.get(kind, "a value")
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.evaluations import ON_VALIDATION_DATA
 from megatron_tape.config.schema import RunConfig, blend, split_shares
+from megatron_tape.data.mixing import DatasetSettings, build_split, mix_with_long_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -210,9 +210,11 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     train = config.train
     evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    sizes = [train.steps * train.global_batch_size, train.eval_steps * train.global_batch_size if evaluates else 0, 0]
+    sizes = {"training": train.steps * train.global_batch_size}
+    if evaluates:
+        sizes["validation"] = train.eval_steps * train.global_batch_size
     whole_blend = _weighted_blend(config)
-    settings = GPTDatasetConfig(
+    settings = DatasetSettings(
         random_seed=train.seed,
         sequence_length=config.model.seq_length,
         blend=whole_blend,
@@ -224,19 +226,19 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    needed = ["training", "validation"][: 1 + evaluates]
+    speaks = layout.rank == 0
+    if speaks:
+        logger.info("building the index of %s training sequences", f"{sizes['training']:,}")
+    started = time.monotonic()
+    datasets = []
     # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without
     # documents, so splits that are not needed and datasets that are too small are left out.
-    bounds = settings.split_matrix
-    blends = [_large_enough(name, *whole_blend, bounds[i], config, layout.rank == 0) for i, name in enumerate(needed)]
-    started = time.monotonic()
-    if layout.rank == 0:
-        logger.info("building the index of %s training sequences", f"{sizes[0]:,}")
-    datasets = []
-    for i, members in enumerate(blends):
-        split = replace(settings, blend=members)
-        split.split_matrix = [bounds[i] if j == i else None for j in range(len(bounds))]
-        datasets.append(BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, split).build()[i])
-    if layout.rank == 0:
+    for i, (name, size) in enumerate(sizes.items()):
+        if i == 0 and config.data.long_documents is not None:
+            datasets.append(mix_with_long_documents(config, settings, size, speaks))
+            continue
+        members = _large_enough(name, *whole_blend, settings.split_matrix[i], config, speaks)
+        datasets.append(build_split(GPTDataset, replace(settings, blend=members), i, size))
+    if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
     return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod)

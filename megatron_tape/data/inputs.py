@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.config.values import shown
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 
@@ -61,7 +62,7 @@ def check_same_vocabulary(checkpoint: Path, state: dict, tokenizer: Tokenizer, c
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Raise `ConfigError` if a dataset is damaged, or lacks the document ends that the run needs."""
+    """Raise `ConfigError` if a dataset is damaged, or lacks the document ends or lengths that the run needs."""
     tokenizer = load_run_tokenizer(config)
     for prefix in blend(config.data.prefix)[0]:
         try:
@@ -76,6 +77,8 @@ def check_datasets(config: RunConfig) -> None:
             f"data.reset_attention_mask is true, but the documents of {prefix} do not end in data.tokenizer's "
             "end-of-document token; preprocess them again with --append-eod",
         )
+    if config.data.long_documents is not None:
+        find_pools(config)
 
 
 def check_inputs(config: RunConfig) -> None:

@@ -38,6 +38,63 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path, run_tool):
     assert run_tool("inspect_dataset", tmp_path / "data", "--tokens", 2).stdout.endswith("3 tokens:\n5 6 ...\n")
 
 
+def write(prefix, lengths):
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add(bytes(2 * sum(lengths)), np.array(lengths))
+        writer.finish()
+    return prefix
+
+
+def test_documents_and_tokens_are_counted_by_length(tmp_path, run_tool):
+    write(tmp_path / "data", [1, 4, 4, 7, 8, 0, 100])
+    output = run_tool("inspect_dataset", tmp_path / "data", "--documents", 0).stdout
+    assert output.split("tokens in a document")[1].splitlines()[1:] == [
+        "                       0           1  14.3 %                0   0.0 %",
+        "                  1 to 1           1  14.3 %                1   0.8 %",
+        "                  2 to 3           0   0.0 %                0   0.0 %",
+        "                  4 to 7           3  42.9 %               15  12.1 %  ######",
+        "                 8 to 15           1  14.3 %                8   6.5 %  ###",
+        "                16 to 31           0   0.0 %                0   0.0 %",
+        "                32 to 63           0   0.0 %                0   0.0 %",
+        "               64 to 127           1  14.3 %              100  80.6 %  " + 40 * "#",
+    ]
+
+
+def test_the_reach_of_a_mix_is_shown(tmp_path, run_tool):
+    """Its figures are compared with real batches in tests/data/test_long_documents.py."""
+    long, short = write(tmp_path / "long", [161] * 10), write(tmp_path / "short", [16] * 100)
+    options = ["--documents", 0, "--seq-length", 32, "--past", 8, 16]
+    output = run_tool("inspect_dataset", long, short, *options, "--long-documents", 100, 0.5).stdout
+    rows = [line.split() for line in output.splitlines()[-4:]]
+    # Half of the short documents' tokens are 8 or more from their start, of which a quarter follow a cut. The 161
+    # tokens of the long ones are five sequences and a label.
+    assert rows[0] == ["8", "16"]
+    alike = [(1610 * 153 / 161 + 1600 * 8 / 16) / 3210 * 0.75, 1610 * 145 / 161 / 3210 * 0.5]
+    assert rows[1][-4:] == [f"{100 * alike[0]:.1f}", "%", f"{100 * alike[1]:.1f}", "%"]
+    assert rows[2][-4:] == [f"{50 * 0.75 + 50 * 0.5 * 0.75:.1f}", "%", "25.0", "%"]
+    assert rows[3][-4:] == ["75.0", "%", "50.0", "%"]
+    weighted = ["--long-documents", 100, 0.5, "--weights", 1, 3, "--plot", tmp_path / "reach.png"]
+    output = run_tool("inspect_dataset", long, short, *options, *weighted).stdout
+    assert f"{0.75 * 100 * (0.25 * 153 / 161 + 0.75 * 8 / 16):.1f} %" in output.splitlines()[-3]
+    assert (tmp_path / "reach.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
+    long = write(tmp_path / "long", [161] * 10)
+    for options, message in (
+        (["--long-documents", 100, 0.5], "--long-documents needs --seq-length"),
+        (["--seq-length", 32, "--past", 32], "--past 32 is not below --seq-length 32"),
+        (["--weights", 1, 2], "--weights gives 2 for 1 datasets"),
+        (["--seq-length", 32, "--long-documents", 200, 0.5], "documents of at least 200 tokens, but no dataset has"),
+        (["--seq-length", 32, "--long-documents", 100, 0.5], "documents of less than 100 tokens, but no dataset has"),
+    ):
+        error = run_tool("inspect_dataset", long, *options, code=1).stderr
+        assert message in error and error.rstrip().count("\n") == error.count("checking")
+    for minimum, share in ((0, 0.5), (1.5, 0.5), (8, 0), (8, 1.1), (8, "nan")):
+        error = run_tool("inspect_dataset", long, "--seq-length", 32, "--long-documents", minimum, share, code=2).stderr
+        assert "error: argument --long-documents: '" in error
+
+
 def damage(path, offset, data):
     content = bytearray(path.read_bytes())
     content[offset : offset + len(data)] = data

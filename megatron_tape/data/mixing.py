@@ -1,0 +1,103 @@
+"""Training data of which `data.long_documents.share` comes from long documents."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.data.long_documents import find_pools, share_past_in_mix, training_lengths
+from megatron_tape.data.windows import DocumentWindows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DatasetSettings(GPTDatasetConfig):
+    """What Megatron's datasets are built from; `ShorterDocuments` have less than `documents_below` tokens."""
+
+    documents_below: int | None = None
+
+
+class ShorterDocuments(GPTDataset):
+    """A `GPTDataset` of those documents only that have less than `documents_below` tokens."""
+
+    def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
+        shorter = indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
+        super().__init__(indexed_dataset, dataset_path, indexed_indices[shorter], num_samples, index_split, config)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        # A hash of these names the cached index. The indices are not among them.
+        return [*GPTDataset._key_config_attributes(), "documents_below"]
+
+
+class Mixed(Dataset):
+    """`size` samples of several datasets in fixed proportions, spread evenly by Megatron's rule for blends.
+
+    `counts` says how many samples come from each; add `datasets` in the order of `weights`.
+    """
+
+    def __init__(self, weights: Sequence[float], size: int):
+        self.datasets: list[Dataset] = []
+        self._dataset, self._sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        shares = [weight / sum(weights) for weight in weights]
+        helpers.build_blending_indices(self._dataset, self._sample, shares, len(shares), size, False)
+        self.counts = np.bincount(self._dataset, minlength=len(shares)).tolist()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.datasets[self._dataset[index]][int(self._sample[index])]
+
+
+def build_split(kind: type[GPTDataset], settings: DatasetSettings, split: int, size: int) -> Dataset:
+    """Build (or read from the cache) at least `size` samples of one split: 0 for training, 1 for validation."""
+    alone = replace(settings)
+    alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
+    sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
+
+
+def mix_with_long_documents(config: RunConfig, settings: DatasetSettings, size: int, speaks: bool) -> Mixed:
+    """Return `size` training samples of `settings.blend`, a share of them windows of long documents.
+
+    Raises ConfigError if long documents, or others where needed, are less than a sequence. `speaks` logs what is drawn.
+    """
+    minimum, share = config.data.long_documents["minimum"], config.data.long_documents["share"]
+    prefixes, weights = blend(config.data.prefix)
+    lengths = {prefix: training_lengths(prefix, config.data.split) for prefix in prefixes}
+    pools = find_pools(config)
+    mix = Mixed([share, 1 - share] if pools.others else [1.0], size)
+    long = Mixed([member.weight for member in pools.long], mix.counts[0])
+    for member, count in zip(pools.long, long.counts):
+        documents = np.flatnonzero(lengths[member.prefix] >= minimum)
+        windows = DocumentWindows(IndexedDataset(member.prefix), documents, config.model.seq_length, config.train.seed)
+        long.datasets.append(windows)
+        if speaks:
+            logger.info(
+                f"{member.prefix}: {len(documents):,} of {len(lengths[member.prefix]):,} training documents have at "
+                f"least {minimum:,} tokens; the run draws them {count / windows.samples_per_epoch:.2f} times"
+            )
+    mix.datasets.append(long)
+    if pools.others and mix.counts[1]:
+        of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
+        blend_of_others = ([member.prefix for member in pools.others], of_others)
+        shorter = replace(settings, blend=blend_of_others, documents_below=minimum)
+        mix.datasets.append(build_split(ShorterDocuments, shorter, 0, mix.counts[1]))
+    if speaks:
+        far = config.model.seq_length // 2
+        mixed = share_past_in_mix(list(lengths.values()), weights, config.model.seq_length, [far], minimum, share)
+        logger.info(
+            f"{100 * mixed[0]:.1f} % of training positions are {far:,} or more tokens into their document "
+            "(50 % would be if each sequence were one document)"
+        )
+    return mix

@@ -1,0 +1,66 @@
+"""Windows that begin where their documents do, in an order that only the seed decides."""
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_tape.data.long_documents import windows_of
+
+
+class DocumentWindows(Dataset):
+    """Endless epochs over documents of a dataset, each in an order of its own.
+
+    Megatron's `GPTDataset` cuts its stream of documents anywhere, so that a document of one and a half windows rarely
+    fills one. Here a document gives as many whole windows as it can, from its start; what is left of all documents
+    is shuffled, joined and cut into windows as `GPTDataset` does. An epoch has every token once, but for the last
+    incomplete window. `documents` are indices of the dataset's sequences with more than `seq_length` tokens in all.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: np.ndarray, seq_length: int, seed: int):
+        self._dataset, self._documents, self._seq_length, self._seed = dataset, documents, seq_length, seed
+        self._whole, self._left = windows_of(dataset.sequence_lengths[documents], seq_length)
+        self._ends_of_whole = np.cumsum(self._whole)
+        self.samples_per_epoch = int(self._whole.sum()) + max(0, int(self._left.sum()) - 1) // seq_length
+        self._epoch = None
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        epoch, index = divmod(int(index), self.samples_per_epoch)
+        if epoch != self._epoch:
+            self._begin(epoch)
+        index = int(self._samples[index])
+        whole = index < self._ends_of_whole[-1]
+        text = self._whole_window(index) if whole else self._window_of_rests(index - int(self._ends_of_whole[-1]))
+        text = torch.from_numpy(text.astype(np.int64))
+        return {"tokens": text[:-1], "labels": text[1:]}
+
+    def _begin(self, epoch: int) -> None:
+        # numpy promises that this generator's numbers never change.
+        random = np.random.RandomState([self._seed, epoch])
+        self._samples = random.permutation(self.samples_per_epoch)
+        self._order = random.permutation(np.flatnonzero(self._left))
+        self._ends_of_rests = np.cumsum(self._left[self._order])
+        self._epoch = epoch
+
+    def _whole_window(self, index: int) -> np.ndarray:
+        place = int(np.searchsorted(self._ends_of_whole, index, side="right"))
+        window = index - int(self._ends_of_whole[place] - self._whole[place])
+        return self._dataset.get(
+            int(self._documents[place]), offset=window * self._seq_length, length=self._seq_length + 1
+        )
+
+    def _window_of_rests(self, index: int) -> np.ndarray:
+        start = index * self._seq_length
+        missing, parts = self._seq_length + 1, []
+        number = int(np.searchsorted(self._ends_of_rests, start, side="right"))
+        while missing:
+            place = int(self._order[number])
+            left, begun = int(self._left[place]), int(self._ends_of_rests[number]) - int(self._left[place])
+            skipped = max(0, start - begun)
+            length = min(missing, left - skipped)
+            offset = int(self._whole[place]) * self._seq_length + skipped
+            parts.append(self._dataset.get(int(self._documents[place]), offset=offset, length=length))
+            missing -= length
+            number += 1
+        return np.concatenate(parts)

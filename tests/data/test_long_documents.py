@@ -1,0 +1,237 @@
+"""`data.long_documents`: what is drawn, from where in its document, in which order, and how far it reaches."""
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from models import small_model
+
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.data.batches import build_batches
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.data.inputs import check_datasets
+from megatron_tape.data.long_documents import share_past_in_mix, share_past_in_stream
+from megatron_tape.data.windows import DocumentWindows
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
+
+LENGTH = 32
+EOD = 0
+NAMES = ("books", "web", "notes")
+
+
+def write(prefix, lengths, first_token):
+    """Documents of tokens that occur nowhere else, `first_token`, `first_token` + 1, ..., each closed by EOD."""
+    tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
+    tokens[np.cumsum(lengths) - 1] = EOD
+    with IndexedDatasetWriter(prefix, np.dtype("<i4")) as writer:
+        writer.add(tokens.tobytes(), np.array(lengths))
+        writer.finish()
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    random = np.random.RandomState(0)
+    return {
+        "books": [int(length) for length in random.randint(20, 150, 200)],
+        "web": [int(length) for length in random.randint(2, 60, 400)],
+        "notes": [int(length) for length in random.randint(2, 30, 300)],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, lengths):
+    folder = tmp_path_factory.mktemp("data")
+    for index, name in enumerate(NAMES):
+        write(folder / name, lengths[name], 100_000 * index + 1)
+    return folder
+
+
+@pytest.fixture
+def configure(folder, tmp_path):
+    def make(names, minimum, share, steps=50, weights=None, **data):
+        prefixes = [str(folder / name) for name in names]
+        return RunConfig(
+            model=small_model(seq_length=LENGTH, vocab_size=10**6),
+            data=DataConfig(
+                prefix=prefixes if weights is None else dict(zip(prefixes, weights)),
+                split="90,10,0",
+                cache_directory=str(tmp_path / "cache"),
+                reset_attention_mask=True,
+                long_documents={"minimum": minimum, "share": share},
+                **data,
+            ),
+            train=TrainConfig(steps=steps, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"),
+        )
+
+    return make
+
+
+def build(config):
+    return build_batches(config, initialize_distributed(1), EOD)
+
+
+def origins(rows, lengths):
+    """For each token, the length and the number of its document in `books`, `web`, ...; EOD counts with its label."""
+    known = {}
+    for index, name in enumerate(NAMES):
+        ends = np.cumsum(lengths[name])
+        known[name] = (100_000 * index + 1, ends)
+    found = []
+    for row in rows:
+        row = row[row != EOD]
+        name = NAMES[int(row[0]) // 100_000]
+        first, ends = known[name]
+        documents = np.searchsorted(ends, row - first, side="right")
+        found.append((name, documents, np.array(lengths[name])[documents]))
+    return found
+
+
+def tokens_of(batches, first_step=1):
+    return [row.numpy() for batch in batches.training(first_step) for row in batch["tokens"]]
+
+
+def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(configure, lengths):
+    config = configure(["books", "web"], 64, 0.6)
+    rows = tokens_of(build(config))
+    assert len(rows) == 200
+    long = [bool((sizes >= 64).all()) for _, _, sizes in origins(rows, lengths)]
+    short = [bool((sizes < 64).all()) for _, _, sizes in origins(rows, lengths)]
+    assert all(a != b for a, b in zip(long, short)) and sum(long) == 120
+    assert all(abs(sum(long[: i + 1]) - 0.6 * (i + 1)) <= 1 for i in range(200))  # spread evenly
+    # The split's last tenth of the documents is for validation, which does not know of long documents.
+    training = {"books": 180, "web": 360}
+    assert all((documents < training[name]).all() for name, documents, _ in origins(rows, lengths))
+    validation = [batch["tokens"].tolist() for batch in build(config).evaluation()]
+    config.data.long_documents = None
+    assert validation == [batch["tokens"].tolist() for batch in build(config).evaluation()]
+
+
+def test_datasets_keep_their_proportions_among_long_documents_and_among_the_others(configure, lengths):
+    names = ["books", "web", "notes"]
+    found = origins(tokens_of(build(configure(names, 40, 0.5, 100, weights=[0.2, 0.2, 0.6]))), lengths)
+    counts = {name: [0, 0] for name in names}
+    for name, _, sizes in found:
+        counts[name][int(sizes.max() < 40)] += 1
+    # notes has no document of 40 tokens, so that the long half is shared by the two others alone.
+    assert counts == {"books": [100, 40], "web": [100, 40], "notes": [0, 120]}
+    found = origins(tokens_of(build(configure(["books", "web"], 40, 0.5, 100))), lengths)
+    long = {name: sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if n >= 40) for name in ("books", "web")}
+    drawn = sum(name == "books" and sizes.min() >= 40 for name, _, sizes in found)
+    assert drawn == pytest.approx(200 * long["books"] / sum(long.values()), abs=1)
+
+
+def test_settings_do_not_share_cached_indices(configure, lengths, tmp_path):
+    for minimum in (64, 40, 50):
+        rows = tokens_of(build(configure(["books"], minimum, 0.5)))
+        sizes = [sizes for _, _, sizes in origins(rows, lengths)]
+        assert sum((of_row < minimum).all() for of_row in sizes) == sum((of_row >= minimum).all() for of_row in sizes)
+    assert len(list((tmp_path / "cache").glob("*ShorterDocuments-train-document_index.npy"))) == 3
+
+
+def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
+    config = configure(["books", "web"], 64, 0.6)
+    whole = tokens_of(build(config))
+    config.data.num_workers, config.train.micro_batch_size = 2, 2
+    assert np.array_equal(np.array(tokens_of(build(config), first_step=21)), np.array(whole[80:]))
+    config.train.seed += 1
+    other = tokens_of(build(config))
+    assert not np.array_equal(np.array(other), np.array(whole))
+
+
+def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(folder, lengths):
+    dataset = IndexedDataset(str(folder / "books"))
+    documents = np.flatnonzero(np.array(lengths["books"]) >= 30)
+    windows = DocumentWindows(dataset, documents, LENGTH, seed=5)
+    starts = np.cumsum(lengths["books"]) - lengths["books"] + 1
+    used = np.concatenate([np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents])
+    orders = []
+    for epoch in range(2):
+        range_of_epoch = range(epoch * windows.samples_per_epoch, (epoch + 1) * windows.samples_per_epoch)
+        samples = [windows[i] for i in range_of_epoch]
+        assert all(len(sample["tokens"]) == len(sample["labels"]) == LENGTH for sample in samples)
+        assert all(torch.equal(sample["tokens"][1:], sample["labels"][:-1]) for sample in samples)
+        inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
+        inputs = inputs[inputs != EOD]
+        assert len(set(inputs)) == len(inputs) and set(inputs) <= set(used)
+        # A window's last label can be a token that is no input elsewhere; the last incomplete window is left out.
+        assert len(used) - len(inputs) < LENGTH + len(documents)
+        whole = [s["tokens"].numpy() for s in samples if (s["tokens"][1:] - s["tokens"][:-1] == 1).all()]
+        assert len(whole) >= sum((n - 1) // LENGTH for n in lengths["books"] if n >= 30)
+        full = {int(start) + LENGTH * k for d in documents for start in [starts[d]]
+                for k in range((lengths["books"][d] - 1) // LENGTH)}  # fmt: skip
+        assert full <= {int(tokens[0]) for tokens in whole}
+        orders.append([int(sample["tokens"][0]) for sample in samples])
+    assert orders[0] != orders[1]
+    again = DocumentWindows(dataset, documents, LENGTH, seed=5)
+    assert torch.equal(again[windows.samples_per_epoch + 3]["labels"], windows[windows.samples_per_epoch + 3]["labels"])
+
+
+@pytest.mark.parametrize("sizes, expected", [([33], 1), ([65], 2), ([64, 20], 2), ([20, 13], 1), ([33, 33], 2)])
+def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected):
+    write(tmp_path / "data", sizes, 1)
+    windows = DocumentWindows(IndexedDataset(str(tmp_path / "data")), np.arange(len(sizes)), LENGTH, seed=0)
+    assert windows.samples_per_epoch == expected
+    for index in range(2 * expected):
+        assert len(windows[index]["tokens"]) == LENGTH
+
+
+def share_past(rows, distances):
+    """Count the positions of real batches that lie so far after the start of their document in the window."""
+    far = np.zeros(len(distances))
+    for row in rows:
+        start = 0
+        for position, token in enumerate(row):
+            far += position - start >= np.array(distances)
+            start = position + 1 if token == EOD else start
+    return far / (LENGTH * len(rows))
+
+
+@pytest.mark.parametrize("minimum, share, weights", [(64, 0.6, None), (40, 0.3, [0.8, 0.2]), (150, 1.0, None)])
+def test_the_computed_reach_is_that_of_real_batches(configure, lengths, folder, tmp_path, minimum, share, weights):
+    if minimum == 150:  # whole windows alone
+        write(folder / "long", [161] * 30, 900_000)
+        lengths, names = {"long": [161] * 30}, ["long"]
+    else:
+        names = ["books", "web"]
+    rows = tokens_of(build(configure(names, minimum, share, steps=700, weights=weights)))
+    training = [np.array(lengths[name][: len(lengths[name]) * 9 // 10]) for name in names]
+    distances = [1, 4, 8, 16, 24, 31]
+    computed = share_past_in_mix(training, weights, LENGTH, distances, minimum, share)
+    assert computed == pytest.approx(share_past(rows, distances), abs=0.01)
+    if minimum == 150:
+        assert computed == pytest.approx([31 / 32, 28 / 32, 24 / 32, 0.5, 8 / 32, 1 / 32])
+
+
+def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, lengths):
+    config = configure(["books"], 1, 1.0, steps=700)
+    config.data.long_documents = None
+    rows = tokens_of(build(config))
+    computed = share_past_in_stream(np.array(lengths["books"][:180]), LENGTH, [1, 8, 16, 24])
+    assert computed == pytest.approx(share_past(rows, [1, 8, 16, 24]), abs=0.01)
+
+
+def test_what_is_drawn_is_said(configure, caplog):
+    caplog.set_level("INFO")
+    build(configure(["books"], 64, 0.5))
+    assert "of 180 training documents have at least 64 tokens; the run draws them" in caplog.text
+    assert "% of training positions are 16 or more tokens into their document" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "names, minimum, share, message",
+    [
+        (["web"], 64, 0.6, r"minimum is 64, but the training documents of at least 64 tokens in .*web hold 0 tokens, "
+         r"too few for a sequence of model.seq_length 32 \(of 360 documents the longest has 59 tokens, one in ten has "
+         r"more than \d+ and half have more than \d+\); lower minimum, or add longer documents$"),
+        (["web", "notes"], 64, 0.6, "at least 64 tokens in the largest dataset hold 0 tokens"),
+        (["books"], 20, 0.6, "share is 0.6, but the training documents of less than 20 tokens in .* set share to 1"),
+    ],
+)  # fmt: skip
+def test_pools_without_a_sequence_are_refused_before_training(configure, monkeypatch, names, minimum, share, message):
+    config = configure(names, minimum, share)
+    for start in (check_datasets, build):
+        monkeypatch.setattr("megatron_tape.data.inputs.load_run_tokenizer", lambda config: type("T", (), {"eod": EOD}))
+        with pytest.raises(ConfigError, match=message) as refusal:
+            start(config)
+        assert "\n" not in str(refusal.value)
