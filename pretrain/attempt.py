@@ -30,6 +30,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.extension.base import begins_with_base, check_base, check_command, with_base_settings
 from megatron_tape.files import SUFFIX, atomic_directory, remove
 from megatron_tape.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
@@ -37,10 +38,7 @@ from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, 
 EXIT_TRY_AGAIN = 75
 """Exit status if the file system does not answer; for a configuration that cannot work it is 2."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
-COMES_LATER = {
-    "pretrain.extend_context": "context extension",
-    "pretrain.evaluate": "evaluation",
-}
+COMES_LATER = {"pretrain.evaluate": "evaluation"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.verb == "check":
-            config = parse_run_config(_arguments(options.arguments, ""))
+            config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
             validate(config, config.parallel.tensor_model_parallel_size)
             check_inputs(config)
         elif options.verb == "decide":
@@ -93,9 +91,10 @@ def begin(options: argparse.Namespace) -> None:
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
     if requeued:
-        config = parse_run_config(["--config", str(link.resolve() / "config.yaml")])
+        config = parse_run_config(["--config", str(link.resolve() / "config.yaml")], with_base_settings)
     else:
-        config = parse_run_config(_arguments(options.arguments, options.scratch))
+        config = parse_run_config(_arguments(options.arguments, options.scratch), with_base_settings)
+    check_command(config, extends=options.module == "pretrain.extend_context")
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
     # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.
@@ -108,6 +107,8 @@ def begin(options: argparse.Namespace) -> None:
     check_inputs(config)
     check_datasets(config)
     _check_directories(config)
+    if begins_with_base(config):
+        check_base(config)
     start = _start(config)
     if start is not None and (start / STATE).is_file():
         check_same_model(start, config)

@@ -12,6 +12,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.extension.base import with_base_settings
 
 GIB = 2**30
 HEADROOM = 0.06
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         processes, gib = options.processes, options.gpu_memory
         refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         refuse(gib is not None and not is_positive(gib), f"--gpu-memory is {gib}; give a number of GiB above 0")
-        config = parse_run_config(rest)
+        config = parse_run_config(rest, with_base_settings)
         processes = config.parallel.tensor_model_parallel_size if processes is None else processes
         validate(config, processes)
     except ConfigError as error:

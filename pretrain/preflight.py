@@ -25,6 +25,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError
+from megatron_tape.extension.base import with_base_settings
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         "--no-memory-check", action="store_true", help="start although the estimate says that the GPUs are too small"
     )
     options, rest = parser.parse_known_args(argv)
-    config = parse_run_config(rest)
+    config = parse_run_config(rest, with_base_settings)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = None
     if number := os.environ.get(ATTEMPT_VARIABLE):

@@ -15,6 +15,7 @@ from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.extension.base import with_base_settings
 
 if TYPE_CHECKING:
     from megatron_tape.rehearsal.run import Rehearsal
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         processes, rank = options.processes, options.rank
         refuse(processes < 1, f"--processes is {processes}; give 1 or more")
         refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
-        config = parse_run_config(rest)
+        config = parse_run_config(rest, with_base_settings)
         validate(config, processes)
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
@@ -63,8 +64,9 @@ def main(argv: list[str] | None = None) -> int:
 
         install_fake_world(processes, rank)
         from megatron_tape.rehearsal.run import rehearse
+        from megatron_tape.training.trained import trained_by
 
-        outcome = rehearse(config)
+        outcome = rehearse(config, trained_by(config.extension))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

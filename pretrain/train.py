@@ -4,19 +4,21 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_datasets, check_inputs
-from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, TrainingStopped
+from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, TrainingStopped, refuse
+from megatron_tape.extension.base import check_command
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 
 if TYPE_CHECKING:
-    from megatron_tape.training.trainer import Trains
+    from megatron_tape.training.trained import Trains
 
 logger = logging.getLogger("pretrain")
 
@@ -29,16 +31,37 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
 
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
     """
-    config = parse_run_config(argv)
+    arguments = {} if trains is None else {"trains": trains}
+    config = parse_run_config(argv, _refuse_extension)
+    return supervised(config, lambda _: arguments, lambda config: check_command(config, extends=False))
+
+
+def _refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
+    base = values.get("extension.from")
+    refuse(
+        base is not None, f"extension.from is {base}, which pretrain.train does not extend; run pretrain.extend_context"
+    )
+    return values
+
+
+def supervised(
+    config: RunConfig,
+    trainer_arguments: Callable[[RunConfig], dict[str, Any]],
+    check: Callable[[RunConfig], object] = lambda config: None,
+) -> int:
+    """Check and train; return the exit status. Records how the attempt ended.
+
+    `check` may raise ConfigError before torch is imported, on rank 0; `trainer_arguments` is called after that, and
+    returns further arguments of the `Trainer`.
+    """
     watch = Watch(config.train.hang_timeout)
     try:
-        return _supervised(config, watch, trains)
+        return _supervised(config, watch, trainer_arguments, check)
     finally:
         watch.close()
 
 
-def _supervised(config: RunConfig, watch: Watch, trains: "Trains | None") -> int:
-    """Train under `watch`, and record how it ended."""
+def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, check: Callable) -> int:
     rank = int(os.environ.get("RANK", "0"))
     is_rank_0 = rank == 0
     if number := os.environ.get(ATTEMPT_VARIABLE):
@@ -47,6 +70,7 @@ def _supervised(config: RunConfig, watch: Watch, trains: "Trains | None") -> int
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_inputs(config)
         if is_rank_0:
+            check(config)
             check_datasets(config)
     except ConfigError as error:
         if is_rank_0:
@@ -61,10 +85,10 @@ def _supervised(config: RunConfig, watch: Watch, trains: "Trains | None") -> int
     _load_libraries(config, is_rank_0)
     try:
         from megatron_tape.parallel.layout import deterministic_kernels
-        from megatron_tape.training.trainer import Trainer, everything
+        from megatron_tape.training.trainer import Trainer
 
         with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch, trains or everything).run()
+            reason = Trainer(config, watch, **trainer_arguments(config)).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:

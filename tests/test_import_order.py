@@ -25,8 +25,10 @@ ORDER = (
     ("training",),
     ("rehearsal",),
     ("huggingface",),
+    ("extension",),
 )
 WITHOUT_TORCH = "errors files command_line config costs checkpoint.directories checkpoint.settings data.inputs".split()
+WITHOUT_TORCH += "checkpoint.locate checkpoint.frozen extension.base huggingface.from_hf.llama_family".split()
 
 
 def imported_names(tree, package):

@@ -38,6 +38,11 @@ class Checkpoint:
         """The step after which it was saved."""
         return self.state["step"]
 
+    def weight_names(self) -> set[str]:
+        """Return the names of the parameters whose weights it, or the checkpoint with what it leaves out, holds."""
+        names = Shares(self.path, 0).weight_names()
+        return names if self.source is None else names | self.source.weight_names()
+
     def reader(self, parameters: dict[str, torch.nn.Parameter], layout: ParallelLayout) -> Callable[[str], Tensor]:
         """Return a function from a key such as `exp_avg/NAME` to this rank's share of that tensor.
 
@@ -87,6 +92,20 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
         checkpoint = _open(Path(found[0]), deep=layout.rank == 0)
         check_same_model(checkpoint.path, config)
     agreement.check("cannot continue")
+    return checkpoint
+
+
+def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
+    """Open the checkpoint whose weights a run begins with; all ranks call it together, rank 0 reads every byte.
+
+    Raises CheckpointError if it is not complete.
+    """
+    checkpoint = None
+    with Agreement(layout) as agreement:
+        if layout.rank == 0 and (found := files.problems(path)):
+            raise CheckpointError(f"{path}, whose weights the run begins with, is not whole: {'; '.join(found)}")
+        checkpoint = _open(path, deep=layout.rank == 0)
+    agreement.check("cannot begin")
     return checkpoint
 
 

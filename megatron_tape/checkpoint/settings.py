@@ -33,8 +33,23 @@ WITHOUT_EFFECT = (
 
 
 def check_same_model(path: Path, config: RunConfig) -> None:
-    """Raise `ConfigError` if the checkpoint at `path` is of another model; the settings FREE_IN_A_MODEL may differ."""
-    saved = read_state(path)["config"]["model"]
+    """Raise `ConfigError` if the checkpoint at `path` is of another model; the settings FREE_IN_A_MODEL may differ.
+
+    Also raises it if it is of a context extension and the run is not, or the reverse.
+    """
+    sections = read_state(path)["config"]
+    base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
+    refuse(
+        base is not None and not extends,
+        f"checkpoint {path} extends the context of {base}; continue it with pretrain.extend_context, or export it and "
+        "import the export",
+    )
+    refuse(
+        base is None and extends,
+        f"checkpoint {path} does not extend the context of another model; give it as extension.from in place of "
+        "checkpoint.resume, or choose another checkpoint.directory",
+    )
+    saved = sections["model"]
     now = dataclasses.asdict(config.model)
     # A model saved before a setting existed has that setting's default.
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}

@@ -33,6 +33,10 @@ class Shares:
         _, file, stored = self._places[key]
         return file.get_tensor(stored)
 
+    def weight_names(self) -> set[str]:
+        """Return the names of the parameters whose weights are held."""
+        return {key.partition("/")[2] for key in self._places if key.startswith("weight/")}
+
     def check(self, key: str, shape: list[int]) -> None:
         """Raise CheckpointError if the tensor is not fp32 or does not have this `shape`."""
         path, file, stored = self._places[key]

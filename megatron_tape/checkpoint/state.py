@@ -27,6 +27,7 @@ from megatron_tape.checkpoint.opening import Checkpoint
 from megatron_tape.checkpoint.random_state import random_state, set_random_state
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError, refuse
+from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.records import write_record
 
@@ -110,6 +111,30 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
             parameter.copy_(read(f"weight/{name}"))
 
 
+def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
+    """Load the weights that a run begins with, as `load_weights` does; return the parameters that `base` does not have.
+
+    These keep their initial values. They may be LoRA layers, and the positional encoding's if `base` has another
+    encoding. Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
+    """
+    parameters, held = dict(model.named_parameters()), base.weight_names()
+    same_encoding = base.state["config"]["model"].get("position_encoding", model.encoding.name) == model.encoding.name
+    may_be_new = {"lora"} if same_encoding else {"lora", "position"}
+    new = [name for name in parameters if name not in held]
+    if missing := [name for name in new if kind_of(name) not in may_be_new]:
+        raise CheckpointError(f"{base.path} holds no {missing[0]}; choose another model to extend")
+    if extra := sorted(held - parameters.keys()):
+        raise CheckpointError(
+            f"{base.path} holds {extra[0]}, which the model of this run does not have; choose another model to extend"
+        )
+    read = base.reader(parameters, layout)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name in held:
+                parameter.copy_(read(f"weight/{name}"))
+    return new
+
+
 def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     """Restore a newly built engine, whose model already has the weights, and the random number generators.
 
@@ -155,8 +180,8 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
     refuse(
         own or checkpoint is None,
         "checkpoint.frozen is false, but the run did not begin with a checkpoint outside checkpoint.directory "
-        f"{config.checkpoint.directory} that keeps the frozen weights; give one as checkpoint.resume, or set "
-        "checkpoint.frozen to true",
+        f"{config.checkpoint.directory} that keeps the frozen weights; give one as checkpoint.resume or "
+        "extension.from, or set checkpoint.frozen to true",
     )
     return source_record(checkpoint.path)
 

@@ -292,6 +292,18 @@ def _validate_extension(config: RunConfig) -> None:
         f"extension.trains is {shown(extension.trains)}; all stands alone, as it includes the others but lora",
     )
     refuse(
+        extension.trains == ["output"] and model.tie_embeddings,
+        "extension.trains names output alone, but model.tie_embeddings is true, so there is no output layer to train; "
+        "name embeddings",
+    )
+    kinds = {"tape": "position", "output": "embeddings"}
+    rates = [config.optimizer.lr_scale_of.get(kinds.get(name, name), 1) for name in extension.trains]
+    refuse(
+        not any(rates),
+        f"extension.trains is {shown(extension.trains)}, but optimizer.lr_scale_of is 0 for all of that, so nothing "
+        "would be trained; raise it",
+    )
+    refuse(
         "tape" in extension.trains and not encoding_of(model).parameters(0),
         f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
         "it to tape, or leave tape out",

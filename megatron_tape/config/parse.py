@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -19,15 +20,20 @@ from megatron_tape.costs import flops_per_token, parameter_count
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.position import encoding_of
 
+Complete = Callable[[dict[str, Any]], dict[str, Any]]
+"""Returns the settings given, by `section.key`, together with others that follow from them; may raise ConfigError."""
 
-def parse_run_config(argv: list[str] | None = None) -> RunConfig:
+
+def parse_run_config(argv: list[str] | None = None, complete: Complete = dict) -> RunConfig:
     """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
+
+    `complete` may add settings that neither gives, such as those of the model that a run extends.
 
     Ends the process with one line `error: ...` and status 2 if a key is unknown, missing or of the wrong type, and with
     status 0 after `--help` or `--print_config`. Directories that are not set get defaults from the recipe's name.
     """
     try:
-        config, print_only = _read(argv)
+        config, print_only = _read(argv, complete)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -45,7 +51,7 @@ def fill_directories(config: RunConfig, name: str) -> None:
     config.data.cache_directory = config.data.resolved_cache_directory
 
 
-def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
+def _read(argv: list[str] | None, complete: Complete) -> tuple[RunConfig, bool]:
     """Return the configuration, and whether it is only to be printed."""
     kinds = _kinds()
     arguments, unknown = _parser(kinds).parse_known_args(argv)
@@ -63,8 +69,8 @@ def _read(argv: list[str] | None) -> tuple[RunConfig, bool]:
         files.append(text)
         for given in read_recipe(text):
             values[given.key], places[given.key] = _from_recipe(given, kinds), f"{given.place}: "
-    config = _build(values, kinds, files)
     try:
+        config = _build(complete(values), kinds, files)
         fill_directories(config, Path(files[-1]).stem if files else "unnamed")
         encoding_of(config.model)
         if arguments.print_config:

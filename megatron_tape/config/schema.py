@@ -16,8 +16,8 @@ from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.position import setting_classes
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
-TRAINABLE = {"tape": ("position",), "lora": ("lora",), "embeddings": ("embeddings",), "norms": ("norms",)}
-"""Kinds of parameters that each name in `extension.trains` stands for; `all` stands for every kind."""
+TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
+"""Parts of a model that `extension.trains` may name (`model.weights.part_of` tells which part a parameter is)."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
 BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
@@ -223,9 +223,9 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints are kept."""
     frozen: bool = True
-    """Also save parameters that are not trained, where a program trains only a part of the model (docs/extending.md);
-    false saves only the trained ones and the path of the checkpoint with which the run began (resume), which holds the
-    others and must therefore stay where it is."""
+    """Also save parameters that are not trained, where only a part of the model is (extension.trains, or a program as
+    in docs/extending.md); false saves only the trained ones and the path of the checkpoint with which the run began
+    (extension.from or resume), which holds the others and must therefore stay where it is."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint, if there is one; none starts afresh and requires that the
     directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
@@ -240,7 +240,9 @@ class ExtensionConfig:
     """The model to extend: a run, one of its checkpoints, or a directory in the format of transformers. The run begins
     at step 0 with its weights; settings of the model that are not given are those of this model."""
     trains: list[str] = field(default_factory=lambda: ["all"])
-    """What is trained: any of tape, lora, embeddings and norms, or all. With lora, the model gets LoRA layers."""
+    """What is trained: any of tape (the positional encoding's parameters), lora, embeddings (of the input), output (the
+    output layer, where it does not share the embedding's matrix) and norms, or all. With lora, the model gets LoRA
+    layers."""
     attention: Literal["full", "shifted_sparse"] = "full"
     """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within
     groups of a quarter of the sequence, which are shifted by half a group for half of the heads."""

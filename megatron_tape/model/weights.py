@@ -54,6 +54,14 @@ def kind_of(name: str) -> str:
     return "norms" if name.endswith("layernorm.weight") else "matrices"
 
 
+def part_of(name: str) -> str:
+    """Return which part of the model a parameter is: one of `config.schema.TRAINABLE`, or `matrices` or `biases`."""
+    kind = kind_of(name)
+    if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
+        return "output"
+    return "tape" if kind == "position" else kind
+
+
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers.
 

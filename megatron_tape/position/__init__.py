@@ -6,6 +6,7 @@ that names the encoding is checked.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
@@ -44,6 +45,12 @@ def setting_classes() -> tuple[type, ...]:
     return tuple(a for i, a in enumerate(classes) if not any(issubclass(b, a) for b in classes[:i]))
 
 
+def setting_names(encoding: str) -> set[str]:
+    """Return the keys of `model` that are settings of an encoding; none for an encoding that does not exist."""
+    settings = ENCODINGS[encoding].settings if encoding in ENCODINGS else object
+    return {item.name for item in dataclasses.fields(settings)} if settings is not object else set()
+
+
 __all__ = [
     "BUILT_IN",
     "ENCODINGS",
@@ -54,4 +61,5 @@ __all__ = [
     "encoding_of",
     "register",
     "setting_classes",
+    "setting_names",
 ]

@@ -83,6 +83,8 @@ class PositionEncoding:
     """A dataclass of its own settings, which become keys of `model`."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What attention must be able to do, as named in `ops.backends`."""
+    starts_as: ClassVar[str | None] = None
+    """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
     exports_to: ClassVar[str | None] = None
     """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported."""
 

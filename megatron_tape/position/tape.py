@@ -55,6 +55,7 @@ class TapePosition(RotaryPosition):
     name = "tape"
     settings = TapeSettings
     needs = frozenset({ROTATION, AVERAGE})
+    starts_as = "rope"
     exports_to = "tape"
 
     def __init__(self, model, tokens=None, fused=False):

@@ -24,6 +24,7 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
+from megatron_tape.training.trained import Trains, everything
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Rehearsal:
     """What would fail or stall on a GPU, and how often."""
 
 
-def rehearse(config: RunConfig) -> Rehearsal:
+def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
     """Run three short steps of `config`, which `validate` has accepted, as the rank that this process was made.
 
     Reads no data and no checkpoint, and writes into a temporary directory. `install_fake_world` comes first.
@@ -64,7 +65,7 @@ def rehearse(config: RunConfig) -> Rehearsal:
         "rehearsed; set it to false",
     )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
-        return _Rehearsal(_shortened(config, home)).run()
+        return _Rehearsal(_shortened(config, home), trains).run()
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
@@ -98,7 +99,8 @@ class _RandomTokens(Dataset):
 
 
 class _Rehearsal:
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, trains: Trains):
+        self.trains = trains
         self.tracker = Tracker()
         self.outcome = Rehearsal(config)
         self._steps = 0
@@ -122,7 +124,7 @@ class _Rehearsal:
                 FakeTensorMode(allow_non_fake_inputs=True),
                 self.tracker,
             ):
-                trainer = training.Trainer(config, watch)
+                trainer = training.Trainer(config, watch, self.trains)
                 self._name_groups(trainer.layout)
                 trainer.run()
         except Exception as error:

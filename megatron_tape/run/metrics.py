@@ -50,7 +50,7 @@ CHARTS = {
     },
 }
 """The page of Custom Scalars: regular expressions of tags by chart, and charts by category."""
-RESTATED_TEXTS = ("configuration",)  # every attempt writes it at the step it resumes from
+RESTATED_TEXTS = ("configuration", "parameters")  # every attempt writes it at the step it resumes from
 RECENT = 20
 _LAYER = re.compile(r"position/(\w+)/layer_(\d+)")
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import state as checkpoints
-from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
+from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint, open_base
 from megatron_tape.checkpoint.settings import changes
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.costs import flops_per_token, parameter_count
@@ -30,16 +30,12 @@ from megatron_tape.training.engine import Engine, StepResult
 from megatron_tape.training.hooks import Findings, build_hooks, joined
 from megatron_tape.training.saving import save
 from megatron_tape.training.schedule import learning_rate
+from megatron_tape.training.trained import Trains, everything, parameter_table, select_trained
 
 logger = logging.getLogger(__name__)
 
-Trains = Callable[[str, torch.nn.Parameter], bool]
-"""Whether the parameter of this name is trained."""
-
-
-def everything(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Train every parameter."""
-    return True
+FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
+"""Returns the checkpoint whose weights a run begins with at step 0; all ranks call it together."""
 
 
 class Trainer:
@@ -49,8 +45,8 @@ class Trainer:
     0) and `step`, the last completed step.
     """
 
-    def __init__(self, config: RunConfig, watch: Watch, trains: Trains = everything):
-        """Join the other ranks, claim the run and find its checkpoint.
+    def __init__(self, config: RunConfig, watch: Watch, trains: Trains = everything, find_base: FindBase | None = None):
+        """Join the other ranks, claim the run and find its checkpoint or, without one, the weights it begins with.
 
         Raises ConfigError if a setting does not match the checkpoint or the tokenizer, CheckpointError if a checkpoint
         cannot be used.
@@ -67,6 +63,9 @@ class Trainer:
         watch.progress("reading the checkpoint")
         self.tokenizer = load_run_tokenizer(config)
         self.checkpoint = find_checkpoint(config, self.layout)
+        self.base = None
+        if self.checkpoint is None and find_base is not None:
+            self.base = open_base(find_base(config, self.layout, watch), self.layout)
         self.step = 0 if self.checkpoint is None else self.checkpoint.step
 
     def run(self) -> str | None:
@@ -125,9 +124,17 @@ class Trainer:
         self.model = build_model(config, layout, self.watch)
         select_trained(self.model, self.trains, config.train.recompute != "none")
         frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        self.frozen_from = checkpoints.source_of_frozen(self.checkpoint, frozen, config)
+        self.frozen_from = checkpoints.source_of_frozen(self.checkpoint or self.base, frozen, config)
         if self.checkpoint is not None:
             checkpoints.load_weights(self.checkpoint, self.model, layout)
+        elif self.base is not None:
+            self.watch.progress("loading the weights to begin with")
+            new = checkpoints.load_base_weights(self.base, self.model, layout)
+            begins = f"; {len(new)} parameters, such as {new[0]}, are new" if new else ""
+            logger.info("beginning with the weights of %s%s", self.base.path, begins)
+        self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
+        if frozen or config.extension.from_ is not None:
+            logger.info("%s", self.parameters)
         self.engine = Engine(self.model, config, layout)
         self.progress = {"bad_steps": 0}
         if self.checkpoint is not None:
@@ -147,6 +154,7 @@ class Trainer:
         directory, tensorboard = config.logging.directory, config.logging.tensorboard
         writer = MetricsWriter(directory, config.train.steps, self.step, tensorboard, staging=attempt.home)
         writer.text("configuration", to_yaml(config), self.step)
+        writer.text("parameters", self.parameters, self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             file.write(to_yaml(config))
         return writer
@@ -251,20 +259,6 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     if config.extension.adds_lora:
         add_lora(model, config.model, config.extension, config.train.seed)
     return model
-
-
-def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:
-    """Freeze the parameters for which `trains` is false. Raises ValueError if no parameter is left to train.
-
-    If layers are recomputed, gradients flow only if a layer's input requires them, so the output of a frozen embedding
-    is made to require them.
-    """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains(name, parameter))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("no parameter of the model is trained")
-    if recomputes and not any(parameter.requires_grad for parameter in model.gpt.embedding.parameters()):
-        model.gpt.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:

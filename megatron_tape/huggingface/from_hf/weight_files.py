@@ -1,18 +1,21 @@
 """Open weights that others wrote: one or several safetensors files, and pickles only if the user allows it.
 
-Each is a mapping from names to tensors that reads a tensor when it is accessed.
+Each is a mapping from names to tensors that reads a tensor when it is accessed. torch is imported only then.
 """
+
+from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megatron_tape.records import read_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
@@ -31,7 +34,7 @@ class _Safetensors(Mapping):
         self._places: dict[str, Path] = {}
         for path in paths:
             try:
-                with safe_open(path, "pt") as file:
+                with safe_open(path, "np") as file:  # reads names only
                     self._places |= dict.fromkeys(file.keys(), path)
             except SafetensorError as error:
                 raise ValueError(
@@ -94,6 +97,8 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    import torch
+
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # unpickling may raise anything, and torch advises reading it unsafely
@@ -108,4 +113,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(value: object) -> bool:
+    import torch
+    from torch import Tensor
+
     return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"

@@ -1,32 +1,22 @@
-"""Find a checkpoint of this project, check it, and read its whole weights one parameter at a time."""
+"""Open a complete checkpoint of this project, and read its whole weights one parameter at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypedDict
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.frozen import find_source
+from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ModelConfig
 from megatron_tape.model.weights import WRAPPED, current_name, parameter_shapes, unshard
-from megatron_tape.records import read_yaml
 
 _WEIGHT = f"weight/{WRAPPED}"
-
-
-class _Checkpoints(TypedDict):
-    directory: str
-
-
-class _Config(TypedDict):
-    checkpoint: _Checkpoints
 
 
 @dataclass(frozen=True)
@@ -58,37 +48,6 @@ class SavedWeights:
             return parts[0]
         how = SimpleNamespace(tensor_model_parallel=True, partition_dim=cut["dim"], partition_stride=cut["stride"])
         return unshard(parts, how)
-
-
-def find_checkpoint(path: str | Path, warn: Callable[[str], None]) -> Path:
-    """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
-
-    Raises ValueError or FileNotFoundError, in one sentence, if there is no complete one.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint {path} does not exist; give a run, its checkpoints or one step")
-    if (path / checkpoint_files.MANIFEST).exists() or (path / checkpoint_files.STATE).exists():
-        if found := checkpoint_files.problems(path):
-            raise ValueError(f"checkpoint {path} is not whole: {'; '.join(found)}; choose another step")
-        return path
-    root = path
-    if not checkpoint_files.list_checkpoints(root):
-        root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
-    if not checkpoint_files.list_checkpoints(root):
-        raise ValueError(f"{path} holds no checkpoint; give a run, its checkpoints or one step")
-    newest = checkpoint_files.newest_whole(root, warn)
-    if newest is None:
-        raise ValueError(f"no checkpoint in {root} is whole; nothing can be exported from it")
-    return newest
-
-
-def _configured(run: Path) -> Path | None:
-    """Return where a run keeps its checkpoints according to its configuration."""
-    try:
-        return Path(read_yaml(run / "config.yaml", _Config)["checkpoint"]["directory"])
-    except (OSError, ValueError):
-        return None
 
 
 def open_weights(path: Path) -> SavedWeights:

@@ -1,0 +1,207 @@
+"""The model that a run extends: found, and compared with the run's settings. Imports no torch."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
+from megatron_tape.checkpoint.frozen import find_source
+from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.checkpoint.settings import FREE_IN_A_MODEL, model_differences
+from megatron_tape.config.checks import validate_model
+from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.data.inputs import load_run_tokenizer
+from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.huggingface.from_hf.llama_family import model_settings
+from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.from_hf.weight_files import open_directory
+from megatron_tape.position import ENCODINGS, setting_names
+
+KEY = "extension.from"
+_REQUIRED = {
+    f"model.{item.name}"
+    for item in dataclasses.fields(ModelConfig)
+    if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A complete model that can be extended."""
+
+    path: Path
+    """A checkpoint of this project, or a directory in the format of transformers."""
+    model: ModelConfig
+    state: State | None
+    """The checkpoint's state; None for a directory in the format of transformers."""
+
+    @property
+    def identity(self) -> str:
+        """A digest of the settings, and of the names, sizes and times of the files, of a directory of transformers."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in sorted(self.path.glob("*.safetensors*")):
+            facts = file.stat()
+            digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def with_base_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the settings of the model that a run extends to those that are given, by `section.key`.
+
+    A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
+    themselves. Nothing is read if the model is described completely. Raises ConfigError in one sentence.
+    """
+    described = values.keys() >= _REQUIRED
+    refuse(
+        values.get(KEY) is None and not described and any(key.startswith("extension.") for key in values),
+        f"{KEY} is not set; give a model to extend: a run, a checkpoint, or a directory in the format of transformers",
+    )
+    if values.get(KEY) is None or described:
+        return dict(values)
+    base = find_base(values[KEY])
+    encoding = values.get("model.position_encoding", base.model.position_encoding)
+    inherited = _inherited(base.model, encoding)
+    tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
+    if base.state is None and tensor_size > 0:
+        inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
+    return {f"model.{key}": value for key, value in inherited.items()} | values | {KEY: str(base.path)}
+
+
+def find_base(given: str) -> Base:
+    """Return the model to extend: a run's newest checkpoint, one checkpoint, or a directory of transformers.
+
+    Looks at the sizes of a checkpoint's files, not at their bytes. Raises ConfigError, in one sentence, for what is
+    damaged, incomplete or cannot be extended.
+    """
+    path = Path(given)
+    refuse(
+        not path.is_dir(),
+        f"{KEY} is {given}, which is not a directory; give a run, one of its checkpoints, or a directory in the format "
+        "of transformers",
+    )
+    try:
+        if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+            return _from_transformers(path)
+        return _from_checkpoint(find_checkpoint(path, deep=False))
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        raise ConfigError(f"{KEY} {given} cannot be extended: {error}") from None
+
+
+def _from_transformers(path: Path) -> Base:
+    settings = read_settings(path / "config.json")
+    encoding = "tape" if settings.get("model_type") == "tape" else "rope"
+    with one_sentence(path / "config.json"):
+        model = model_settings(settings, path / "config.json", encoding, 1.0, 1, "full", {})
+    try:
+        open_directory(path, allow_pickle=False)
+    except ValueError as error:
+        if "--allow-pickle" in str(error):
+            raise ValueError(
+                f"its weights are pickles, which may run code when read; if you trust them, import them first: "
+                f"tools/convert_checkpoint.py from-hf --model {path} --output NEW --allow-pickle, and extend NEW"
+            ) from None
+        raise
+    return Base(path, model, None)
+
+
+def _from_checkpoint(path: Path) -> Base:
+    state = read_state(path)
+    find_source(path, state)
+    settings = state["config"]["model"]
+    try:
+        model = ModelConfig(**{**BEFORE["model"], **settings})
+        validate_model(model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it is of another architecture or version ({error})") from None
+    trained = state["config"].get("extension", {}).get("trains")
+    if isinstance(trained, list) and "lora" in trained:
+        raise ValueError(
+            f"it has LoRA layers; merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output "
+            "NEW, and extend NEW"
+        )
+    return Base(path, model, state)
+
+
+def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
+    """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
+    others = {"attention_backend"}
+    if encoding != base.position_encoding:
+        others |= {"position_encoding", *(setting_names(encoding) - setting_names(base.position_encoding))}
+    return {key: value for key, value in dataclasses.asdict(base).items() if key not in others}
+
+
+def begins_with_base(config: RunConfig) -> bool:
+    """Return whether a run begins with the model that it extends: it has no checkpoints of its own to continue."""
+    resume = config.checkpoint.resume
+    own = list_checkpoints(config.checkpoint.directory)
+    return config.extension.from_ is not None and (resume == "none" or (resume == "auto" and not own))
+
+
+def check_base(config: RunConfig) -> Base:
+    """Return the model to extend; ConfigError if the run's model, tokenizer or trained parts do not fit it."""
+    base = find_base(config.extension.from_)
+    was, now = base.model.position_encoding, config.model.position_encoding
+    added = was != now and ENCODINGS[now].starts_as == was
+    free = {*FREE_IN_A_MODEL, *setting_names("rope")}
+    free |= {"position_encoding", *setting_names(now)} if added else set()
+    if base.state is None and config.model.vocab_size >= base.model.vocab_size:
+        free.add("vocab_size")  # an import adds the rows that are missing
+    blank = dict.fromkeys(free)
+    before, after = ({**dataclasses.asdict(model), **blank} for model in (base.model, config.model))
+    differences = model_differences(before, after)
+    refuse(
+        bool(differences),
+        f"{KEY} {base.path} is another model than these settings describe ({'; '.join(differences)}); leave them out: "
+        "an extension changes only model.seq_length, model.rope_*, model.attention_backend, "
+        "model.position_state_precision, and model.position_encoding from rope to tape",
+    )
+    trains = config.extension.trains
+    refuse(
+        added and not {"tape", "all"} & set(trains),
+        f"model.position_encoding is {now}, which {KEY} {base.path} does not have yet, but extension.trains does not "
+        "name tape, so it would stay as it is; add tape, or leave the encoding out",
+    )
+    _check_tokenizer(config, base)
+    return base
+
+
+def _check_tokenizer(config: RunConfig, base: Base) -> None:
+    """Raise ConfigError if the data was made with another vocabulary than the model, as far as that is known."""
+    tokenizer = load_run_tokenizer(config)
+    if tokenizer is None:
+        return
+    own, source = None, base.path
+    if base.state is not None:
+        own = base.state["progress"].get("vocabulary")
+        named = base.state["config"].get("data", {}).get("tokenizer")
+        source = base.path / "tokenizer" if (base.path / "tokenizer").is_dir() else named
+    if own is None and source is not None:
+        try:
+            own = load_tokenizer(source).vocabulary_digest()
+        except (ValueError, OSError):
+            return
+    refuse(
+        own is not None and own != tokenizer.vocabulary_digest(),
+        f"data.tokenizer {config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path} "
+        f"({source}); preprocess the data with that one, and name it",
+    )
+
+
+def check_command(config: RunConfig, extends: bool) -> None:
+    """Raise ConfigError if a configuration is not for the command that was given it: the one that extends, or not."""
+    refuse(
+        extends and config.extension.from_ is None,
+        f"{KEY} is not set, so there is nothing to extend; set it, or train with pretrain.train",
+    )
+    refuse(
+        not extends and config.extension.from_ is not None,
+        f"{KEY} is {config.extension.from_}, which pretrain.train does not extend; run pretrain.extend_context",
+    )
+    refuse(
+        not extends and config.extension != ExtensionConfig(),
+        "settings of the section extension are given, which pretrain.train does not use; remove them, or run "
+        "pretrain.extend_context",
+    )

@@ -1,0 +1,112 @@
+"""Import a model in the format of transformers beside the run that extends it, once, while all ranks wait."""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tape.checkpoint.directories import read_state
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import CheckpointError
+from megatron_tape.extension.base import Base, find_base
+from megatron_tape.huggingface.from_hf.imported import write_imported
+from megatron_tape.huggingface.from_hf.weight_files import open_directory
+from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.run.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+
+def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
+    """Return the checkpoint that a run begins with, after importing it if necessary; all ranks call this together.
+
+    The import is `base` in the run's directory, complete or absent. Raises CheckpointError on every rank.
+    """
+    return _on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
+
+
+def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
+    base = find_base(config.extension.from_)
+    if base.state is not None:
+        return base.path
+    target = Path(config.logging.directory) / "base"
+    if target.exists():
+        _check_imported(target, base, config)
+        logger.info("beginning with %s, which was imported from %s before", target, base.path)
+        return target
+    logger.info("importing %s to %s", base.path, target)
+    model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
+    weights = _Counted(open_directory(base.path, allow_pickle=False), advance)
+    write_imported(target, model, weights, f"the model {base.path.resolve().name}", base.path, identity=base.identity)
+    return target
+
+
+def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
+    fix = f"move {target} away to import the model again, or choose another logging.directory"
+    state = read_state(target)
+    if state["progress"].get("identity") != base.identity:
+        raise CheckpointError(f"{target} was not imported from {base.path} as it is now; {fix}")
+    if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
+        raise CheckpointError(
+            f"{target} was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, and it now is "
+            f"{config.model.vocab_size}; set it to the former, or {fix}"
+        )
+
+
+class _Counted(Mapping):
+    """Weights that report when each is read."""
+
+    def __init__(self, weights: Mapping[str, Tensor], advance: Callable[[], None]):
+        self._weights, self._advance = weights, advance
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._advance()
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
+    """Return on every rank what `work` returns on rank 0, or raise its error; `work` calls its argument as it advances.
+
+    However long it takes, no rank is taken for hung as long as it advances.
+    """
+    done = {"steps": 0, "path": None, "error": None}
+
+    def advance() -> None:
+        done["steps"] += 1
+
+    def run() -> None:
+        try:
+            done["path"] = str(work(advance))
+        except Exception as error:
+            foreseen = isinstance(error, (ValueError, OSError))
+            done["error"] = str(error) if foreseen else f"{type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=run, name="import", daemon=True)
+    if layout.rank == 0:
+        thread.start()
+    seen = -1
+    while True:
+        if layout.rank == 0:
+            thread.join(POLL_SECONDS)
+        shared = [dict(done)]
+        dist.broadcast_object_list(shared, src=0)
+        now = shared[0]
+        if now["error"] is not None:
+            raise CheckpointError(f"cannot begin: {now['error']}")
+        if now["path"] is not None:
+            return Path(now["path"])
+        if now["steps"] > seen:
+            seen = now["steps"]
+            watch.progress("importing the model to extend")

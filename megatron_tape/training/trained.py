@@ -1,0 +1,57 @@
+"""Which parameters a run trains, and how many these are."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.model.weights import part_of
+
+Trains = Callable[[str, torch.nn.Parameter], bool]
+"""Whether the parameter of this name is trained."""
+
+
+def everything(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Train every parameter."""
+    return True
+
+
+def trained_by(extension: ExtensionConfig) -> Trains:
+    """Return what `extension.trains` chooses."""
+    if "all" in extension.trains:
+        return everything
+    return lambda name, parameter: part_of(name) in extension.trains
+
+
+def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:
+    """Freeze the parameters for which `trains` is false. Raises ValueError if no parameter is left to train.
+
+    If layers are recomputed, gradients flow only if a layer's input requires them, so the output of a frozen embedding
+    is made to require them.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name, parameter))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model is trained")
+    if recomputes and not any(parameter.requires_grad for parameter in model.gpt.embedding.parameters()):
+        model.gpt.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
+
+
+def parameter_table(model: LanguageModel, tensor_parallel_size: int) -> str:
+    """Return a table of the trained and the total parameters of the whole model by part, and their sums.
+
+    The model must not be partitioned by ZeRO yet.
+    """
+    trained, total = Counter(), Counter()
+    for name, parameter in model.named_parameters():
+        cut = getattr(parameter, "tensor_model_parallel", False)
+        for part in (part_of(name), "together"):
+            total[part] += parameter.numel() * (tensor_parallel_size if cut else 1)
+            trained[part] += parameter.numel() * (tensor_parallel_size if cut else 1) * parameter.requires_grad
+    total["together"] = total.pop("together")  # to the end
+    width = max(len(f"{number:,}") for number in total.values())
+    lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
+    lines += [f"{part:<12}{trained[part]:>{width},}  {total[part]:>{width},}" for part in total]
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""Extend a model to longer contexts: `python -m pretrain.extend_context --config X.yaml --extension.from MODEL`.
+
+MODEL is a run of this project, one of its checkpoints, or a directory in the format of transformers, which is imported
+to `base` in the run's directory. Settings of the model that are not given are those of MODEL. Everything else is as in
+pretrain.train, torchrun included. To continue a run whose MODEL is gone, give its `config.yaml` as --config.
+"""
+
+import sys
+from typing import Any
+
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.extension.base import begins_with_base, check_base, check_command, with_base_settings
+from pretrain.train import supervised
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
+    return supervised(parse_run_config(argv, with_base_settings), _trainer_arguments, _check)
+
+
+def _check(config: RunConfig) -> None:
+    check_command(config, extends=True)
+    if begins_with_base(config):
+        check_base(config)
+
+
+def _trainer_arguments(config: RunConfig) -> dict[str, Any]:
+    from megatron_tape.extension.importing import base_of_run
+    from megatron_tape.training.trained import trained_by
+
+    return {"trains": trained_by(config.extension), "find_base": base_of_run}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
