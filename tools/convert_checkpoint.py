@@ -135,7 +135,8 @@ def parser() -> argparse.ArgumentParser:
         type=factor,
         default=1.0,
         metavar="X",
-        help="also divide positions by this, which extends the context by the same factor (default: %(default)s)",
+        help="also divide positions by this, which extends the context by the same factor; it multiplies the factor of "
+        "a model with yarn (default: %(default)s)",
     )
     add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
     add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")

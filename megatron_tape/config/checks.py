@@ -63,7 +63,8 @@ def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` if the model's sizes do not fit together."""
     sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
     numbers = "kv_channels unpadded_vocab_size position_mlp_size norm_epsilon init_std"
-    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length"
+    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length beta_slow beta_fast"
+    rope += " attention_factor"
     positive = (*sizes.split(), *numbers.split(), *(f"rope_{name}" for name in rope.split()))
     _check_section("model", model, positive)
     encoding = encoding_of(model)

@@ -12,7 +12,7 @@ if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
 
 GATE_INPUTS = ("mlp", "attention")
 STATE_PRECISIONS = ("fp32", "bf16")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class TapeConfig(transformers.PreTrainedConfig):
@@ -22,7 +22,8 @@ class TapeConfig(transformers.PreTrainedConfig):
 
     attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
     qk_norm: RMSNorm on each head's query and key before they are rotated (as in Qwen3).
-    rope_parameters: `rope_theta` and `rope_type` (default, linear or llama3) with that type's own keys.
+    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with that type's own
+        keys.
     position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
     gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
         block's output before its residual).

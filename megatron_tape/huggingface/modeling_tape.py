@@ -4,8 +4,9 @@
 `configuration_tape.py` are part of an exported checkpoint; they need only torch and transformers.
 
 In addition to its hidden state, every token carries a position state z (B, S, G, D): D/2 complex numbers for each
-key/value head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f); queries and keys are
-multiplied by it, the attention map averages it as it averages values, and each layer but the last rewrites it:
+key/value head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f), with yarn times its attention
+factor; queries and keys are multiplied by it, the attention map averages it as it averages values, and each layer but
+the last rewrites it:
     z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
 No token's states depend on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
 
@@ -71,15 +72,16 @@ class TapePhases(nn.Module):
     def __init__(self, config: TapeConfig):
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+        frequencies, self.attention_factor = self.frequencies()
+        self.register_buffer("inv_freq", frequencies, persistent=False)
 
-    def frequencies(self) -> Tensor:
-        """Return the D/2 angles per position, float32."""
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Return the D/2 angles per position, float32, and what the phases are multiplied by: 1, except with yarn."""
         rope = self.config.rope_parameters
         if rope["rope_type"] == "default":
             D = self.config.head_dim
-            return 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D)
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)[0]
+            return 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
 
     def _apply(self, fn, recurse=True):
         # Angles of long contexts need float32, also in a model moved to bfloat16.
@@ -90,9 +92,9 @@ class TapePhases(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Return exp(i s theta_f) for integer positions (B, S) as float32 (B, S, D)."""
+        """Return exp(i s theta_f) times the attention factor for integer positions (B, S) as float32 (B, S, D)."""
         angles = position_ids[..., None].float() * self.inv_freq
-        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
 
 class TapePosition(nn.Module):
@@ -251,7 +253,7 @@ class TapePreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.up_proj, std=module.up_proj.shape[1] ** -0.5)
             nn.init.zeros_(module.down_proj)
         elif isinstance(module, TapePhases):
-            module.inv_freq.copy_(module.frequencies())
+            module.inv_freq.copy_(module.frequencies()[0])
         else:
             super()._init_weights(module)
 

@@ -6,6 +6,7 @@ frequencies, P inner width of the position MLP, V vocabulary. A position state z
 (ICML 2025). Written to be read, not to be fast.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,10 @@ class ReferenceConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_seq_length: int = 8192
+    rope_beta_slow: float = 1.0
+    rope_beta_fast: float = 32.0
+    rope_truncate: bool = True
+    rope_attention_factor: float | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
@@ -35,16 +40,36 @@ class ReferenceConfig:
 def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
     """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
 
-    `llama3` keeps fast frequencies and divides slow ones, depending on how often they turn in the original context.
+    `llama3` and `yarn` keep fast frequencies and divide slow ones, depending on how often they turn in the original
+    context; the share that is kept changes linearly with the number of turns (`llama3`) or with f (`yarn`).
     """
-    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    f = torch.arange(head_dim // 2)
+    frequencies = 1.0 / config.rope_theta ** (2 * f.float() / head_dim)
     scaled = frequencies / config.rope_scaling_factor
     if config.rope_scaling_type == "linear":
         return scaled
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    turns = config.rope_original_seq_length / (2 * torch.pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / config.rope_scaling_factor + kept * frequencies
+    turns = config.rope_original_seq_length * frequencies / (2 * torch.pi)
+    if config.rope_scaling_type == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        # turns = turns[0] * theta^(-2f/D), solved for f.
+        first, last = (
+            (turns[0] / beta).log() / math.log(config.rope_theta) * head_dim / 2
+            for beta in (config.rope_beta_fast, config.rope_beta_slow)
+        )
+        if config.rope_truncate:
+            first, last = first.floor(), last.ceil()
+        first, last = first.clamp(min=0), last.clamp(max=head_dim - 1)
+        kept = 1 - ((f - first) / (last - first)).clamp(0, 1)
+    return (1 - kept) * scaled + kept * frequencies
+
+
+def attention_factor(config: ReferenceConfig | ModelConfig) -> float:
+    """Return by how much `yarn` lengthens rotated queries and keys."""
+    if config.rope_scaling_type != "yarn":
+        return 1.0
+    return config.rope_attention_factor or 0.1 * math.log(max(config.rope_scaling_factor, 1)) + 1
 
 
 def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -96,7 +121,7 @@ def forward(
     x = weights["model.embed_tokens.weight"][input_ids]
     D = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // H
     positions = torch.arange(S, device=x.device) if positions is None else positions
-    phases = rope_phases(positions, rope_frequencies(config, D))
+    phases = attention_factor(config) * rope_phases(positions, rope_frequencies(config, D))
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
     hidden_states, position_states = [], []
 

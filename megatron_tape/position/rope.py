@@ -1,5 +1,6 @@
 """Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,16 +19,25 @@ class RotarySettings:
 
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling_type: Literal["linear", "llama3"] = "linear"
-    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) only those of slow frequencies."""
+    rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
+    """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) only those of slow frequencies, and so
+    does yarn, which also makes attention sharper."""
     rope_scaling_factor: float = 1.0
     """Divisor of the positions; 2 doubles the context of a trained model."""
+    rope_original_seq_length: int = 8192
+    """llama3 and yarn: tokens of the context before it was extended."""
     rope_low_freq_factor: float = 1.0
     """llama3: frequencies that turn fewer times than this in rope_original_seq_length tokens are scaled fully."""
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies that turn more times than this are not scaled; between the two, scaling changes gradually."""
-    rope_original_seq_length: int = 8192
-    """llama3: tokens of the context before it was extended."""
+    rope_beta_slow: float = 1.0
+    """yarn: frequencies that turn fewer times than this in rope_original_seq_length tokens are scaled fully."""
+    rope_beta_fast: float = 32.0
+    """yarn: frequencies that turn more times than this are not scaled; between the two, scaling changes gradually."""
+    rope_truncate: bool = True
+    """yarn: begin and end the gradual change at whole frequencies, as most models with yarn do."""
+    rope_attention_factor: float | None = None
+    """yarn: factor of rotated queries and keys; null means 0.1 ln(rope_scaling_factor) + 1."""
 
 
 class RotaryPosition(PositionEncoding):
@@ -39,11 +49,17 @@ class RotaryPosition(PositionEncoding):
     exports_to = "plain"
 
     def check(self) -> None:
-        """Reject llama3's bounds in the wrong order."""
-        low, high = self.model.rope_low_freq_factor, self.model.rope_high_freq_factor
+        """Reject bounds in the wrong order, and bases with which yarn's bounds do not exist."""
+        model = self.model
+        for lower, upper in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            low, high = (getattr(model, f"rope_{name}") for name in (lower, upper))
+            refuse(
+                low >= high,
+                f"model.rope_{lower} {low} is not below model.rope_{upper} {high}; change one of them",
+            )
         refuse(
-            low >= high,
-            f"model.rope_low_freq_factor {low} is not below model.rope_high_freq_factor {high}; change one of them",
+            model.rope_scaling_type == "yarn" and model.rope_theta <= 1,
+            f"model.rope_theta {model.rope_theta} is not above 1, as model.rope_scaling_type yarn needs; raise it",
         )
 
     def state_size(self, layer: int) -> int:
@@ -51,11 +67,26 @@ class RotaryPosition(PositionEncoding):
         return self.model.head_dim
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the phases (S, B or 1, 1, D), computed in float32."""
+        """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32."""
         import torch
 
         angles = positions_SB.float()[..., None] * self._frequencies_on(positions_SB.device)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype).unsqueeze(2)
+        phases = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
+        return phases.to(dtype).unsqueeze(2)
+
+    @property
+    def attention_factor(self) -> float:
+        """The modulus of the initial state's complex numbers: 1, except with yarn.
+
+        It scales queries as well as keys, so that its square divides the temperature of attention (YaRN, Peng et al.,
+        2023).
+        """
+        model = self.model
+        if model.rope_scaling_type != "yarn":
+            return 1.0
+        if model.rope_attention_factor is not None:
+            return model.rope_attention_factor
+        return yarn_attention_factor(model.rope_scaling_factor)
 
     def _frequencies_on(self, device: "torch.device") -> "Tensor":
         """Return the frequencies on `device`; copied there once, as a copy in every forward pass would stall it."""
@@ -66,16 +97,45 @@ class RotaryPosition(PositionEncoding):
     def frequencies(self) -> "Tensor":
         """Return the angles per position theta_f, float32 (D/2,).
 
-        llama3 keeps fast frequencies and divides slow ones, depending on how often they turn in the original context.
+        llama3 and yarn keep fast frequencies and divide slow ones, depending on how often they turn in the original
+        context: llama3 changes gradually with the number of turns, yarn with the index of the frequency.
         """
         import torch
 
         model = self.model
-        frequencies = 1.0 / model.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
-        scaled = frequencies / model.rope_scaling_factor
+        inverse = model.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
+        frequencies = 1.0 / inverse
         if model.rope_scaling_type == "linear":
-            return scaled
+            return frequencies / model.rope_scaling_factor
+        if model.rope_scaling_type == "yarn":
+            # In the order of transformers' own operations, so that not a bit differs.
+            kept = self._kept_by_yarn()
+            return 1.0 / (model.rope_scaling_factor * inverse) * (1 - kept) + frequencies * kept
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
         turns = model.rope_original_seq_length / (2 * torch.pi / frequencies)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * frequencies / model.rope_scaling_factor + kept * frequencies
+
+    def _kept_by_yarn(self) -> "Tensor":
+        """Return the share of each frequency that yarn does not scale, (D/2,), falling linearly from 1 to 0."""
+        import torch
+
+        model = self.model
+
+        def index(turns: float) -> float:
+            """Return where among the frequencies one is that turns so often in the original context."""
+            wavelength = model.rope_original_seq_length / (turns * 2 * math.pi)
+            return model.head_dim * math.log(wavelength) / (2 * math.log(model.rope_theta))
+
+        first, last = index(model.rope_beta_fast), index(model.rope_beta_slow)
+        if model.rope_truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # The upper bound is that of transformers, although there are only half as many frequencies.
+        first, last = max(first, 0), min(last, model.head_dim - 1)
+        last = last + 0.001 if first == last else last
+        return 1 - ((torch.arange(model.head_dim // 2).float() - first) / (last - first)).clamp(0, 1)
+
+
+def yarn_attention_factor(scaling_factor: float, mscale: float = 1.0) -> float:
+    """Return the attention factor that YaRN recommends, 0.1 ln(s) + 1; some models multiply the logarithm."""
+    return 0.1 * mscale * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0

@@ -21,8 +21,8 @@ NAMES = ("state_norm", "update_norm")
 class PositionNorms(Hook):
     """Root mean squares of the position state's complex numbers and of their last update; nothing without updates.
 
-    For RoPE the state's is 1 and the update's 0; together they show how far TAPE has moved from RoPE. Every logged step
-    gives figures by layer, and evaluations give a picture by layer and head group.
+    For RoPE the state's is 1 (with yarn, its attention factor) and the update's 0; together they show how far TAPE has
+    moved from RoPE. Every logged step gives figures by layer, and evaluations give a picture by layer and head group.
     """
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -146,7 +146,8 @@ def test_what_cannot_run_is_refused_in_one_sentence(message, world_size, changes
 POSITIVE = [
     "model num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size",
     "model kv_channels unpadded_vocab_size position_mlp_size rope_theta rope_scaling_factor norm_epsilon init_std",
-    "model rope_low_freq_factor rope_high_freq_factor rope_original_seq_length",
+    "model rope_low_freq_factor rope_high_freq_factor rope_original_seq_length rope_beta_slow rope_beta_fast",
+    "model rope_attention_factor",
     "optimizer lr eps",
     "schedule power",
     "parallel tensor_model_parallel_size",
@@ -195,6 +196,8 @@ def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
         ({"kv_channels": 7}, "model.kv_channels 7 is odd"),
         ({"unpadded_vocab_size": 1000}, "model.unpadded_vocab_size 1000 exceeds model.vocab_size"),
         ({"rope_low_freq_factor": 4.0}, "model.rope_low_freq_factor 4.0 is not below"),
+        ({"rope_beta_slow": 32.0}, "model.rope_beta_slow 32.0 is not below model.rope_beta_fast 32.0"),
+        ({"rope_scaling_type": "yarn", "rope_theta": 1.0}, "model.rope_theta 1.0 is not above 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             validate_model(ModelConfig(**MODEL | changes))

@@ -46,6 +46,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 FAMILY = {
     "llama1": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=4)),
     "llama2_gqa": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=1, rms_norm_eps=1e-5)),
@@ -54,6 +55,12 @@ FAMILY = {
         LlamaConfig,
         LlamaForCausalLM,
         dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
+    ),
+    "llama_yarn": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=YARN)),
+    "llama_theta": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6)),
     ),
     "mistral": (MistralConfig, MistralForCausalLM, dict(sliding_window=None, head_dim=12)),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
@@ -133,8 +140,9 @@ def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
 
 
-def test_stretched_positions_are_those_of_transformers(tmp_path):
-    write_source(tmp_path / "source", "llama_linear")
+@pytest.mark.parametrize("kind", ["llama_linear", "llama_yarn"])
+def test_stretched_positions_are_those_of_transformers(tmp_path, kind):
+    write_source(tmp_path / "source", kind)
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     path = tmp_path / "source" / "config.json"
@@ -145,6 +153,37 @@ def test_stretched_positions_are_those_of_transformers(tmp_path):
         loaded_logits(tmp_path / "exported"), loaded_logits(tmp_path / "source"), atol=1e-5, rtol=0
     )
     assert open_weights(tmp_path / "imported").model.seq_length == 128
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"beta_fast": 8, "beta_slow": 2.0, "truncate": False}, None),
+        ({"beta_fast": None, "beta_slow": None}, None),
+        ({"factor": None}, None),
+        ({"attention_factor": 1.05}, 1.05),
+        ({"attention_factor": 1.1386294361119891}, None),
+        ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.9634748719862186),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.7}, None),
+    ],
+)  # fmt: skip
+def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, changes, expected):
+    write_source(tmp_path / "source", "llama_yarn")
+    path = tmp_path / "source" / "config.json"
+    settings = json.loads(path.read_text())
+    settings["rope_parameters"] |= changes
+    path.write_text(json.dumps(settings))
+    import_model(tmp_path / "source", tmp_path / "imported")
+    attention = open_weights(tmp_path / "imported").model.rope_attention_factor
+    assert attention == (expected if expected is None else pytest.approx(expected))
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    logits = loaded_logits(tmp_path / "source")
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(loaded_logits(tmp_path / "exported"), logits, atol=1e-5, rtol=0)
+    if expected is not None:
+        with pytest.raises(ValueError, match="--rope-scaling-factor 2 cannot be combined with the attention factor"):
+            import_model(tmp_path / "source", tmp_path / "no", rope_scaling_factor=2.0)
 
 
 def test_an_exported_tape_model_comes_back(tmp_path):
@@ -203,7 +242,17 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"attention_bias": True}, "attention_bias"),
         ("llama1", {"mlp_bias": True}, "mlp_bias"),
         ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ("llama1", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_parameters"),
+        ("llama1", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_parameters"),
+        ("llama1", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "has no factor"),
+        ("llama1", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "model.rope_beta_slow 1.0 is not below"),
+        ("llama1", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "model.rope_theta 1.0 is not above 1"),
+        ("llama1", {"rope_parameters": YARN | {"attention_factor": -2}}, "model.rope_attention_factor is -2"),
+        ("llama1", {"rope_parameters": YARN | {"truncate": None}}, "model.rope_truncate is null"),
+        (
+            "llama1",
+            {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 0}},
+            "a number that no model can have",
+        ),
         ("llama1", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no factor"),
         ("llama1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

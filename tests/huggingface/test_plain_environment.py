@@ -1,11 +1,14 @@
 """Exported models in an environment of torch and the oldest transformers that works, where this project never was."""
 
+import json
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-transformers" / "bin" / "python"
@@ -23,7 +26,7 @@ for name in ("megatron_tape", "megatron", "pretrain", "deepspeed", "sentencepiec
 assert transformers.__version__ == sys.argv[1], transformers.__version__
 expected = torch.load("expected.pt")
 text = Path("text").read_text(encoding="utf-8")
-for name, path in zip(("tape", "rope"), sys.argv[2:]):
+for name, path in zip(("tape", "rope"), sys.argv[4:]):
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     ids = tokenizer(text).input_ids
     assert ids == expected["ids"] and tokenizer.decode(ids) == text, name
@@ -53,23 +56,47 @@ for name, path in zip(("tape", "rope"), sys.argv[2:]):
     generated = model.generate(**prompts, **options, use_cache=False)
     for cache in ("dynamic", "static"):
         assert torch.equal(model.generate(**prompts, **options, cache_implementation=cache), generated), (name, cache)
+
+for name, path in zip(("tape_yarn", "rope_yarn"), sys.argv[2:4]):
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    with torch.no_grad():
+        logits = model(torch.tensor(expected["ids"][:96]).view(2, 48)).logits
+    torch.testing.assert_close(logits, expected[name], atol=1e-5, rtol=0)
+    assert (logits - expected[name.removesuffix("_yarn")]).abs().max() > 1e-2
 """
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
+
+
+def with_yarn(exported, folder):
+    """Copy an exported model, give the copy yarn, and load it."""
+    shutil.copytree(exported, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": YARN, "rope_scaling": None}))
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_text, tmp_path):
-    from transformers import AutoTokenizer
-
     from megatron_tape.huggingface.configuration_tape import OLDEST_TRANSFORMERS
 
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON.relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
     ids = AutoTokenizer.from_pretrained(exports["tape"].directory, trust_remote_code=True)(source_text).input_ids
     with torch.no_grad():
-        expected = {name: made.model(torch.tensor(ids[:96]).view(2, 48)).logits for name, made in exports.items()}
+        models = {name: made.model for name, made in exports.items()}
+        models |= {f"{name}_yarn": with_yarn(exports[name].directory, tmp_path / f"{name}_yarn") for name in models}
+        expected = {name: model(torch.tensor(ids[:96]).view(2, 48)).logits for name, model in models.items()}
     torch.save(expected | {"ids": ids}, tmp_path / "expected.pt")
     (tmp_path / "text").write_text(source_text, encoding="utf-8")
     done = subprocess.run(
-        [PYTHON, "-c", STRANGER, OLDEST_TRANSFORMERS, *(exports[name].directory for name in ("tape", "rope"))],
+        [
+            PYTHON,
+            "-c",
+            STRANGER,
+            OLDEST_TRANSFORMERS,
+            "tape_yarn",
+            "rope_yarn",
+            *(exports[name].directory for name in ("tape", "rope")),
+        ],
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,

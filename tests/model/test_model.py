@@ -1,5 +1,7 @@
 """The Megatron-core model on one process, against the reference and the released code."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,15 @@ from megatron_tape.model.weights import current_name, from_megatron, initial_par
 from megatron_tape.ops import packing
 from megatron_tape.position import encoding_of
 
+# Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
+YARN = dict(
+    rope_scaling_type="yarn",
+    rope_scaling_factor=4.0,
+    rope_original_seq_length=16,
+    rope_theta=10.0,
+    rope_beta_fast=2.0,
+    rope_beta_slow=0.5,
+)
 VARIANTS = {
     "plain": {},
     "multi_head": {"num_query_groups": 4},
@@ -20,6 +31,8 @@ VARIANTS = {
     "per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
     "scaled": {"rope_scaling_factor": 2.0, "rope_theta": 500.0},
     "llama3": {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0, "rope_original_seq_length": 32},
+    "yarn": YARN,
+    "yarn_rope": YARN | {"position_encoding": "rope", "rope_attention_factor": 1.3, "rope_truncate": False},
     "tied": {"tie_embeddings": True},
     "biased": {"qkv_bias": True},
     "qk_norm_wide_heads": {"qk_norm": True, "kv_channels": 12},
@@ -88,18 +101,20 @@ def test_logits_and_gradients_equal_the_reference(variant):
                 torch.testing.assert_close(gradient, weights[part].grad, atol=2e-5, rtol=1e-4)
 
 
-def test_a_fresh_tape_model_is_the_rope_model_of_the_same_seed():
-    ids = random_tokens()
-    tape, _ = build(small_model(attention_backend="torch"), randomize=False)
-    rope, _ = build(small_model(position_encoding="rope"), randomize=False)
+@pytest.mark.parametrize("variant", ["plain", "scaled", "llama3", "yarn"])
+def test_a_fresh_tape_model_is_the_rope_model_of_the_same_seed(variant):
+    ids, changes = random_tokens(), VARIANTS[variant]
+    tape, _ = build(small_model(attention_backend="torch", **changes), randomize=False)
+    rope, _ = build(small_model(position_encoding="rope", **changes), randomize=False)
     assert torch.equal(tape(ids), rope(ids))
     nope, _ = build(small_model(position_encoding="nope"), randomize=False)
     assert (nope(ids) - rope(ids)).abs().max() > 1e-4
 
 
-def test_shifting_positions_changes_no_logit():
+@pytest.mark.parametrize("variant", ["plain", "yarn"])
+def test_shifting_positions_changes_no_logit(variant):
     ids = random_tokens()
-    built, _ = build(small_model())
+    built, _ = build(small_model(**VARIANTS[variant]))
     torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
     assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
 
@@ -148,13 +163,14 @@ def test_parameter_count_is_the_configurations():
 
 
 def test_position_norms_start_at_rope_and_count_the_update():
-    built, _ = build(small_model(), randomize=False)
-    built.record_position_norms(True)
-    built(random_tokens())
-    norms = [update.norms for update in built.position_updates()]
-    assert len(norms) == 2
-    for state, change, count in norms:
-        assert (state / count).tolist() == pytest.approx([1.0] * 2, abs=1e-5) and not change.any()
+    for variant, factor in (("plain", 1.0), ("yarn", 0.1 * math.log(4) + 1)):
+        built, _ = build(small_model(**VARIANTS[variant]), randomize=False)
+        built.record_position_norms(True)
+        built(random_tokens())
+        norms = [update.norms for update in built.position_updates()]
+        assert len(norms) == 2
+        for state, change, count in norms:
+            assert (state / count).sqrt().tolist() == pytest.approx([factor] * 2, abs=1e-5) and not change.any()
     built, _ = build(small_model())
     built.record_position_norms(True)
     built(random_tokens())

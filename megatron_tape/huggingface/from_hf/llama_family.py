@@ -4,12 +4,14 @@ A setting that would change what the model computes and has no counterpart here 
 package is not needed, and settings are read without torch.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.position.rope import yarn_attention_factor
 
 # Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -45,11 +47,6 @@ _ONLY = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
-_LLAMA3 = {
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_length": "original_max_position_embeddings",
-}
 
 
 def import_model(
@@ -67,8 +64,9 @@ def import_model(
     """Write the model of transformers in the directory `source` as the new checkpoint `output`.
 
     With `tape`, a model without TAPE gets TAPE's initial parameters, drawn with `seed`, which do not change its logits.
-    Positions are divided by `rope_scaling_factor` in addition to the model's own scaling, and the context grows by the
-    same factor. Raises ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
+    Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
+    and the context grows by the same factor. Raises ValueError or OSError, in one sentence, if the model is incomplete
+    or has no counterpart here.
     """
     from megatron_tape.huggingface.from_hf.imported import ZeroStart, advise, write_imported
     from megatron_tape.huggingface.from_hf.weight_files import open_directory
@@ -170,26 +168,52 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
         raise ValueError(f"rope_scaling and rope_parameters differ in {path}; remove the wrong one")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"{key} is {rope!r} in {path}, which cannot be imported; default, linear and llama3, of whole heads, can"
+            f"{key} is {rope!r} in {path}, which cannot be imported; default, linear, llama3 and yarn, of whole heads, "
+            "can"
         )
     theta = rope.get("rope_theta", beside.get("rope_theta", settings.get("rope_theta", 10000.0)))
-    if kind != "llama3":
+    if kind in ("default", "linear"):
         factor = rope["factor"] if kind == "linear" else 1.0
         return {"rope_theta": theta, "rope_scaling_factor": factor * scaling_factor}
+    length, original = settings["max_position_embeddings"], "original_max_position_embeddings"
+    original_length = settings.get(original, rope.get(original, length))
+    shared = {"rope_theta": theta, "rope_scaling_type": kind, "rope_original_seq_length": original_length}
+    if kind == "yarn":
+        return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
         raise ValueError(
             f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which "
             "scales only slow frequencies; leave it out"
         )
-    original = "original_max_position_embeddings"
-    rope = rope | {original: settings.get(original, rope.get(original))}
-    return {
-        "rope_theta": theta,
-        "rope_scaling_type": "llama3",
+    return shared | {
         "rope_scaling_factor": rope["factor"],
-        **{ours: rope[theirs] for ours, theirs in _LLAMA3.items()},
+        "rope_low_freq_factor": rope["low_freq_factor"],
+        "rope_high_freq_factor": rope["high_freq_factor"],
+    }
+
+
+def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
+    """Translate yarn's settings, given the lengths of the context after and before scaling."""
+    factor = length / original_length if rope["factor"] is None else rope["factor"]
+    mscales = rope.get("mscale"), rope.get("mscale_all_dim")
+    attention = rope.get("attention_factor")
+    if attention is None and all(mscales):
+        attention = yarn_attention_factor(factor, mscales[0]) / yarn_attention_factor(factor, mscales[1])
+    if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
+        attention = None
+    if attention is not None and scaling_factor != 1.0:
+        raise ValueError(
+            f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the attention factor {attention:g} in "
+            f"{path}, which does not follow from yarn's factor; leave it out"
+        )
+    return {
+        "rope_scaling_factor": factor * scaling_factor,
+        "rope_beta_fast": rope.get("beta_fast") or 32.0,
+        "rope_beta_slow": rope.get("beta_slow") or 1.0,
+        "rope_truncate": rope.get("truncate", True),
+        "rope_attention_factor": attention,
     }
 
 

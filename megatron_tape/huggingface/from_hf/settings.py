@@ -30,6 +30,8 @@ def one_sentence(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} describes a model that cannot be built: {error}") from None
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
+    except ArithmeticError as error:
+        raise ValueError(f"{path} holds a number that no model can have: {error}") from None
 
 
 def check_sizes(settings: dict, path: Path) -> None:

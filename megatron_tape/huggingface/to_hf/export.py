@@ -98,6 +98,17 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "high_freq_factor": model.rope_high_freq_factor,
             "original_max_position_embeddings": model.rope_original_seq_length,
         }
+    elif model.rope_scaling_type == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": model.rope_scaling_factor,
+            "beta_fast": model.rope_beta_fast,
+            "beta_slow": model.rope_beta_slow,
+            "truncate": model.rope_truncate,
+            "original_max_position_embeddings": model.rope_original_seq_length,
+        }
+        if model.rope_attention_factor is not None:
+            rope["attention_factor"] = model.rope_attention_factor
     elif model.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": model.rope_scaling_factor}
     config = {
