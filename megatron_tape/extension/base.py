@@ -80,7 +80,7 @@ def find_base(given: str) -> Base:
     refuse(
         not path.is_dir(),
         f"{KEY} is {given}, which is not a directory; give a run, one of its checkpoints, or a directory in the format "
-        "of transformers",
+        "of transformers, or continue a run that has begun with --config RUN/config.yaml",
     )
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():

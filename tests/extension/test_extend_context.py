@@ -1,0 +1,389 @@
+"""`python -m pretrain.extend_context` on one process: what it begins with, continues, and refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets_for_tests import write_all
+from extension_cases import RECIPE, STEPS, arguments, continued, extended, pretrained
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from megatron_tape.checkpoint.directories import list_checkpoints, read_state
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.errors import CheckpointError
+from megatron_tape.extension import importing
+from megatron_tape.extension.base import with_base_settings
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.model.weights import part_of
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.trainer import Trainer
+from pretrain import attempt, estimate, extend_context, train
+
+REPOSITORY = Path(__file__).parents[2]
+TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
+ROPE = ["--model.position_encoding=rope", "--extension.trains=[embeddings,norms]"]
+
+
+def write_llama(folder, data=None, **changes):
+    """A model of transformers with random weights; with `data`, also its tokenizer."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    settings = dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2)
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**sizes | settings | changes)).save_pretrained(folder)
+    if data is not None:
+        shutil.copy(data / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def bases(data, tmp_path_factory):
+    """A RoPE run, a TAPE run and a directory of transformers."""
+    folder = tmp_path_factory.mktemp("bases")
+    made = {name: pretrained(folder, data, name, encoding=name) for name in ("rope", "tape")}
+    return made | {"llama": str(write_llama(folder / "llama", data))}
+
+
+@pytest.fixture
+def extend(data, bases, tmp_path):
+    """Extend `bases[base]` in folder `name`."""
+
+    def start(base="rope", *overrides, name="run"):
+        return extended(tmp_path, data, bases.get(base, base), name, *overrides)
+
+    start.folder = tmp_path
+    return start
+
+
+def first_logits(data, base, folder, *overrides):
+    """The logits of the model with which the command begins."""
+    chosen = arguments(folder, data, base, "unused", *overrides)
+    config = parse_run_config(chosen, with_base_settings)
+    watch = Watch(None)
+    try:
+        trainer = Trainer(config, watch, **extend_context._trainer_arguments(config))
+        trainer._build()
+        trainer.writer.close()
+        return trainer.engine.logits(TOKENS)
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("base", ["rope", "llama"])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        ["--model.rope_scaling_factor=2"],
+        ["--model.rope_scaling_factor=1", "--model.rope_theta=1e6"],
+        ["--model.rope_scaling_type=llama3", "--model.rope_scaling_factor=8", "--model.rope_original_seq_length=16"],
+    ],
+)
+def test_at_step_0_tape_equals_rope_under_the_same_scaling_of_positions(data, bases, tmp_path, base, positions):
+    tape = first_logits(data, bases[base], tmp_path / "tape", *positions)
+    rope = first_logits(data, bases[base], tmp_path / "rope", *positions, *ROPE)
+    unscaled = first_logits(data, bases[base], tmp_path / "unscaled", *ROPE, "--model.rope_scaling_factor=1")
+    torch.testing.assert_close(tape, rope, atol=1e-5, rtol=0)
+    assert (rope - unscaled).abs().max() > 1e-3
+
+
+def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_path):
+    ours = first_logits(data, bases["llama"], tmp_path)
+    path = tmp_path / "scaled"
+    shutil.copytree(bases["llama"], path)
+    settings = json.loads((path / "config.json").read_text())
+    settings["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(settings))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype="float32")(TOKENS).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_tape_model_keeps_what_it_has_learned(data, bases, tmp_path):
+    same = ["--model.rope_scaling_factor=1", "--model.position_encoding=tape"]
+    logits = first_logits(data, bases["tape"], tmp_path, *same)
+    (_, newest), *_ = list_checkpoints(f"{bases['tape']}/checkpoints")
+    saved = open_weights(newest)
+    assert any(saved.read(f"decoder.layers.{layer}.position.token_mixing").any() for layer in (0, 1))
+    zeroed = first_logits(data, bases["rope"], tmp_path / "other", *same)
+    assert (logits - zeroed).abs().max() > 1e-3
+
+
+def tensors(run):
+    (_, newest), *_ = list_checkpoints(run / "checkpoints")
+    (path,) = newest.glob("tensors-*")
+    return load_file(path)
+
+
+def test_only_what_is_named_changes_and_the_rest_is_the_bases(extend, bases, capfd):
+    rows = extend("rope", "--extension.trains=[tape,norms]", "--logging.tensorboard=true")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    before, after = tensors(Path(bases["rope"])), tensors(extend.folder / "run")
+    for key in (key for key in after if key.startswith("weight/")):
+        if part_of(key.removeprefix("weight/")) in ("matrices", "embeddings", "output"):
+            assert torch.equal(after[key], before[key])
+        elif key in before:
+            assert not torch.equal(after[key], before[key])
+    moved = {key.partition("/")[2] for key in after if key.startswith("exp_avg/")}
+    assert {part_of(name) for name in moved} == {"tape", "norms"}
+    reported = capfd.readouterr().err
+    assert "beginning with the weights of" in reported
+    table = {line.split()[0]: line.split()[1:] for line in reported.splitlines() if len(line.split()) == 3}
+    assert table["tape"] == ["1,168", "1,168"] and table["matrices"] == ["0", "23,040"]
+    assert table["together"] == ["1,392", "28,528"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(extend.folder / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    (text,) = events.Tensors("parameters/text_summary")
+    assert "1,392" in text.tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.parametrize("base", ["tape", "llama"])
+def test_a_continued_extension_equals_the_uninterrupted_one(data, bases, tmp_path, base):
+    case = continued(tmp_path, data, bases[base], "run", "--checkpoint.frozen=false")
+    losses = [[(row["loss"], row["grad_norm"]) for row in case[which]] for which in ("continued", "whole")]
+    assert losses[0] == losses[1] and case["continued_state"] == case["whole_state"]
+    held = {key.partition("/")[2] for key in tensors(tmp_path / "run")}
+    assert {part_of(name) for name in held} == {"tape", "embeddings", "norms"}
+
+
+def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(extend, bases, data, tmp_path, capfd):
+    moving = tmp_path / "moving"
+    shutil.copytree(bases["rope"], moving)
+    for name, frozen in (("whole", "true"), ("lean", "false")):
+        extend(str(moving), "--train.steps=2", f"--checkpoint.frozen={frozen}", name=name)
+    moving.rename(tmp_path / "moved")
+    capfd.readouterr()
+    sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, str(moving), "whole"))
+    assert "continue a run that has begun with --config RUN/config.yaml" in sentence
+    again = {name: ["--config", f"{tmp_path}/{name}/config.yaml", "--train.steps=3"] for name in ("whole", "lean")}
+    assert extend_context.main(again["whole"]) == 0
+    assert "which is gone; put it back" in refused(capfd, extend_context.main, again["lean"])
+    (tmp_path / "moved").rename(moving)
+    file = next(moving.glob("checkpoints/*/tensors-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert "is not whole" in refused(capfd, extend_context.main, again["lean"])
+
+
+def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bases, data, tmp_path, capfd):
+    source = tmp_path / "source"
+    shutil.copytree(bases["llama"], source)
+    extend(str(source), "--train.steps=1")
+    base = tmp_path / "run" / "base"
+    assert read_state(base)["config"]["model"]["position_encoding"] == "rope"
+    written = (base / "manifest.json").stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    capfd.readouterr()
+    extend(str(source), "--train.steps=1")
+    assert f"beginning with {base}, which was imported from {source} before" in capfd.readouterr().err
+    assert (base / "manifest.json").stat().st_mtime_ns == written
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    os.utime(source / "model.safetensors", (1, 1))
+    sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, source, "run"))
+    assert f"{base} was not imported from {source} as it is now; move {base} away" in sentence
+
+
+def test_an_import_that_fails_leaves_nothing(bases, data, tmp_path, capfd):
+    source = tmp_path / "source"
+    shutil.copytree(bases["llama"], source)
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, source / "model.safetensors")
+    sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, source, "run"))
+    assert "model.norm.weight with numbers that are not finite" in sentence
+    assert not (tmp_path / "run" / "base").exists() and not (tmp_path / "run" / "base.partial").exists()
+
+
+class _Progress:
+    """Notes when a rank would tell its watch that work has advanced."""
+
+    def __init__(self):
+        self.stages = []
+
+    def progress(self, stage, step=None):
+        self.stages.append(stage)
+
+
+def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
+    from megatron_tape.parallel.layout import initialize_distributed
+
+    monkeypatch.setattr(importing, "POLL_SECONDS", 0.01)
+    layout, watch, begun = initialize_distributed(), _Progress(), []
+
+    def work(advance):
+        for _ in range(3):
+            seen = len(watch.stages)
+            advance()
+            while len(watch.stages) == seen:
+                pass
+            begun.append(len(watch.stages))
+        return Path("made")
+
+    assert importing._on_rank_0(work, layout, watch) == Path("made")
+    assert len(begun) == 3 and len(watch.stages) <= 4
+
+    def fail(advance):
+        raise ValueError("the reason")
+
+    with pytest.raises(CheckpointError, match="cannot begin: the reason"):
+        importing._on_rank_0(fail, layout, watch)
+
+
+def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
+    config = parse_run_config(arguments("x", data, bases["rope"], "y"), with_base_settings)
+    assert (config.model.hidden_size, config.model.num_query_groups, config.model.init_std) == (32, 2, 0.1)
+    assert (config.model.seq_length, config.model.rope_scaling_factor) == (32, 2)
+    assert config.extension.from_ == f"{bases['rope']}/checkpoints/step-00000004"
+    chosen = [*arguments("x", data, bases["llama"], "y"), "--parallel.tensor_model_parallel_size=2"]
+    assert parse_run_config(chosen, with_base_settings).model.vocab_size == 64
+    whole = extend_context.parse_run_config([*chosen, "--model.vocab_size=66"], with_base_settings)
+    assert (whole.model.vocab_size, whole.model.unpadded_vocab_size) == (66, 64)
+    assert estimate.main(arguments("x", data, bases["rope"], "y")) == 0
+    assert "28,528" in capsys.readouterr().out
+
+
+def refused(capfd, act, *arguments):
+    """Return the one sentence with which a command ends."""
+    try:
+        status = act(*arguments)
+    except SystemExit as stop:
+        status = stop.code
+    errors = capfd.readouterr().err.splitlines()
+    assert status in (1, 2) and not any(line.startswith("Traceback") for line in errors)
+    (sentence,) = [line for line in errors if line.startswith("error: ")]
+    return sentence
+
+
+def damaged(folder, bases, name):
+    """A base that something is wrong with."""
+    path = folder / name
+    shutil.copytree(bases["llama"] if name != "checkpoint" else bases["rope"], path)
+    if name == "checkpoint":
+        tensors = next(path.glob("checkpoints/*/tensors-*"))
+        tensors.write_bytes(tensors.read_bytes()[:-8])
+    elif name == "weights":
+        (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-8])
+    elif name == "settings":
+        (path / "config.json").write_text("{")
+    elif name == "family":
+        settings = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
+    elif name == "pickle":
+        torch.save({}, path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+    elif name == "tokenizer":
+        text = (path / "tokenizer.json").read_text()
+        (path / "tokenizer.json").write_text(text.replace('"w1"', '"changed"'))
+    elif name == "empty":
+        shutil.rmtree(path)
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "base, overrides, part",
+    [
+        ("nowhere", [], "extension.from is nowhere, which is not a directory; give a run"),
+        ("empty", [], "holds no checkpoint; give a run"),
+        ("checkpoint", [], "no checkpoint in"),
+        ("weights", [], "is not a complete safetensors file"),
+        ("settings", [], "config.json cannot be used"),
+        ("family", [], "model_type is 'gpt2'"),
+        ("pickle", [], "its weights are pickles, which may run code"),
+        ("tokenizer", ["--data.tokenizer=TOKENIZER"], "has another vocabulary than the tokenizer of extension.from"),
+        ("rope", ["--extension.trains=[]"], "extension.trains is empty"),
+        ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),
+        ("rope", ["--model.position_encoding=rope"], "extension.trains names tape, but"),
+        ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add tape"),
+        ("rope", ["--optimizer.lr_scale_of={position: 0, embeddings: 0, norms: 0}"], "so nothing would be trained"),
+        ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
+        ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
+        ("tape", ["--model.gate_input=attention"], "model.gate_input: checkpoint mlp, configuration attention"),
+        ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
+        ("rope", ["--extension.trains=[lora,tape]", "--extension.lora_rank=64"], "extension.lora_rank is 64"),
+        ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
+    extend, bases, data, monkeypatch, capfd, base, overrides, part
+):
+    if base not in bases and base != "nowhere":
+        base = str(damaged(extend.folder, bases, base))
+    monkeypatch.setattr(train, "_load_libraries", lambda *_: pytest.fail("torch would be loaded"))
+    overrides = [override.replace("TOKENIZER", f"{data}/tokenizer.json") for override in overrides]
+    chosen = arguments(extend.folder, data, bases.get(base, base), "run", *overrides)
+    assert part in refused(capfd, extend_context.main, chosen)
+    assert not (extend.folder / "run").exists()
+
+
+def test_checks_before_torch_do_not_import_it(bases, data, tmp_path):
+    program = (
+        "import sys\nfrom pretrain import train\nfrom pretrain.extend_context import main\n"
+        "train._load_libraries = lambda *_: sys.exit('loaded' if 'torch' in sys.modules else 'not loaded')\n"
+        "main(sys.argv[1:])"
+    )
+    chosen = arguments(tmp_path, data, bases["llama"], "run", f"--data.tokenizer={data}/tokenizer.json")
+    done = subprocess.run([sys.executable, "-c", program, *chosen], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stderr.split("\n")[-2] == "not loaded"
+
+
+def test_damage_that_only_every_byte_shows_is_refused_before_training(bases, data, tmp_path, capfd):
+    shutil.copytree(bases["rope"], tmp_path / "base")
+    file = next((tmp_path / "base").glob("checkpoints/*/tensors-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, tmp_path / "base", "run"))
+    assert "has sha256" in sentence and not list_checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, tmp_path, capfd):
+    extend("rope", *ROPE, "--train.steps=1")
+    (_, extended_step), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
+    (_, base_step), *_ = list_checkpoints(f"{bases['rope']}/checkpoints")
+    model = ["--model.position_encoding=rope", "--model.seq_length=32", "--model.rope_scaling_factor=2"]
+    tiny = ["--config", str(REPOSITORY / "tests/recipes/tiny.yaml"), f"--data.prefix={data}/a", *model]
+    for where in (f"--logging.directory={tmp_path}/run", f"--checkpoint.resume={extended_step}"):
+        chosen = [*tiny, f"--logging.directory={tmp_path}/other", where, "--train.steps=10"]
+        assert "continue it with pretrain.extend_context" in refused(capfd, train.main, chosen)
+    assert "run pretrain.extend_context" in refused(capfd, train.main, [*tiny, f"--extension.from={base_step}"])
+    assert "which pretrain.train does not use" in refused(capfd, train.main, [*tiny, "--extension.trains=[norms]"])
+    chosen = arguments(tmp_path, data, bases["rope"], "new", f"--checkpoint.resume={base_step}")
+    assert "give it as extension.from in place of checkpoint.resume" in refused(capfd, extend_context.main, chosen)
+    without = ["--config", str(RECIPE), f"--data.prefix={data}/a"]
+    assert "extension.from is not set" in refused(capfd, extend_context.main, without)
+    assert "extension.from is not set" in refused(capfd, extend_context.main, tiny)
+    lora = tmp_path / "lora"
+    extend("rope", "--model.position_encoding=rope", "--extension.trains=[lora]", "--train.steps=1", name="lora")
+    assert "it has LoRA layers; merge them first" in refused(
+        capfd, extend_context.main, arguments(tmp_path, data, lora, "again", *ROPE)
+    )
+
+
+def test_a_requeued_job_needs_no_settings_of_its_base(bases, data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source" / "pretrain").mkdir(parents=True)
+    shutil.copytree(bases["rope"], tmp_path / "base")
+    options = ["begin", "--module", "pretrain.extend_context", "--job", "7", "--source", "source", "--job-link", "link"]
+    options += ["--nodes", "a", "--processes", "1"]
+    chosen = [str(RECIPE), f"--data.prefix={data}/a", "--logging.directory=run"]
+    assert "extension.from is not set" in refused(capfd, attempt.main, [*options, "--", *chosen])
+    damaged_one = [*chosen, f"--extension.from={damaged(tmp_path, bases, 'weights')}"]
+    assert "is not a complete safetensors file" in refused(capfd, attempt.main, [*options, "--", *damaged_one])
+    chosen += ["--extension.from=base"]
+    module = options[:2] + ["pretrain.train"] + options[3:]
+    assert "run pretrain.extend_context" in refused(capfd, attempt.main, [*module, "--", *chosen])
+    assert attempt.main(["check", "--", *chosen]) == 0 and attempt.main([*options, "--", *chosen]) == 0
+    config = str((tmp_path / "link" / "config.yaml").resolve())
+    assert extend_context.main(["--config", config, f"--train.steps={STEPS - 1}"]) == 0
+    shutil.rmtree(tmp_path / "base")
+    assert attempt.main([*options, "--requeued", "--", *chosen]) == 0
+    assert extend_context.main(["--config", config, f"--train.steps={STEPS}"]) == 0

@@ -1,0 +1,86 @@
+"""Extends a small model again and again inside one process group, under every layout that the processes allow."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from training_cases import checksums, option, packed, tp, zero
+
+from megatron_tape.checkpoint.directories import list_checkpoints
+from pretrain import extend_context, train
+
+TESTS = Path(__file__).parent
+BASE, RECIPE = TESTS / "recipes" / "tiny.yaml", TESTS / "recipes" / "extend.yaml"
+STEPS = 3
+ONLY = "extension.trains"
+WITH_LORA = [option(ONLY, "[tape,lora,embeddings,norms]")]
+FULL = option("train.recompute", "full")
+LAYOUTS = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 1), (2, 3)]
+VARIANTS = {
+    "recomputed": [option(ONLY, "[tape,norms]"), FULL],
+    "tape_recomputed": [option(ONLY, "[tape]"), FULL],
+    "lora_recomputed": [option("model.position_encoding", "rope"), option(ONLY, "[lora]"), FULL],
+    "all": [option(ONLY, "[all]")],
+    "with_lora": WITH_LORA,
+}
+
+
+def pretrained(folder, data, name="base", encoding="rope"):
+    """Train a short RoPE or TAPE model to extend, and return its run."""
+    run = f"{folder}/{name}"
+    settings = [option("model.position_encoding", encoding), "--train.steps=4", "--train.eval_interval=null"]
+    status = train.main(
+        ["--config", str(BASE), option("data.prefix", f"{data}/a"), f"--logging.directory={run}", *settings]
+    )
+    assert status == 0
+    dist.barrier()
+    return run
+
+
+def arguments(folder, data, base, name, *overrides):
+    prefix, run = option("data.prefix", f"{data}/a"), f"--logging.directory={folder}/{name}"
+    return ["--config", str(RECIPE), prefix, run, option("extension.from", base), *map(str, overrides)]
+
+
+def extended(folder, data, base, name, *overrides):
+    """Extend `base` in `folder`/`name`; return the rows of metrics.jsonl."""
+    status = extend_context.main(arguments(folder, data, base, name, *overrides))
+    assert status == 0, f"{name} ended with {status}"
+    dist.barrier()
+    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
+    dist.barrier()
+    return rows
+
+
+def continued(folder, data, base, name, *overrides):
+    """All steps at once, and again from the first step's checkpoint; the rows and the last tensors of both."""
+    every = [*overrides, "--checkpoint.interval=1"]
+    found = {"whole": extended(folder, data, base, name, *every), "whole_state": checksums(folder, name, STEPS)}
+    dist.barrier()
+    for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
+        if dist.get_rank() == 0 and step > 1:
+            shutil.rmtree(path)
+    dist.barrier()
+    found["continued"] = extended(folder, data, base, name, *every)
+    return found | {"continued_state": checksums(folder, name, STEPS)}
+
+
+def main(folder, data):
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    base = pretrained(folder, data)
+    rows = {}
+    for tensor_size, stage in LAYOUTS if size > 1 else [(1, 0)]:
+        name = f"tp{tensor_size}_zero{stage}"
+        rows[name] = extended(folder, data, base, name, tp(tensor_size), zero(stage))
+    for name, overrides in {**VARIANTS, "packed": packed(data)}.items():
+        rows[name] = extended(folder, data, base, name, tp(size), zero(1), *overrides)
+    if size == 1:
+        return rows
+    leaner = ["--checkpoint.frozen=false", *WITH_LORA]
+    resumed = {
+        "resumed_tp2_zero1": continued(folder, data, base, "resumed-1", tp(2), zero(1)),
+        "resumed_tp1_zero3": continued(folder, data, base, "resumed-3", tp(1), zero(3), *leaner),
+    }
+    return rows | resumed
