@@ -83,7 +83,11 @@ class Estimate:
 
 
 def estimate(config: RunConfig, world_size: int) -> Estimate:
-    """Estimate a run of `config` on `world_size` processes; `config.checks.validate` must have accepted both."""
+    """Estimate a run of `config` on `world_size` processes; `config.checks.validate` must have accepted both.
+
+    Shifted sparse attention is counted as full attention, although it keeps its outputs once more where layers are not
+    recomputed.
+    """
     model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
     held = parameters_per_rank(model, tensor_size)
@@ -147,7 +151,8 @@ def flops_per_token(model: ModelConfig) -> int:
     """Return the matmul FLOPs of forward and backward for one token of a full sequence.
 
     A multiply-add counts as two, the backward pass as two forward passes, and a query has `S / 2` keys (the causal
-    mean). What the positional encoding adds is included.
+    mean), also where a run extends the context with shifted sparse attention. What the positional encoding adds is
+    included.
     """
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     scores = heads * dim * model.seq_length // 2

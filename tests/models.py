@@ -37,6 +37,7 @@ def build(
     dtype=torch.float32,
     device="cpu",
     lora=None,
+    shifted_sparse=False,
 ):
     """Build a model on this process's share; `randomize` moves what would change nothing from its start.
 
@@ -45,7 +46,8 @@ def build(
     layout = initialize_distributed(tp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
-    built = LanguageModel(model, transformer_config(model, tp, sp, dtype, recompute), layout.groups, device, seed)
+    translated = transformer_config(model, tp, sp, dtype, recompute)
+    built = LanguageModel(model, translated, layout.groups, device, seed, shifted_sparse)
     if lora is not None:
         add_lora(built, model, lora, seed)
     if randomize:

@@ -64,7 +64,9 @@ def run(built, ids, labels, **kwargs):
     return logits, loss.detach()
 
 
-def compare(changes=None, recompute="none", sequence_parallel=True, lora=None, trained=None, **kwargs):
+def compare(
+    changes=None, recompute="none", sequence_parallel=True, lora=None, trained=None, shifted_sparse=False, **kwargs
+):
     """Largest differences between one process and two, relative to the largest value.
 
     Parameters of other kinds than `trained` are frozen, if it is given.
@@ -76,16 +78,17 @@ def compare(changes=None, recompute="none", sequence_parallel=True, lora=None, t
     changes = changes or {}
     model = small_model(**changes)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
-    alone, _ = build(model, lora=lora)
+    same = dict(lora=lora, shifted_sparse=shifted_sparse)
+    alone, _ = build(model, **same)
     select_trained(alone, trains, recompute != "none")
     weights = whole_weights(alone, model)
     logits, loss = run(alone, ids, labels, **kwargs)
     expected = gradients_of(alone, model, 1)
 
-    fresh, _ = build(model, randomize=False, lora=lora)
+    fresh, _ = build(model, randomize=False, **same)
     initial = whole_weights(fresh, model)
     parallel, layout = build(
-        model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel, lora=lora
+        model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel, **same
     )
     select_trained(parallel, trains, recompute != "none")
     same_start = all(
@@ -153,6 +156,7 @@ def main(folder):
     results |= {name: compare(**settings) for name, settings in LORA_VARIANTS.items()}
     results["tape_recompute"] = compare({}, recompute="full")
     results["tape_packed"] = compare({}, documents=documents)
+    results["tape_shifted"] = compare({}, recompute="full", shifted_sparse=True, documents=documents)
     results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
     importlib.import_module("toy_encodings.head_gate")
     results["head_gate_without_sequence_parallel"] = compare(

@@ -19,7 +19,7 @@ from megatron_tape.config.schema import (
 )
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import lacks
+from megatron_tape.ops.backends import SCORES, lacks
 from megatron_tape.position import encoding_of
 
 LARGEST = {
@@ -319,10 +319,15 @@ def _validate_extension(config: RunConfig) -> None:
         refuse(
             model.seq_length % 8 != 0,
             f"extension.attention is shifted_sparse, but model.seq_length {model.seq_length} is not divisible by 8: "
-            "four groups are shifted by half a group; change the length",
+            "a quarter of the sequence is a segment, and half of it the shift; change the length",
         )
         refuse(
             model.query_groups < 2,
             "extension.attention is shifted_sparse, which shifts half of the heads, but all heads of this model share "
             "one group of keys; set it to full",
+        )
+        refuse(
+            SCORES in encoding_of(model).needs,
+            "extension.attention is shifted_sparse, which cannot be combined with model.position_encoding "
+            f"{model.position_encoding}, whose positions depend on scores of the whole sequence; set it to full",
         )

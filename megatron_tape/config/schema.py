@@ -245,7 +245,8 @@ class ExtensionConfig:
     layers."""
     attention: Literal["full", "shifted_sparse"] = "full"
     """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within
-    groups of a quarter of the sequence, which are shifted by half a group for half of the heads."""
+    segments of a quarter of the sequence, which half of the heads shift by half a segment. No token sees a later one.
+    With model.attention_backend torch it is slower than full attention."""
     lora_rank: int = 8
     """Inner width of a LoRA layer."""
     lora_alpha: float = 16.0

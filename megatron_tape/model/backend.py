@@ -14,9 +14,10 @@ from megatron_tape.position import encoding_of
 logger = logging.getLogger(__name__)
 
 
-def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
     """Return the backend that `model.attention_backend` means on `device`; `ConfigError` if it cannot run there."""
-    return choose_backend(model.attention_backend, device, dtype, model.head_dim, encoding_of(model).needs)
+    needs = encoding_of(model).needs
+    return choose_backend(model.attention_backend, device, dtype, model.head_dim, needs, shifted_sparse)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
@@ -34,7 +35,7 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
     )
 
 
-def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
+def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False) -> str:
     """Return the backend that all ranks of `layout` train with; all call this together.
 
     The fused kernels are first compiled and compared with plain torch: on one rank of each node before the others,
@@ -42,7 +43,7 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
     torch with a warning, and triton raises `ConfigError`.
     """
     device = torch.device(layout.device)
-    backend, error = chosen_backend(model, dtype, device), None
+    backend, error = chosen_backend(model, dtype, device, shifted_sparse), None
     if backend != "triton":
         return backend
     with layout.first_on_node():

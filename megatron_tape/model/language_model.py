@@ -15,6 +15,7 @@ from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.layers import LayerPosition
 from megatron_tape.model.specs import block_spec
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.parallel.tokens import TokenLayout
 from megatron_tape.position import ENCODINGS
 
@@ -67,6 +68,7 @@ class LanguageModel(torch.nn.Module):
 
     Every rank draws whole weights from torch's CPU generator and then cuts them, so they do not depend on the parallel
     layout if the generator has the same seed on all ranks. Those of the positional encoding are drawn with `seed`.
+    With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class LanguageModel(torch.nn.Module):
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
         seed: int = 1234,
+        shifted_sparse: bool = False,
     ):
         super().__init__()
-        self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device))
+        self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
         """What computes attention on `device`, to which the caller must move the model."""
         self.tokens = TokenLayout(groups.tp, groups.dp, config.sequence_parallel)
         fused = self.attention_backend == "triton"
@@ -93,6 +96,8 @@ class LanguageModel(torch.nn.Module):
             pg_collection=groups,
         )
         self.dtype = config.params_dtype
+        self.shifted_sparse = shifted_sparse
+        self._unshifted_groups = unshifted_groups(model.query_groups, groups.tp.rank(), groups.tp.size())
 
     def forward(
         self,
@@ -109,12 +114,15 @@ class LanguageModel(torch.nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        packing = None if documents is None else Packing.of(documents)
+        if self.shifted_sparse and self.training:
+            packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
         forward = partial(
             self.gpt,
             tokens,
             None,
             None,
-            packed_seq_params=None if documents is None else Packing.of(documents),
+            packed_seq_params=packing,
             extra_block_kwargs={"context": self.encoding.initial_state(positions[:, None], self.dtype)},
         )
         if labels is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_tape.model.weights import initial_parameters
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
 from megatron_tape.position import PositionEncoding, Positions
 
 
@@ -38,9 +39,11 @@ class CoreAttention(torch.nn.Module):
         self.backend = backend
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, packing: Packing | None
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `megatron_tape.ops.attention.attention`."""
+        """See `megatron_tape.ops.attention.attention`, or `ops.shifted.shifted_attention` where segments are given."""
+        if isinstance(packing, ShiftedSegments):
+            return shifted_attention(query, key, value, segments=packing, backend=self.backend, **vars(positions))
         return attention(query, key, value, packing=packing, backend=self.backend, **vars(positions))
 
 
@@ -48,7 +51,7 @@ class PositionSelfAttention(SelfAttention):
     """Megatron's self-attention, with its tensor-parallel projections, extended by what an encoding provides."""
 
     def forward(
-        self, hidden_states: Tensor, positions: Positions, packing: Packing | None
+        self, hidden_states: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from normalised hidden states (S, B, C), or (s, B, C) under sequence parallelism.
 
@@ -144,13 +147,13 @@ class PositionTransformerLayer(TransformerLayer):
         hidden_states: Tensor,
         attention_mask: None = None,
         context: Tensor | None = None,
-        packed_seq_params: Packing | None = None,
+        packed_seq_params: Packing | ShiftedSegments | None = None,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
         """Map hidden states (S, B, C) and the position state (`context`) to those of the next layer.
 
-        The documents of a pack arrive as Megatron's `packed_seq_params`, which Megatron passes to every layer
-        unchanged.
+        The documents of a pack, or the segments of shifted sparse attention, arrive as Megatron's `packed_seq_params`,
+        which Megatron passes to every layer unchanged.
         """
         normed = self.input_layernorm(hidden_states)
         positions = self.position.positions(context, normed)

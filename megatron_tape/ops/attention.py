@@ -161,14 +161,20 @@ def _interpreted_wrong(dtype: torch.dtype) -> bool:
 
 
 def choose_backend(
-    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Set[str] = frozenset()
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs: Set[str] = frozenset(),
+    segments: bool = False,
 ) -> str:
     """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
 
     `auto` chooses the fastest that can. On a GPU this is triton if a state is averaged, flash_attn if none is, and
     torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch. With a bias or a gate it is
-    tiled; if positions depend on scores, naive. A backend that was named is never replaced by another: if it cannot run
-    or cannot do what is needed, this raises `ConfigError`.
+    tiled; if positions depend on scores, naive. With `segments` (`ops.shifted`), it prefers backends that skip the keys
+    of other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that was named is never
+    replaced by another: if it cannot run or cannot do what is needed, this raises `ConfigError`.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim):
@@ -178,9 +184,9 @@ def choose_backend(
     if {BIAS, GATE} & needs:
         order = ["tiled"]
     elif device.type == "cpu":
-        order = ["tiled" if averages else "torch"]
+        order = ["tiled" if averages or segments else "torch"]
     else:
-        order = ["triton" if averages else "flash_attn", "torch"]
+        order = ["triton" if averages else "flash_attn", *(["triton"] if segments else []), "torch"]
     for name in (*order, "naive"):
         if lacks(name, needs):
             continue

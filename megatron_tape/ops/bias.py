@@ -26,6 +26,15 @@ class Bias:
         """Return the same bias with tensors of at least float32."""
         return Bias(self.tile, tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors))
 
+    def of_heads(self, heads: slice) -> "Bias":
+        """Return the bias of some heads alone."""
+
+        def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
+            whole = self.tile(rows, columns, *tensors)
+            return whole if whole.shape[1] == 1 else whole[:, heads]
+
+        return Bias(tile, self.tensors)
+
     def of(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile, with its gradient."""
         return self.tile(rows, columns, *self.tensors)

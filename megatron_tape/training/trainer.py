@@ -252,10 +252,11 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
     watch.progress("choosing the attention backend")
-    backend = verified_backend(config.model, layout, dtype)
+    shifted_sparse = config.extension.attention == "shifted_sparse"
+    backend = verified_backend(config.model, layout, dtype, shifted_sparse)
     logger.info("attention runs as %s", backend)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
+    model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed, shifted_sparse)
     if config.extension.adds_lora:
         add_lora(model, config.model, config.extension, config.train.seed)
     return model

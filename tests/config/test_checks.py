@@ -4,6 +4,8 @@ from configurations import MODEL, make
 from megatron_tape.config.checks import LARGEST, validate, validate_model
 from megatron_tape.config.schema import ModelConfig, blend, split_shares
 from megatron_tape.errors import ConfigError
+from megatron_tape.ops.backends import SCORES
+from megatron_tape.position import ENCODINGS
 
 
 @pytest.mark.parametrize(
@@ -210,3 +212,18 @@ def test_numbers_that_no_run_can_have_are_refused_at_once():
     ):
         with pytest.raises(ConfigError, match=message):
             validate(make(**changes), world_size=1)
+
+
+def test_shifted_sparse_attention_needs_half_segments_groups_and_no_rows_of_scores(monkeypatch):
+    shifted = {"extension__attention": "shifted_sparse", "model__seq_length": 64}
+    validate(make(**shifted), 1)
+    validate(make(**shifted, model__num_attention_heads=9, model__kv_channels=8, model__num_query_groups=3), 1)
+    for changes, message in (
+        ({"model__seq_length": 60}, "model.seq_length 60 is not divisible by 8"),
+        ({"model__num_query_groups": 1}, "all heads of this model share one group of keys; set it to full"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(make(**shifted | changes), 1)
+    monkeypatch.setattr(ENCODINGS["nope"], "needs", frozenset({SCORES}))
+    with pytest.raises(ConfigError, match="cannot be combined with model.position_encoding nope"):
+        validate(make(**shifted, model__position_encoding="nope"), 1)

@@ -130,6 +130,13 @@ def test_auto_chooses_the_fastest_backend(monkeypatch):
         assert choose_backend("auto", GPU, BF16, 64, needs) == on_gpu
         assert choose_backend("auto", CPU, BF16, 64, needs) == on_cpu
         assert choose_backend("torch", GPU, BF16, 64, needs) == "torch"
+        # With segments, torch would be slower than without them.
+        assert choose_backend("auto", GPU, BF16, 64, needs, segments=True) == on_gpu
+        assert choose_backend("auto", CPU, BF16, 64, needs, segments=True) == "tiled"
+        assert choose_backend("torch", CPU, BF16, 64, needs, segments=True) == "torch"
+    monkeypatch.setattr(ops, "_not_importable", lambda name: "is not installed" if name == "flash_attn" else None)
+    assert choose_backend("auto", GPU, BF16, 64) == "torch"
+    assert choose_backend("auto", GPU, BF16, 64, segments=True) == "triton"
 
 
 def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):

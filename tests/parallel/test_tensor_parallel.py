@@ -5,7 +5,7 @@ import tensor_parallel_cases
 from launch import run_group
 
 CASES = [*tensor_parallel_cases.VARIANTS, "tape_recompute", "tape_packed", "rope_without_sequence_parallel"]
-CASES += ["head_gate_without_sequence_parallel", *tensor_parallel_cases.LORA_VARIANTS]
+CASES += ["head_gate_without_sequence_parallel", "tape_shifted", *tensor_parallel_cases.LORA_VARIANTS]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,104 @@
+"""Shifted sparse attention: heads attend within segments of the sequence, which half of them shift by half a segment.
+
+"LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models" (ICLR 2024), for training steps. LongLoRA, which
+calls the segments groups, rolls the tokens of the shifted heads, so that the first half segment follows the last one.
+Under its causal mask, the first tokens then see the last ones; only its path with flash-attn cuts the segment there.
+Here segments are bounds like those of packed documents: nothing is rolled, and the half segments at both ends stand
+alone.
+Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.packing import Packing
+
+SEGMENTS = 4
+"""Segments of a sequence."""
+
+
+@dataclass(frozen=True)
+class ShiftedSegments:
+    """The segments of a batch, computed once and used by every layer."""
+
+    plain: Packing
+    """The segments of the key/value groups that are not shifted."""
+    shifted: Packing
+    """The segments of the others."""
+    unshifted_groups: int
+    """How many of this rank's key/value groups are not shifted; they come first."""
+
+    @classmethod
+    def of(cls, tokens_BT: Tensor, packing: Packing | None, unshifted_groups: int) -> "ShiftedSegments":
+        """Return the segments of sequences of token ids, cut where the documents of `packing` begin.
+
+        Raises ValueError if the sequences cannot be divided into half segments.
+        """
+        B, T = tokens_BT.shape
+        if T % (2 * SEGMENTS):
+            raise ValueError(f"{T} tokens cannot be divided into {2 * SEGMENTS} half segments; use another length")
+        length = T // SEGMENTS
+        tokens = torch.arange(T, device=tokens_BT.device)
+        starts, ends = (0, T) if packing is None else packing.bounds_2BT
+
+        def cut(shift: int) -> Packing:
+            first = (tokens + shift) // length * length - shift
+            bounds = first.clamp(min=starts), (first + length).clamp(max=ends)
+            return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
+
+        return cls(cut(0), cut(length // 2), unshifted_groups)
+
+
+def unshifted_groups(query_groups: int, rank: int = 0, ranks: int = 1) -> int:
+    """Return how many of a rank's key/value groups are not shifted, of `query_groups` over all tensor-parallel ranks.
+
+    The first half of all groups, rounded down, is not. Heads that share keys are shifted together.
+    """
+    local = query_groups // ranks
+    return min(max(query_groups // 2 - rank * local, 0), local)
+
+
+def shifted_attention(
+    q_SBHD: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    z_TBGD: Tensor | None,
+    segments: ShiftedSegments,
+    average_state: bool = False,
+    backend: str = "torch",
+    bias: Bias | None = None,
+    log_gate_TBH: Tensor | None = None,
+    rescore: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
+
+    Raises ValueError as that does, and for `rescore`, which would need whole rows of scores of all heads.
+    """
+    if rescore is not None:
+        raise ValueError("positions that are derived from whole rows of scores cannot be combined with segments")
+    G, count = k_TBGD.shape[2], segments.unshifted_groups
+    per_group = q_SBHD.shape[2] // G
+    outputs = []
+    for packing, groups in ((segments.plain, slice(0, count)), (segments.shifted, slice(count, G))):
+        if groups.start == groups.stop:
+            continue
+        heads = slice(groups.start * per_group, groups.stop * per_group)
+        own = attention(
+            q_SBHD[:, :, heads],
+            k_TBGD[:, :, groups],
+            v_TBGD[:, :, groups],
+            z_TBGD if z_TBGD is None or z_TBGD.shape[2] == 1 else z_TBGD[:, :, groups],
+            average_state,
+            packing,
+            backend,
+            bias=None if bias is None else bias.of_heads(heads),
+            log_gate_TBH=None if log_gate_TBH is None else log_gate_TBH[:, :, heads],
+        )
+        outputs.append(own)
+    o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))
+    return o, u

@@ -1,0 +1,83 @@
+"""A model whose attention is shifted and sparse in training mode, as a run builds it."""
+
+import dataclasses
+
+import pytest
+import torch
+from configurations import make
+from models import build, random_tokens, small_model
+
+from megatron_tape.data.batches import documents_from_tokens
+from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.engine import Engine
+from megatron_tape.training.trainer import build_model
+
+SMOLLM2_HEADS = {"num_query_groups": 3, "num_attention_heads": 9, "kv_channels": 8}
+SETTINGS = {
+    "tape": {},
+    "rope": {"position_encoding": "rope"},
+    "three_groups": {"num_query_groups": 3, "kv_channels": 8},
+}
+
+
+def shifted(name, **changes):
+    heads = {"num_attention_heads": 9} if name == "three_groups" else {}
+    return build(small_model(**SETTINGS[name], **heads), shifted_sparse=True, **changes)[0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_token_sees_its_future(name):
+    built = shifted(name)
+    ids = random_tokens()
+    assert built.training
+    logits = built(ids)
+    for token in (1, 7, 8, 9, 15):
+        changed = ids.clone()
+        changed[:, token] = (changed[:, token] + 1) % 64
+        different = (built(changed) - logits).abs().amax((0, 2))
+        assert not different[:token].any() and different[token] > 0
+
+
+def test_a_token_does_not_see_beyond_its_segment():
+    built = shifted("rope")
+    built.gpt.decoder.layers = built.gpt.decoder.layers[:1]
+    ids = random_tokens()
+    changed = ids.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 64
+    # Token 5 lies in the segment of 4 to 7 for half of the heads, and of 2 to 5 for the others.
+    assert [i for i, x in enumerate((built(changed) - built(ids)).abs().amax((0, 2))) if x > 0] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputation_keeps_the_segments(name, packed):
+    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    documents = documents_from_tokens(ids, 7) if packed else None
+    gradients = []
+    for recompute in ("none", "full"):
+        built = shifted(name, recompute=recompute)
+        loss = built(ids, labels, documents=documents)
+        built.eval()  # whatever the mode is now, the forward pass was one of training
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in built.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_a_run_evaluates_with_full_attention():
+    model = small_model(init_std=0.5)
+    config = make(train__precision="fp32", train__global_batch_size=1, train__micro_batch_size=1)
+    config = dataclasses.replace(config, model=model)
+    layout = initialize_distributed(1)
+    tokens = random_tokens(length=17)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    losses = {}
+    for attention in ("full", "shifted_sparse"):
+        config.extension.attention = attention
+        seed_everything(0, layout)
+        engine = Engine(build_model(config, layout, Watch(None)), config, layout)
+        evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss
+        assert torch.equal(engine.logits(tokens[:, :13]), engine.module.eval()(tokens[:, :13]))
+        losses[attention] = (evaluated, trained, engine.evaluate([batch]))
+    assert losses["full"][0] == losses["full"][2] == losses["shifted_sparse"][0] == losses["shifted_sparse"][2]
+    assert abs(losses["full"][1] - losses["shifted_sparse"][1]) > 1e-4

@@ -1,0 +1,140 @@
+"""Shifted sparse attention against explicit masks, outputs and all gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import tiled
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention, unshifted_groups
+
+T, B, D = 48, 2, 32
+DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
+
+
+def drawn(groups, dtype, per_group=3):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(T, B, groups * per_group, D), *[(T, B, groups, D)] * 3]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def explicit(q, k, v, z, average, documents):
+    """One softmax over explicit masks, one for each head: a quarter of the tokens, half of the heads shifted."""
+    heads, groups, length = q.shape[2], k.shape[2], T // 4
+    segments = []
+    for head in range(heads):
+        shifted = head // (heads // groups) >= groups // 2
+        segments.append([(token + length // 2 * shifted) // length for token in range(T)])
+    segments = torch.tensor(segments)
+    same = (segments[:, :, None] == segments[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
+    same = same.expand(B, heads, T, T)
+    if documents is not None:
+        same = same & (documents[:, None, :, None] == documents[:, None, None])
+    k, v, z = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v, z))
+    q, k = rotate_groups(q, z), rotate_groups(k, z)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / D**0.5
+    p = scores.masked_fill(~same, float("-inf")).softmax(-1)
+    values = [v, z] if average else [v]
+    return [torch.einsum("bhst,tbhd->sbhd", p, x) for x in values]
+
+
+def with_gradients(outputs, tensors):
+    outputs = [x for x in outputs if x is not None]
+    loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "backend, groups, averages",
+    [*itertools.product(["naive", "torch", "tiled"], [2, 3], [False, True]), ("triton", 3, True)],
+)
+def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, averages, packed):
+    monkeypatch.setattr(tiled, "QUERIES", 4)
+    monkeypatch.setattr(tiled, "KEYS", 8)
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    tensors = drawn(groups, dtype)
+    documents = DOCUMENTS if packed else None
+    packing = None if documents is None else Packing.of(documents)
+    segments = ShiftedSegments.of(torch.zeros(B, T), packing, unshifted_groups(groups))
+    ours = with_gradients(shifted_attention(*tensors, segments, averages, backend), tensors)
+    plain = with_gradients(explicit(*tensors, averages, documents), tensors)
+    if backend != "triton":
+        torch.testing.assert_close(ours, plain)
+        return
+    doubles = drawn(groups, torch.float64)
+    exact = with_gradients(explicit(*doubles, averages, documents), doubles)
+    for x, y, z in zip(ours, plain, exact, strict=True):
+        assert (x - z).norm() <= 2 * (y - z).norm() + 1e-6 * z.norm()
+
+
+def test_segments_are_quarters_and_do_not_wrap():
+    segments = ShiftedSegments.of(torch.zeros(1, 16), None, 1)
+    starts, ends = segments.plain.bounds_2BT[:, 0]
+    assert starts.tolist() == [0] * 4 + [4] * 4 + [8] * 4 + [12] * 4
+    assert ends.tolist() == [4] * 4 + [8] * 4 + [12] * 4 + [16] * 4
+    starts, ends = segments.shifted.bounds_2BT[:, 0]
+    assert starts.tolist() == [0] * 2 + [2] * 4 + [6] * 4 + [10] * 4 + [14] * 2
+    assert ends.tolist() == [2] * 2 + [6] * 4 + [10] * 4 + [14] * 4 + [16] * 2
+    with pytest.raises(ValueError, match="12 tokens cannot be divided into 8 half segments"):
+        ShiftedSegments.of(torch.zeros(1, 12), None, 1)
+
+
+def rolled_as_longlora_without_flash(q, k, v):
+    """The shifted half of the heads as LongLoRA's plain path has it: rolled, then causal within segments."""
+    length = T // 4
+    rolled = [x.roll(-length // 2, 0).unflatten(0, (4, length)) for x in (q, k, v)]
+    q, k, v = (x.permute(0, 2, 3, 1, 4) for x in rolled)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return o.permute(0, 3, 1, 2, 4).flatten(0, 1).roll(length // 2, 0)
+
+
+def test_the_first_tokens_of_shifted_heads_do_not_see_the_last_ones():
+    q, k, v, _ = drawn(2, torch.float64, per_group=1)
+    segments = ShiftedSegments.of(torch.zeros(B, T), None, 0)
+
+    def what_the_first_tokens_see(attend):
+        """The gradient, for each token's value, of the outputs of the first half segment."""
+        return torch.autograd.grad(attend()[: T // 8].sum(), v)[0].abs().sum((1, 2, 3))
+
+    ours = what_the_first_tokens_see(lambda: shifted_attention(q, k, v, None, segments, backend="naive")[0])
+    theirs = what_the_first_tokens_see(lambda: rolled_as_longlora_without_flash(q, k, v))
+    assert (ours[: T // 8] > 0).all() and not ours[T // 8 :].any()
+    assert (theirs[-T // 8 :] > 0).all()
+    # Elsewhere, both are the same.
+    inside = slice(T // 8, T - T // 8)
+    whole = shifted_attention(q, k, v, None, segments, backend="naive")[0]
+    torch.testing.assert_close(whole[inside], rolled_as_longlora_without_flash(q, k, v)[inside])
+
+
+@pytest.mark.parametrize("backend", ["naive", "torch", "tiled"])
+def test_biases_and_gates_are_those_of_the_heads(backend):
+    q, k, v, _ = drawn(3, torch.float64)
+    slopes, gates = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), -torch.rand(T, B, 9, dtype=torch.float64)
+
+    def tile(rows, columns, slopes):
+        keys = torch.arange(columns.start, columns.stop)
+        return slopes[None, :, None, None] * (keys - torch.arange(rows.start, rows.stop)[:, None])
+
+    segments = ShiftedSegments.of(torch.zeros(B, T), None, unshifted_groups(3))
+    for more in (dict(bias=Bias(tile, (slopes,))), dict(log_gate_TBH=gates)):
+        ours, _ = shifted_attention(q, k, v, None, segments, backend=backend, **more)
+        for packing, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
+            whole, _ = attention(q, k, v, None, packing=packing, backend="naive", **more)
+            torch.testing.assert_close(ours[:, :, heads], whole[:, :, heads])
+    with pytest.raises(ValueError, match="whole rows of scores cannot be combined"):
+        shifted_attention(q, k, v, None, segments, rescore=lambda scores, q, k, seen: scores)
+
+
+def test_the_head_alone_decides_whether_it_is_shifted():
+    for groups in (2, 3, 4, 6, 8, 9, 32):
+        for ranks in (ranks for ranks in range(1, groups + 1) if groups % ranks == 0):
+            counts = [unshifted_groups(groups, rank, ranks) for rank in range(ranks)]
+            local = groups // ranks
+            unshifted = [rank * local + i for rank, count in enumerate(counts) for i in range(count)]
+            assert unshifted == list(range(groups // 2))
+    assert [unshifted_groups(9, rank, 3) for rank in range(3)] == [3, 1, 0]
