@@ -1,6 +1,7 @@
 """Convert checkpoints to and from Hugging Face's transformers, and from the TAPE authors' code.
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
+    python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output exported/adapter --adapter
     python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
 
@@ -21,9 +22,17 @@ def main() -> None:
 def to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face model from a checkpoint of this project."""
     size = parse_size(arguments.max_shard_size)
+    model = arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer
+    if arguments.adapter:
+        from megatron_tape.huggingface.to_hf.adapter import export_adapter
+
+        export_adapter(*model, arguments.base)
+        return
+    if arguments.base is not None:
+        raise ValueError("--base names the model of an adapter; add --adapter, or leave it out")
     from megatron_tape.huggingface.to_hf.export import export
 
-    export(arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer)
+    export(*model)
 
 
 def from_hf(arguments: argparse.Namespace) -> None:
@@ -108,6 +117,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
+    add(
+        "--adapter",
+        action="store_true",
+        help="write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or "
+        "TAPE's matrices alone; without this, LoRA layers are merged into the model",
+    )
+    add(
+        "--base",
+        metavar="DIR",
+        help="with --adapter: the model that it adds to; if DIR does not exist, that model is written there "
+        "(default: OUTPUT/base)",
+    )
 
     what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
     example = (

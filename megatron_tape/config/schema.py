@@ -259,6 +259,11 @@ class ExtensionConfig:
         """Whether the model has LoRA layers."""
         return "lora" in self.trains
 
+    @property
+    def lora_scale(self) -> float:
+        """The factor of a LoRA layer's output."""
+        return self.lora_alpha / self.lora_rank
+
 
 @dataclass(kw_only=True)
 class LoggingConfig:

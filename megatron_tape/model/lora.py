@@ -30,7 +30,7 @@ def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionCo
     cut: neither the layout nor the LoRA layers change any other weight, nor does the layout change them.
     """
     factors = lora_factors(settings, extension)
-    scale = extension.lora_alpha / extension.lora_rank
+    scale = extension.lora_scale
     for index, layer in enumerate(model.gpt.decoder.layers):
         drawn = {name: (factor, initial_factor(factor, index, seed)) for name, factor in factors.items()}
         for path, kind in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():

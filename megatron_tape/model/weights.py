@@ -155,6 +155,16 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
     return {prefix + _PLAIN.get(rest, rest): tensor}
 
 
+def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
+    """Return the `GPTModel` names of the LoRA factors A and B by the Hugging Face name of the matrix they add to."""
+    pairs: dict[str, dict[str, str]] = {}
+    for index in range(model.num_layers):
+        for name, factor in lora_factors(model, extension).items():
+            matrix = f"model.layers.{index}.self_attn.{factor.target}_proj.weight"
+            pairs.setdefault(matrix, {})[factor.side] = f"decoder.layers.{index}.{name}"
+    return pairs
+
+
 def lora_name(prefix: str, target: str, side: str) -> str:
     """Return peft's name of a factor of projection `target` (q, k, v or o) in the layer with this prefix."""
     return f"{prefix}self_attn.{target}_proj.lora_{side}.weight"

@@ -7,18 +7,16 @@ are read, joined over the tensor-parallel ranks, split as Hugging Face does, and
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
-from megatron_tape.huggingface.to_hf.model_card import final_losses, model_card
+from megatron_tape.huggingface.to_hf.model_card import model_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.model.weights import from_megatron, parameter_shapes
@@ -26,7 +24,7 @@ from megatron_tape.position import ENCODINGS, encoding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
-_VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 _CODE = ("configuration_tape.py", "modeling_tape.py")
 # The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
@@ -42,44 +40,62 @@ def export(
 ) -> None:
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
-    `tokenizer` replaces the run's; `none` exports without one. Raises ValueError or OSError, in one sentence, and
-    leaves nothing behind, if the checkpoint is damaged or has an architecture that transformers does not have, if the
-    tokenizer is missing, or if `output` exists.
+    LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. Raises
+    ValueError or OSError, in one sentence, and leaves nothing behind, if the checkpoint is damaged or has an
+    architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
     """
     with atomic_directory(output) as directory:
-        with command_line.step("checking the checkpoint"):
-            path = find_checkpoint(checkpoint, command_line.say)
-            saved = open_weights(path)
-        model, state = saved.model, saved.state
-        kind = encoding_of(model).exports_to
-        if kind is None:
-            exported = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.exports_to)
-            raise ValueError(
-                f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
-                f"has; {exported} can be exported"
-            )
-        if kind == "plain" and model.qkv_bias and model.qk_norm:
-            raise ValueError(
-                f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers combines "
-                "with plain rope; import or train it as tape to export both"
-            )
-        pieces = _write_tokenizer(saved, tokenizer, directory)
-        rows = vocabulary_rows(model, pieces)
-        ids = _NO_IDS if pieces is None else pieces.special_ids
-        config = huggingface_config(model, rows, dtype)
-        _write_json(directory / "config.json", config | ids)
-        _write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-        if kind == "tape":
-            for name in _CODE:
-                shutil.copyfile(Path(__file__).parents[1] / name, directory / name)
-        losses = final_losses(path, state)
+        saved = open_exportable(checkpoint)
         name = Path(output).resolve().name
-        card = model_card(name, config["model_type"], model, state, losses, rows, dtype, pieces is not None)
-        (directory / "README.md").write_text(card, encoding="utf-8")
-        write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size)
-        for file in directory.iterdir():
-            sync_directory(file)
-    command_line.say(f"exported {path} to {output}")
+        write_model(saved, directory, name, dtype, max_shard_size, tokenizer)
+    command_line.say(f"exported {saved.path} to {output}")
+
+
+def open_exportable(checkpoint: str | Path) -> SavedWeights:
+    """Check and open the newest complete checkpoint; ValueError or OSError if it is damaged or cannot be exported."""
+    with command_line.step("checking the checkpoint"):
+        path = find_checkpoint(checkpoint, command_line.say)
+        saved = open_weights(path)
+    model, kind = saved.model, encoding_of(saved.model).exports_to
+    if kind is None:
+        exported = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.exports_to)
+        raise ValueError(
+            f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
+            f"has; {exported} can be exported"
+        )
+    if kind == "plain" and model.qkv_bias and model.qk_norm:
+        raise ValueError(
+            f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers combines "
+            "with plain rope; import or train it as tape to export both"
+        )
+    return saved
+
+
+def write_model(
+    saved: SavedWeights,
+    directory: Path,
+    name: str,
+    dtype: str,
+    max_shard_size: int,
+    tokenizer: str | None,
+    with_lora: bool = True,
+) -> None:
+    """Write a whole model called `name` into an empty directory, and flush it to disk; see `export`."""
+    model = saved.model
+    pieces = _write_tokenizer(saved, tokenizer, directory)
+    rows = vocabulary_rows(model, pieces)
+    ids = _NO_IDS if pieces is None else pieces.special_ids
+    config = huggingface_config(model, rows, dtype)
+    write_json(directory / "config.json", config | ids)
+    write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    if encoding_of(model).exports_to == "tape":
+        for file in _CODE:
+            shutil.copyfile(Path(__file__).parents[1] / file, directory / file)
+    card = model_card(name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size, with_lora)
+    for file in directory.iterdir():
+        sync_directory(file)
 
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
@@ -165,20 +181,17 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
 
-def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int) -> None:
+def write_weights(
+    saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int, with_lora: bool = True
+) -> None:
     """Write `model.safetensors`, or several with their index where one would exceed `max_shard_size` bytes.
 
-    A tensor that is larger gets its own file. In addition to one whole fp32 parameter, at most twice its size is held
-    in memory.
+    LoRA layers are merged into the matrices if `with_lora`, and otherwise left out. A larger tensor gets its own
+    file. In addition to one whole fp32 parameter, at most twice its size is held in memory.
     """
 
-    def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for key, part in from_megatron(name, tensor, saved.model).items():
-            yield key, part[:rows] if key in _VOCABULARY_ROWS else part
-
     names = parameter_shapes(saved.model)
-    whole = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
-    shapes = {key: tuple(part.shape) for name in names for key, part in parts(name, whole[name])}
+    shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for key, shape in shapes.items():
@@ -197,12 +210,12 @@ def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.
     with ExitStack() as last:
         file: TensorFile
         for name in names:
-            for key, part in parts(name, saved.read(name)):
+            for key, part in saved.parts(name, with_lora).items():
                 if place[key] != current:
                     last.close()
                     current = place[key]
                     file = last.enter_context(TensorFile(directory / file_names[current], shards[current], dtype))
-                file.write(key, part)
+                file.write(key, part[: shapes[key][0]])
                 written += size_in_bytes(shapes[key], dtype)
                 progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
     progress.end()
@@ -212,7 +225,14 @@ def write_weights(saved: SavedWeights, directory: Path, rows: int, dtype: torch.
             "metadata": {"total_parameters": numbers, "total_size": total},
             "weight_map": {key: file_names[place[key]] for key in shapes},
         }
-        _write_json(directory / "model.safetensors.index.json", index)
+        write_json(directory / "model.safetensors.index.json", index)
+
+
+def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the exported shapes of the Hugging Face parts of a parameter by Megatron's name and whole shape."""
+    parts = from_megatron(name, torch.empty(shape, device="meta"), model)
+    shapes = {key: tuple(part.shape) for key, part in parts.items()}
+    return {key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape for key, shape in shapes.items()}
 
 
 def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
@@ -236,5 +256,6 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
         ) from None
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict) -> None:
+    """Write indented JSON."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

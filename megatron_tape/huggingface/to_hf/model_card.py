@@ -1,10 +1,16 @@
 """README.md of an exported model: what it is, how it was trained, its final losses, and how to load it."""
 
+import re
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import TypedDict
 
-from megatron_tape.config.schema import ModelConfig, blend
+from megatron_tape.config.schema import blend
 from megatron_tape.costs import parameter_count
+from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.model.weights import kind_of, parameter_shapes
+from megatron_tape.position import encoding_of
 from megatron_tape.records import parse_record
 
 _PAPER = "https://arxiv.org/abs/2501.00712"
@@ -47,17 +53,14 @@ def _last(path: Path, last_step: int) -> dict[str, tuple[int, float]]:
 
 
 def model_card(
-    name: str,
-    kind: str,
-    model: ModelConfig,
-    state: dict,
-    losses: dict[str, tuple[int, float]],
-    rows: int,
-    dtype: str,
-    has_tokenizer: bool,
+    name: str, kind: str, saved: SavedWeights, rows: int, dtype: str, has_tokenizer: bool, with_lora: bool = True
 ) -> str:
-    """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`."""
-    tape = kind == "tape"
+    """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`.
+
+    Without `with_lora`, LoRA layers that the run trained are not part of it.
+    """
+    tape, model, state = kind == "tape", saved.model, saved.state
+    losses = final_losses(saved.path, state)
     origin = state["progress"].get("origin")
     parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
@@ -87,7 +90,8 @@ def model_card(
         "",
         "## Training",
         "",
-        *_training(state, origin),
+        *_training(saved),
+        *([] if with_lora else ["", "This is the model that an adapter adds to: the LoRA layers are not part of it."]),
         *_results(losses),
         "",
         "## Use",
@@ -120,16 +124,78 @@ def _usage(tape: bool, has_tokenizer: bool) -> list[str]:
     ]
 
 
-def _training(state: dict, origin: str | None) -> list[str]:
+def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
+    """Return the card of an adapter in peft's format for the model in the directory `base`."""
+    remote = ", trust_remote_code=True" if encoding_of(saved.model).exports_to == "tape" else ""
+    lines = [
+        "---",
+        "library_name: peft",
+        "pipeline_tag: text-generation",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"What was trained of a language model, as an adapter for peft; its weights are {dtype}.",
+        "",
+        "## Training",
+        "",
+        *_training(saved),
+        *_results(final_losses(saved.path, saved.state)),
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{base}"{remote})',
+        'model = PeftModel.from_pretrained(base, ".")  # this directory',
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _training(saved: SavedWeights) -> list[str]:
+    """Return a table of what was trained, from what, and how; ValueError if the settings are not those of a run."""
+    state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
     if "train" not in config:
         return [f"Imported from {origin}; not trained further."]
     try:
-        return _table(({} if origin is None else {"Started from": origin}) | _settings(state, config))
+        start = {} if origin is None else {"Started from": origin}
+        return _table(start | _extension(config.get("extension", {})) | _trained(saved) | _settings(state, config))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
         ) from None
+
+
+def _extension(extension: dict) -> dict[str, object]:
+    facts = {}
+    if extended := extension.get("from"):
+        path = Path(extended)
+        step = re.fullmatch(r"step-(\d+)", path.name)
+        run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        facts["Extends"] = f"{run.name}, step {int(step[1]):,}" if step else path.name
+    if extension.get("attention", "full") != "full":
+        facts["Attention in training"] = extension["attention"]
+    return facts
+
+
+def _trained(saved: SavedWeights) -> dict[str, object]:
+    """Return how many parameters of each kind were trained, if some were not."""
+    numbers = {name: prod(shape) for name, shape in parameter_shapes(saved.model, saved.extension).items()}
+    if len(saved.trained) == len(numbers):
+        return {}
+    counts: Counter[str] = Counter()
+    for name in saved.trained:
+        counts[kind_of(name)] += numbers[name]
+    facts = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
+    extension = saved.extension
+    if "lora" in counts:
+        lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
+        facts["LoRA layers"] = lora
+    return facts | {"Trained parameters": f"{counts.total():,} of {sum(numbers.values()):,}"}
 
 
 def _settings(state: dict, config: dict) -> dict[str, object]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, TypedDict
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,8 +16,9 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import BEFORE, ModelConfig
-from megatron_tape.model.weights import WRAPPED, current_name, parameter_shapes, unshard
+from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
+from megatron_tape.model.weights import WRAPPED, current_name, from_megatron, lora_pairs, parameter_shapes, unshard
+from megatron_tape.records import check_shape
 
 _WEIGHT = f"weight/{WRAPPED}"
 
@@ -30,6 +34,29 @@ class SavedWeights:
     """For each tensor-parallel rank, the file that holds a parameter, and its key in that file."""
     source: SavedWeights | None = None
     """The checkpoint that holds the frozen parameters, if this one does not."""
+    extension: ExtensionConfig = field(default_factory=ExtensionConfig)
+    """The run's settings of LoRA layers."""
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """The parameters that the run trained."""
+        frozen = {current_name(name).removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
+        return [name for name in parameter_shapes(self.model, self.extension) if name not in frozen]
+
+    @cached_property
+    def _lora(self) -> dict[str, dict[str, str]]:
+        return lora_pairs(self.model, self.extension)
+
+    def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
+        """Return the whole fp32 parameter that Megatron calls `name` by Hugging Face's names.
+
+        The products of LoRA layers are added to the matrices if `with_lora`.
+        """
+        parts = from_megatron(name, self.read(name), self.model)
+        for matrix in parts.keys() & self._lora.keys() if with_lora else ():
+            factors = {side: self.read(factor) for side, factor in self._lora[matrix].items()}
+            parts[matrix] = torch.addmm(parts[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale)
+        return parts
 
     def read(self, name: str) -> Tensor:
         """Return the whole fp32 parameter that Megatron calls `name`.
@@ -60,6 +87,7 @@ def open_weights(path: Path) -> SavedWeights:
     try:
         model = ModelConfig(**{**BEFORE["model"], **settings})
         validate_model(model)
+        extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = []
@@ -86,13 +114,29 @@ def open_weights(path: Path) -> SavedWeights:
     source = find_source(path, state)
     if source is not None:
         source = open_weights(find_checkpoint(source, lambda message: None))
-    saved = SavedWeights(path, state, model, files, source)
+    saved = SavedWeights(path, state, model, files, source, extension)
     _check_shapes(saved, shapes)
     return saved
 
 
+class _LoraSettings(TypedDict, total=False):
+    trains: list[str]
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: list[str]
+
+
+def _extension(section: dict[str, Any]) -> ExtensionConfig:
+    """Return the settings of LoRA layers in a section `extension`, which checkpoints of other runs may lack."""
+    check_shape(section, _LoraSettings, "config.extension")
+    extension = ExtensionConfig(**{key: section[key] for key in _LoraSettings.__annotations__ if key in section})
+    if extension.lora_rank < 1:
+        raise ValueError(f"config.extension.lora_rank is {extension.lora_rank}")
+    return extension
+
+
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
-    expected = parameter_shapes(saved.model)
+    expected = parameter_shapes(saved.model, saved.extension)
     for rank, found in enumerate(shapes):
         left_out = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
         for name in [*(name for name in expected if name not in left_out), *found]:

@@ -1,0 +1,154 @@
+"""Write what a run trained as an adapter in peft's format, and the model that it adds to.
+
+LoRA layers become peft's, and everything else that was trained `modules_to_save`. An adapter says nothing about how
+positions are scaled, so the model that it adds to has the run's settings, and TAPE's code if the run has TAPE.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron_tape import command_line
+from megatron_tape.checkpoint.settings import model_differences
+from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.from_hf.llama_family import model_settings
+from megatron_tape.huggingface.from_hf.settings import one_sentence, read_settings
+from megatron_tape.huggingface.from_hf.weight_files import open_directory
+from megatron_tape.huggingface.tensor_files import TensorFile
+from megatron_tape.huggingface.to_hf.export import DTYPES, open_exportable, part_shapes, write_json, write_model
+from megatron_tape.huggingface.to_hf.model_card import adapter_card
+from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.model.weights import from_megatron, kind_of, parameter_shapes
+
+BASE = "base"
+"""Where the model that an adapter adds to is written, in the adapter's directory, unless another is named."""
+KINDS = ("lora", "embeddings", "norms", "position")
+_PREFIX = "base_model.model."
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# peft's own word for an adapter without LoRA layers.
+_NO_TARGETS = "dummy-target-modules"
+_WITHOUT_EFFECT = ("seq_length", "vocab_size", "unpadded_vocab_size", "attention_backend", "init_std")
+
+
+def export_adapter(
+    checkpoint: str | Path,
+    output: str | Path,
+    dtype: str = "fp32",
+    max_shard_size: int = 5_000_000_000,
+    tokenizer: str | None = None,
+    base: str | Path | None = None,
+) -> None:
+    """Write what a run trained into the new directory `output`, for `PeftModel.from_pretrained`.
+
+    The model that it adds to is `base`, a directory in the format of transformers, which is written if it does not
+    exist; None means `output`/base. The other arguments are those of `export.export`. Raises ValueError or OSError, in
+    one sentence, if the run trained what an adapter cannot hold, or if an existing `base` is another model.
+    """
+    with atomic_directory(output) as directory:
+        saved = open_exportable(checkpoint)
+        if other := [name for name in saved.trained if kind_of(name) not in KINDS]:
+            raise ValueError(
+                f"checkpoint {saved.path} trained {other[0]}, and an adapter can hold only LoRA layers, embeddings, "
+                "norms and TAPE's matrices; leave out --adapter"
+            )
+        place = Path(output) / BASE if base is None else Path(base)
+        if base is not None and place.exists():
+            rows = _check_base(saved, place)
+        else:
+            rows = _write_base(saved, directory / BASE if base is None else place, dtype, max_shard_size, tokenizer)
+        _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
+        write_json(directory / "adapter_config.json", _adapter_config(saved, place))
+        where = BASE if base is None else place.resolve().name
+        card = adapter_card(Path(output).resolve().name, saved, dtype, where)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        for file in directory.iterdir():
+            sync_directory(file)
+    command_line.say(f"exported what {saved.path} trained to {output}, an adapter of {place}")
+
+
+def _write_base(saved: SavedWeights, place: Path, dtype: str, max_shard_size: int, tokenizer: str | None) -> int:
+    """Write the model without its LoRA layers, and return the rows of its vocabulary."""
+    with atomic_directory(place) as directory:
+        write_model(saved, directory, place.name, dtype, max_shard_size, tokenizer, with_lora=False)
+    return read_settings(place / "config.json")["vocab_size"]
+
+
+def _check_base(saved: SavedWeights, base: Path) -> int:
+    """Return the rows of the vocabulary of `base`; ValueError unless it computes what the run's model did at first.
+
+    The weights that were frozen may differ by what bf16 rounds off.
+    """
+    path, model = base / "config.json", saved.model
+    settings = read_settings(path)
+    encoding = "tape" if settings.get("model_type") == "tape" else "rope"
+    with one_sentence(path):
+        found = model_settings(settings, path, encoding, 1.0, 1, model.token_mixing, {})
+    blank = dict.fromkeys(_WITHOUT_EFFECT)
+    ours, theirs = ({**dataclasses.asdict(either), **blank} for either in (model, found))
+    fix = "leave out --base to export the model that the adapter adds to"
+    if differences := model_differences(ours, theirs):
+        raise ValueError(
+            f"{base} is another model than that of {saved.path} ({'; '.join(differences)}, where the configuration is "
+            f"that of {base}); {fix}"
+        )
+    rows, trained = found.vocab_size, set(saved.trained)
+    if rows > model.vocab_size:
+        raise ValueError(
+            f"{base} has {rows} rows in its vocabulary, more than the {model.vocab_size} of the run; {fix}"
+        )
+    weights = open_directory(base, allow_pickle=False)
+    names = set(weights)
+    with command_line.step(f"comparing the frozen weights with those of {base}"):
+        for name in parameter_shapes(model):
+            for key, part in from_megatron(name, saved.read(name), model).items() if name not in trained else ():
+                part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
+                there = weights[key].float() if key in names else None
+                if there is None or there.shape != part.shape or not torch.allclose(part, there, 2**-7, 1e-6):
+                    raise ValueError(f"{base} has another {key} than {saved.path}, where it was frozen; {fix}")
+    return rows
+
+
+def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:
+    """Write every trained parameter by peft's names; a matrix that both embeddings share is written for each."""
+    shapes = parameter_shapes(saved.model, saved.extension)
+    shared = saved.model.tie_embeddings
+
+    def keys(key: str) -> list[str]:
+        return [_PREFIX + key, *([_PREFIX + _HEAD] if shared and key == _EMBEDDING else [])]
+
+    written = {}
+    for name in saved.trained:
+        for key, shape in part_shapes(saved.model, name, shapes[name], rows).items():
+            written |= dict.fromkeys(keys(key), shape)
+    with TensorFile(path, written, dtype) as file:
+        for name in saved.trained:
+            for key, part in saved.parts(name, with_lora=False).items():
+                for place in keys(key):
+                    file.write(place, part[: written[place][0]])
+
+
+def _adapter_config(saved: SavedWeights, base: Path) -> dict:
+    model, extension = saved.model, saved.extension
+    modules = []
+    for name in saved.trained:
+        if kind_of(name) != "lora":
+            for key in from_megatron(name, torch.empty(parameter_shapes(model)[name], device="meta"), model):
+                modules.append(key.split(".")[-2])
+    shared = model.tie_embeddings and "embed_tokens" in modules
+    modules += ["lm_head"] if shared else []
+    targets = [f"{target}_proj" for target in extension.lora_targets] if extension.adds_lora else _NO_TARGETS
+    alpha = extension.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "inference_mode": True,
+        "r": extension.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+        "modules_to_save": list(dict.fromkeys(modules)) or None,
+        "ensure_weight_tying": shared,
+    }

@@ -1,0 +1,64 @@
+"""Trains parts of tiny models under every layout and keeps their logits; see huggingface/test_adapter.py."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from models import random_tokens
+from safetensors.torch import save_file
+from training_cases import RECIPE, option, tp, zero
+
+from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.checkpoint.opening import find_checkpoint
+from megatron_tape.checkpoint.state import load_weights
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.model.weights import kind_of
+from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+from megatron_tape.run.watch import Watch
+from megatron_tape.training.trainer import Trainer, build_model
+
+EVERYTHING = ("lora", "embeddings", "norms", "position")
+LORA = [option("extension.trains", "[lora]"), option("extension.lora_rank", 3), option("extension.lora_alpha", 7.5)]
+LAYOUTS = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+
+
+def cases():
+    """Options and trained kinds: TAPE with LoRA under every layout, and other kinds of models and adapters."""
+    layouts = {f"tape_tp{size}_zero{stage}": ([*LORA, tp(size), zero(stage)], EVERYTHING) for size, stage in LAYOUTS}
+    rope = option("model.position_encoding", "rope")
+    scaled = [*LORA, rope, option("model.rope_scaling_factor", 2), option("extension.lora_targets", "[v, q]")]
+    return layouts | {
+        "rope_tied": ([*LORA, rope, option("model.tie_embeddings", "true"), tp(2), zero(3)], ("lora", "embeddings")),
+        "rope_biased": ([*scaled, option("model.qkv_bias", "true"), tp(2), zero(1)], ("lora",)),
+        "rope_qk_norm": ([*scaled, option("model.qk_norm", "true"), tp(1), zero(3)], ("lora", "norms")),
+        "tape_without_lora": ([option("model.tie_embeddings", "true"), tp(2), zero(2)], ("position", "norms")),
+        "matrices": ([tp(1), zero(1)], ("matrices",)),
+    }
+
+
+def train(folder, name, options, kinds):
+    """Train these kinds of parameters for three steps; return the whole logits of the last checkpoint."""
+    steps = [option("train.steps", 3), option("train.eval_interval", "null"), option("schedule.warmup_steps", 0)]
+    # Adam would turn the rounding of gradients near zero into steps of full length.
+    steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
+    config = parse_run_config(["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options])
+    validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
+    watch = Watch(None)
+    try:
+        Trainer(config, watch, lambda name, parameter: kind_of(name) in kinds).run()
+        layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
+        seed_everything(0, layout)
+        model = build_model(config, layout, watch)
+        load_weights(find_checkpoint(config, layout), model, layout)
+    finally:
+        watch.close()
+    assert list_checkpoints(f"{folder}/{name}/checkpoints")[0][0] == 3
+    with torch.no_grad():
+        return model(random_tokens())
+
+
+def main(_, folder):
+    logits = {name: train(folder, name, *case).contiguous() for name, case in cases().items()}
+    if dist.get_rank() == 0:
+        save_file(logits, f"{folder}/logits.safetensors")

@@ -1,0 +1,166 @@
+"""to-hf of runs that trained parts of a model: merged, and as adapters that peft itself reads."""
+
+import json
+import shutil
+import warnings
+
+import adapter_cases
+import pytest
+import torch
+from conversions import convert, refused
+from datasets_for_tests import write_all
+from launch import run_group
+from models import random_tokens
+from safetensors.torch import load_file
+
+CASES = [name for name in adapter_cases.cases() if name != "matrices"]
+LAYOUTS = [name for name in CASES if name.startswith("tape_tp")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of each case, with the training model's logits."""
+    folder = write_all(tmp_path_factory.mktemp("trained"))
+    run_group("adapter_cases", 4, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """Each run as an adapter and as a merged model."""
+    folder = tmp_path_factory.mktemp("exported")
+    for name in CASES:
+        to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name]
+        for done in (
+            convert(*to_hf, "--output", folder / name, "--adapter"),
+            convert(*to_hf, "--output", folder / f"{name}_merged"),
+        ):
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(trained):
+    return load_file(trained / "logits.safetensors")
+
+
+def load(directory):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_tape.huggingface.configuration_tape import TapeConfig
+    from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+
+    AutoConfig.register("tape", TapeConfig, exist_ok=True)
+    AutoModelForCausalLM.register(TapeConfig, TapeForCausalLM, exist_ok=True)
+    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).eval()
+
+
+def with_adapter(base, adapter):
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # peft's about keys that are missing or unknown, and tied weights
+        return PeftModel.from_pretrained(base, adapter).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(random_tokens()).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_adds_the_adapter_and_merges_it_to_the_trained_model(exported, expected, name):
+    base = load(exported / name / "base")
+    before = logits(base)
+    model = with_adapter(base, exported / name)
+    torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
+    assert (before - expected[name]).abs().max() > (1e-3 if "without_lora" not in name else -1)
+    merged, ours = model.merge_and_unload(), load(exported / f"{name}_merged")
+    torch.testing.assert_close(logits(merged), expected[name], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(ours), expected[name], atol=1e-5, rtol=0)
+    found = merged.state_dict()
+    for key, weight in ours.state_dict().items():
+        torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_would_save_the_same_adapter(exported, tmp_path, name):
+    with_adapter(load(exported / name / "base"), exported / name).save_pretrained(tmp_path)
+    again, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, exported / name))
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[key], ours[key]) for key in ours)
+    again, ours = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, exported / name))
+    for config in (again, ours):
+        config["target_modules"] = sorted(config["target_modules"])
+        del config["modules_to_save"]  # where embeddings are tied, peft writes the names of the modules in full
+    assert {key: again[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize("name", LAYOUTS[1:])
+def test_no_layout_changes_the_adapter(exported, name):
+    first, other = (load_file(exported / case / "adapter_model.safetensors") for case in (LAYOUTS[0], name))
+    assert first.keys() == other.keys()
+    for key in first:
+        torch.testing.assert_close(other[key], first[key], atol=1e-5, rtol=1e-4, msg=lambda text: f"{key}: {text}")  # noqa: B023
+
+
+def test_an_adapter_holds_everything_that_was_trained_and_nothing_else(exported):
+    held = load_file(exported / "tape_tp2_zero3" / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.1."
+    shapes = {key.removeprefix(layer): tuple(tensor.shape) for key, tensor in held.items() if key.startswith(layer)}
+    assert shapes == {
+        "self_attn.q_proj.lora_A.weight": (3, 32),
+        "self_attn.q_proj.lora_B.weight": (32, 3),
+        "self_attn.k_proj.lora_A.weight": (3, 32),
+        "self_attn.k_proj.lora_B.weight": (16, 3),
+        "self_attn.v_proj.lora_A.weight": (3, 32),
+        "self_attn.v_proj.lora_B.weight": (16, 3),
+        "self_attn.o_proj.lora_A.weight": (3, 32),
+        "self_attn.o_proj.lora_B.weight": (32, 3),
+        "input_layernorm.weight": (32,),
+        "post_attention_layernorm.weight": (32,),
+        "position.token_mixing": (2, 4),
+        "position.x_proj": (16, 32),
+        "position.up_proj": (16, 2),
+        "position.down_proj": (2, 16),
+    }
+    outside = {key.removeprefix("base_model.model.") for key in held if ".layers." not in key}
+    assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert all(tensor.any() for tensor in held.values())
+    config = json.loads((exported / "tape_tp2_zero3" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (3, 7.5, "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == str(exported / "tape_tp2_zero3" / "base")
+    tied = load_file(exported / "rope_tied" / "adapter_model.safetensors")
+    shared = [tied[f"base_model.model.{name}.weight"] for name in ("model.embed_tokens", "lm_head")]
+    assert torch.equal(*shared) and not any("norm" in key for key in tied)
+
+
+def test_the_cards_say_what_was_trained(exported):
+    for name in ("tape_tp2_zero3", "tape_tp2_zero3_merged"):
+        card = (exported / name / "README.md").read_text()
+        numbers = {"lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16), "embeddings": 2 * 64 * 32, "norms": 7 * 32}
+        assert all(f"{kind} ({number:,})" in card for kind, number in numbers.items())
+        assert "| LoRA layers | rank 3, alpha 7.5, for q, k, v, o |" in card
+    assert "the LoRA layers are not part of it" in (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
+
+
+def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected):
+    name = "rope_biased"
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", tmp_path / "base"]
+    for output in ("first", "second"):  # the base is written at first, and compared with the run then
+        assert convert(*to_hf, "--output", tmp_path / output).returncode == 0
+        assert not (tmp_path / output / "base").exists()
+        model = with_adapter(load(tmp_path / "base"), tmp_path / output)
+        torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"rope_scaling": None, "rope_parameters": {}}))
+    refused(tmp_path, "model.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
+    shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
+    refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
+            "--output", tmp_path / "third")  # fmt: skip
+
+
+def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
+    to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
+    refused(tmp_path, "leave out --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
+    refused(tmp_path, "add --adapter", *to_hf, "--checkpoint", trained / "rope_tied", "--base", tmp_path / "base")
