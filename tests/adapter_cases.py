@@ -17,6 +17,7 @@ from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 from megatron_tape.run.watch import Watch
 from megatron_tape.training.trainer import Trainer, build_model
+from pretrain import extend_context
 
 EVERYTHING = ("lora", "embeddings", "norms", "position")
 LORA = [option("extension.trains", "[lora]"), option("extension.lora_rank", 3), option("extension.lora_alpha", 7.5)]
@@ -37,16 +38,24 @@ def cases():
     }
 
 
-def train(folder, name, options, kinds):
-    """Train these kinds of parameters for three steps; return the whole logits of the last checkpoint."""
+def train(folder, name, options, kinds=None):
+    """Train these kinds of parameters for three steps; return the whole logits of the last checkpoint.
+
+    Without `kinds`, the command that extends a model does that, and chooses what it trains.
+    """
     steps = [option("train.steps", 3), option("train.eval_interval", "null"), option("schedule.warmup_steps", 0)]
     # Adam would turn the rounding of gradients near zero into steps of full length.
     steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
-    config = parse_run_config(["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options])
+    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options]
+    config = parse_run_config(arguments)
     validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     watch = Watch(None)
     try:
-        Trainer(config, watch, lambda name, parameter: kind_of(name) in kinds).run()
+        if kinds is None:
+            assert extend_context.main(arguments) == 0
+            dist.barrier()
+        else:
+            Trainer(config, watch, lambda name, parameter: kind_of(name) in kinds).run()
         layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
         seed_everything(0, layout)
         model = build_model(config, layout, watch)
@@ -58,7 +67,15 @@ def train(folder, name, options, kinds):
         return model(random_tokens())
 
 
+def extended(folder):
+    """A run of the command that begins with another run; its checkpoints leave out what it does not train."""
+    command = [option("extension.from", f"{folder}/matrices"), option("checkpoint.frozen", "false"), tp(2), zero(3)]
+    return [*command, option("extension.trains", "[lora, output, tape]"), option("model.rope_scaling_factor", 2)]
+
+
 def main(_, folder):
-    logits = {name: train(folder, name, *case).contiguous() for name, case in cases().items()}
+    logits = {name: train(folder, name, *case) for name, case in cases().items()}
+    logits["extended"] = train(folder, "extended", extended(folder))
+    logits = {name: whole.contiguous() for name, whole in logits.items()}
     if dist.get_rank() == 0:
         save_file(logits, f"{folder}/logits.safetensors")

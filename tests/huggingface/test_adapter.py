@@ -13,7 +13,7 @@ from launch import run_group
 from models import random_tokens
 from safetensors.torch import load_file
 
-CASES = [name for name in adapter_cases.cases() if name != "matrices"]
+CASES = [name for name in adapter_cases.cases() if name != "matrices"] + ["extended"]
 LAYOUTS = [name for name in CASES if name.startswith("tape_tp")]
 
 
@@ -136,12 +136,14 @@ def test_an_adapter_holds_everything_that_was_trained_and_nothing_else(exported)
 
 
 def test_the_cards_say_what_was_trained(exported):
+    numbers = {"lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16), "embeddings": 64 * 32, "output": 64 * 32, "norms": 7 * 32}
     for name in ("tape_tp2_zero3", "tape_tp2_zero3_merged"):
         card = (exported / name / "README.md").read_text()
-        numbers = {"lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16), "embeddings": 2 * 64 * 32, "norms": 7 * 32}
-        assert all(f"{kind} ({number:,})" in card for kind, number in numbers.items())
+        assert all(f"{part} ({number:,})" in card for part, number in numbers.items())
         assert "| LoRA layers | rank 3, alpha 7.5, for q, k, v, o |" in card
     assert "the LoRA layers are not part of it" in (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
+    card = (exported / "extended_merged" / "README.md").read_text()
+    assert "| Extends | matrices |" in card and "norms (" not in card and "output (2,048)" in card
 
 
 def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected):

@@ -9,7 +9,7 @@ from typing import TypedDict
 from megatron_tape.config.schema import blend
 from megatron_tape.costs import parameter_count
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
-from megatron_tape.model.weights import kind_of, parameter_shapes
+from megatron_tape.model.weights import parameter_shapes, part_of
 from megatron_tape.position import encoding_of
 from megatron_tape.records import parse_record
 
@@ -183,14 +183,14 @@ def _extension(extension: dict) -> dict[str, object]:
 
 
 def _trained(saved: SavedWeights) -> dict[str, object]:
-    """Return how many parameters of each kind were trained, if some were not."""
+    """Return how many parameters of each part were trained, if some were not."""
     numbers = {name: prod(shape) for name, shape in parameter_shapes(saved.model, saved.extension).items()}
     if len(saved.trained) == len(numbers):
         return {}
     counts: Counter[str] = Counter()
     for name in saved.trained:
-        counts[kind_of(name)] += numbers[name]
-    facts = {"Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())}
+        counts[part_of(name)] += numbers[name]
+    facts = {"Trained": ", ".join(f"{part} ({count:,})" for part, count in counts.items())}
     extension = saved.extension
     if "lora" in counts:
         lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
