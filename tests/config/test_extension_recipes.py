@@ -1,0 +1,129 @@
+"""Recipes of context extensions: each is complete with the model that it extends, and methods differ only as such."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_tape.checkpoint.settings import ORDER_KEYS
+from megatron_tape.config.checks import validate
+from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import ModelConfig, config_dict
+from megatron_tape.extension.base import check_base, with_base_settings
+from megatron_tape.huggingface.to_hf.export import huggingface_config
+
+RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
+LLAMA2_7B = ModelConfig(
+    position_encoding="rope",
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    seq_length=4096,
+    vocab_size=32000,
+)
+LLAMA3_8B = dataclasses.replace(
+    LLAMA2_7B, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256, seq_length=8192, rope_theta=500000.0
+)
+METHODS = {
+    "tape": {"model.position_encoding": "tape", "extension.trains": ["tape", "embeddings", "norms"]},
+    "lora": {},
+    "longlora": {"extension.attention": "shifted_sparse"},
+    "theta": {"model.rope_theta": 1e6},
+    "theta_only": {"model.rope_theta": 1e6, "model.rope_scaling_factor": 1.0},
+    "pi": {"extension.trains": ["embeddings", "norms"]},
+    "yarn": {"model.rope_scaling_type": "yarn", "model.rope_original_seq_length": 4096},
+    "full": {"extension.trains": ["all"]},
+    "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["tape", "lora", "embeddings", "norms"]},
+}
+"""What each recipe of the paper's experiment changes in lora.yaml."""
+OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B}
+
+
+@pytest.fixture(scope="module")
+def extend(tmp_path_factory):
+    """Read a recipe with a base whose weights are not there."""
+
+    def read(name, base):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(huggingface_config(base, base.vocab_size, "bf16")))
+        save_file({"model.norm.weight": torch.ones(1)}, folder / "model.safetensors")
+        path = RECIPES / "extend" / f"{name}.yaml"
+        config = parse_run_config(["--config", str(path), f"--extension.from={folder}"], with_base_settings)
+        # The demo's tokenizer is made by the demo, and others' are downloaded.
+        check_base(dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=None)))
+        return config
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def methods(extend):
+    return {name: extend(name, LLAMA2_7B) for name in METHODS}
+
+
+def demo(name):
+    return parse_run_config(["--config", str(RECIPES / f"{name}_demo.yaml")])
+
+
+def flat(config):
+    sections = config_dict(config)
+    kept = ("extension.from", "logging.directory", "checkpoint.directory")
+    values = {f"{section}.{key}": value for section in sections for key, value in sections[section].items()}
+    return {key: value for key, value in values.items() if key not in kept}
+
+
+def test_every_recipe_is_tested():
+    tiny = {"tiny_tape", "tiny_rope"}
+    assert {path.stem for path in (RECIPES / "extend").glob("*.yaml")} == METHODS.keys() | OTHERS.keys() | tiny
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_differ_only_in_what_they_are(methods, name):
+    assert flat(methods[name]) == flat(methods["lora"]) | METHODS[name]
+    assert all(flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS)
+    for world_size in (8, 1, 64):
+        validate(methods[name], world_size)
+
+
+def test_the_experiment_is_the_papers(methods):
+    config = methods["lora"]
+    assert (config.train.steps, config.train.global_batch_size, config.model.seq_length) == (1000, 64, 8192)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.0)
+    assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 50)
+    assert (config.model.rope_scaling_type, config.model.rope_scaling_factor) == ("linear", 2.0)
+    extension = config.extension
+    assert (extension.lora_rank, extension.lora_alpha, extension.lora_targets) == (8, 16.0, ["q", "k", "v", "o"])
+    assert extension.trains == ["lora", "embeddings", "norms"] and extension.attention == "full"
+    assert (config.model.num_layers, config.model.vocab_size) == (32, 32000)
+    assert methods["tape"].model.position_mlp_width == 128
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_recipes_of_others_can_run_where_they_say(extend, name):
+    config = extend(name, OTHERS[name])
+    for world_size in (8, 16, 512):
+        validate(config, world_size)
+    assert config.train.global_batch_size * config.model.seq_length == 2**22
+
+
+def test_the_demos_models_are_extended_alike(extend):
+    configs = {name: extend(f"tiny_{name}", demo(name).model) for name in ("tape", "rope")}
+    for config in configs.values():
+        for world_size in (1, 2):
+            validate(config, world_size)
+        assert config.model.seq_length == 4 * 256 == config.model.rope_scaling_factor * 256
+    tape, rope = (flat(configs[name]) for name in ("tape", "rope"))
+    different = {key for key in tape if tape[key] != rope[key]}
+    assert different == {"model.position_encoding", "extension.trains"}
+
+
+def test_recipes_say_what_they_are_and_what_nobody_has_run():
+    for path in (RECIPES / "extend").glob("*.yaml"):
+        opening = re.match(r"(# .*\n|#\n)+", path.read_text())
+        assert opening is not None
+        assert ("nobody here has trained" in " ".join(opening[0].split())) != path.stem.startswith("tiny")
