@@ -24,6 +24,12 @@ VARIANTS = {
     "lora_recomputed": [option("model.position_encoding", "rope"), option(ONLY, "[lora]"), FULL],
     "all": [option(ONLY, "[all]")],
     "with_lora": WITH_LORA,
+    "shifted_sparse_with_yarn": [
+        option("extension.attention", "shifted_sparse"),
+        option("model.rope_scaling_type", "yarn"),
+        option("model.rope_original_seq_length", 16),
+        FULL,
+    ],
 }
 
 

@@ -86,6 +86,7 @@ def first_logits(data, base, folder, *overrides):
         ["--model.rope_scaling_factor=2"],
         ["--model.rope_scaling_factor=1", "--model.rope_theta=1e6"],
         ["--model.rope_scaling_type=llama3", "--model.rope_scaling_factor=8", "--model.rope_original_seq_length=16"],
+        ["--model.rope_scaling_type=yarn", "--model.rope_scaling_factor=2", "--model.rope_original_seq_length=16"],
     ],
 )
 def test_at_step_0_tape_equals_rope_under_the_same_scaling_of_positions(data, bases, tmp_path, base, positions):
