@@ -96,8 +96,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`.
+def model_differences(
+    a: dict[str, Any], b: dict[str, Any], names: tuple[str, str] = ("checkpoint", "configuration")
+) -> list[str]:
+    """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`, or others by name.
 
     A null that stands for a derived value counts as equal to that value.
     """
@@ -112,7 +114,7 @@ def model_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     open_in_both = {key for key in a if a[key] is None and b.get(key, "absent") is None}
     a, b = derived(a), derived(b)
     return [
-        f"model.{key}: checkpoint {a.get(key, 'absent')}, configuration {b.get(key, 'absent')}"
+        f"model.{key}: {names[0]} {a.get(key, 'absent')}, {names[1]} {b.get(key, 'absent')}"
         for key in {**a, **b}
         if a.get(key, "absent") != b.get(key, "absent") and key not in open_in_both
     ]

@@ -13,6 +13,8 @@ from launch import run_group
 from models import random_tokens
 from safetensors.torch import load_file
 
+from megatron_tape.checkpoint.directories import digest
+
 CASES = [name for name in adapter_cases.cases() if name != "matrices"] + ["extended"]
 LAYOUTS = [name for name in CASES if name.startswith("tape_tp")]
 
@@ -144,6 +146,7 @@ def test_the_cards_say_what_was_trained(exported):
     assert "the LoRA layers are not part of it" in (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
     card = (exported / "extended_merged" / "README.md").read_text()
     assert "| Extends | matrices |" in card and "norms (" not in card and "output (2,048)" in card
+    assert "Pre-trained on text only" not in card
 
 
 def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected):
@@ -166,3 +169,18 @@ def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "leave out --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
     refused(tmp_path, "add --adapter", *to_hf, "--checkpoint", trained / "rope_tied", "--base", tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    "key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q"), ("trains", ["tape"])]
+)
+def test_settings_that_do_not_fit_the_lora_layers_are_refused(trained, tmp_path, key, value):
+    step = tmp_path / "step-00000003"
+    shutil.copytree(trained / "rope_biased" / "checkpoints" / step.name, step)
+    state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
+    state["config"]["extension"][key] = value
+    (step / "state.json").write_text(json.dumps(state))
+    size, sha256 = digest(step / "state.json")
+    manifest["files"]["state.json"] = {"bytes": size, "sha256": sha256}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    refused(tmp_path, "is of another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

@@ -87,11 +87,8 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
     blank = dict.fromkeys(_WITHOUT_EFFECT)
     ours, theirs = ({**dataclasses.asdict(either), **blank} for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"
-    if differences := model_differences(ours, theirs):
-        raise ValueError(
-            f"{base} is another model than that of {saved.path} ({'; '.join(differences)}, where the configuration is "
-            f"that of {base}); {fix}"
-        )
+    if differences := model_differences(ours, theirs, ("run", "base")):
+        raise ValueError(f"{base} is another model than that of {saved.path} ({'; '.join(differences)}); {fix}")
     rows, trained = found.vocab_size, set(saved.trained)
     if rows > model.vocab_size:
         raise ValueError(

@@ -102,7 +102,7 @@ def model_card(
     if rows < model.vocab_size:
         padding = f"Training padded the vocabulary by {model.vocab_size - rows} rows, which are not part of this model."
         lines += [padding, ""]
-    if origin is None:
+    if origin is None and state["config"].get("extension", {}).get("from") is None:
         lines.append("Pre-trained on text only: it continues text, but does not follow instructions.")
     return "\n".join(lines) + "\n"
 
