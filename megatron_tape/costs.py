@@ -9,11 +9,11 @@ which only SDPA keeps.
 
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION
-from megatron_tape.position import MicroBatch, Parameter, encoding_of
+from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
+from megatron_tape.position import MicroBatch, encoding_of
 
 # DeepSpeed's default of stage3_max_live_parameters.
 LIVE_PARAMETERS = 1_000_000_000
@@ -43,15 +43,17 @@ class Estimate:
     """What a run needs; memory is in bytes on the GPU that needs most, and adds up to `peak`."""
 
     parameters: int
-    """Number of trainable parameters of the whole model."""
+    """Number of parameters of the whole model."""
+    trained: int
+    """Number of those that are trained."""
     parameters_per_rank: int
     """Those that one tensor-parallel rank computes with, before ZeRO 3 shards them."""
     weights: int
     """Weights in the precision of the run."""
     gradients: int
-    """Gradients summed over the micro-batches."""
+    """Gradients of the trained parameters, summed over the micro-batches."""
     optimizer: int
-    """Adam's two moments and, except under ZeRO 0, a copy of the weights, all in fp32."""
+    """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
     layer_activations: int
     """What the layers keep for the backward pass of one micro-batch."""
     logits: int
@@ -63,7 +65,7 @@ class Estimate:
     host: int
     """Bytes of pinned host memory per process under offload_optimizer."""
     checkpoint_bytes: int
-    """One checkpoint: fp32 weights and moments, without the small rest."""
+    """One checkpoint: fp32 weights (without frozen ones, if they are left out) and moments, without the small rest."""
     checkpoints_bytes: int
     """Disk space for the checkpoints kept and one more, as the oldest is removed only after a save."""
     flops_per_step: int
@@ -90,8 +92,11 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     """
     model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
-    held = parameters_per_rank(model, tensor_size)
-    weights, gradients, optimizer, buffers, copy, step, host = _state(config, held, data_size)
+    extension = config.extension
+    parts = trained_parts(extension)
+    held = parameters_per_rank(model, tensor_size, extension)
+    trained = parameters_per_rank(model, tensor_size, extension, parts)
+    weights, gradients, optimizer, buffers, copy, step, host = _state(config, held, trained, data_size)
     kept = activations(
         model,
         train.micro_batch_size,
@@ -100,24 +105,26 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         tensor_size,
         config.parallel.uses_sequence_parallel,
         config.data.reset_attention_mask,
+        extension=extension,
     )
     # ZeRO 2 takes its buckets at the first gradient, when the softmax is gone: the larger of the two counts.
     apart = min(buffers, kept.logits) if config.deepspeed.zero_stage == 2 else 0
     buffers -= apart
-    if config.parallel.uses_sequence_parallel:
-        # Megatron gathers the input of every matrix into one buffer, which it keeps.
+    if config.parallel.uses_sequence_parallel and {"matrices", "output"} & {*parts}:
+        # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
         buffers += train.micro_batch_size * model.seq_length * model.hidden_size * _width(config)
     # When the first bucket is full, what the layers above have kept is gone. A step begins when all activations and
     # most buffers are gone; ZeRO 3 is built from whole weights.
-    left = 1 - min(1, config.deepspeed.reduce_bucket_size / held)
+    left = 1 - min(1, config.deepspeed.reduce_bucket_size / trained)
     reducing = copy + apart + int(left * (kept.layers + kept.working)) - kept.saved
     beside = kept.saved + buffers
     built = held * _width(config) - (weights + gradients + optimizer)
-    checkpoint = 12 * tensor_size * held
+    checkpoint = tensor_size * (12 * trained + 4 * (held - trained) * config.checkpoint.frozen)
     tokens_per_step = train.global_batch_size * model.seq_length
-    flops_per_step = flops_per_token(model) * tokens_per_step
+    flops_per_step = flops_per_token(model, extension) * tokens_per_step
     return Estimate(
-        parameters=parameter_count(model),
+        parameters=parameter_count(model, extension),
+        trained=parameter_count(model, extension, parts),
         parameters_per_rank=held,
         weights=weights,
         gradients=gradients,
@@ -136,23 +143,12 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     )
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Return the number of trainable parameters of the whole model."""
-    hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    attention = (hidden + model.qkv_bias) * (heads + 2 * groups) * dim + heads * dim * hidden
-    attention += 2 * dim * model.qk_norm
-    layer = attention + 3 * hidden * model.ffn_hidden_size + 2 * hidden
-    embeddings = model.vocab_size * hidden * (1 if model.tie_embeddings else 2)
-    position = sum(prod(parameter.shape) for parameter in _position_parameters(model))
-    return embeddings + model.num_layers * layer + position + hidden
-
-
-def flops_per_token(model: ModelConfig) -> int:
+def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None) -> int:
     """Return the matmul FLOPs of forward and backward for one token of a full sequence.
 
     A multiply-add counts as two, the backward pass as two forward passes, and a query has `S / 2` keys (the causal
-    mean), also where a run extends the context with shifted sparse attention. What the positional encoding adds is
-    included.
+    mean), also where a run extends the context with shifted sparse attention. What the positional encoding and LoRA
+    layers add is included; a frozen matrix has no gradient of its own, which saves a third.
     """
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     scores = heads * dim * model.seq_length // 2
@@ -160,25 +156,11 @@ def flops_per_token(model: ModelConfig) -> int:
     layer = projections + 2 * scores + 3 * hidden * model.ffn_hidden_size
     encoding = encoding_of(model)
     position = sum(encoding.multiply_adds(layer) for layer in range(model.num_layers))
-    return 3 * 2 * (model.num_layers * layer + position + hidden * model.vocab_size)
-
-
-def parameters_per_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Count one tensor-parallel rank's numbers."""
-    replicated = replicated_parameters(model)
-    return replicated + (parameter_count(model) - replicated) // tensor_size
-
-
-def replicated_parameters(model: ModelConfig) -> int:
-    """Count the numbers that every tensor-parallel rank holds: norms, and what an encoding does not cut."""
-    norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
-    position = sum(prod(p.shape) for p in _position_parameters(model) if p.head_axis is None)
-    return model.num_layers * norms + model.hidden_size + position
-
-
-def _position_parameters(model: ModelConfig) -> list[Parameter]:
-    encoding = encoding_of(model)
-    return [parameter for layer in range(model.num_layers) for parameter in encoding.parameters(layer).values()]
+    whole = 3 * 2 * (model.num_layers * layer + position + hidden * model.vocab_size)
+    trained = trained_parts(extension)
+    frozen = 0 if "matrices" in trained else parameter_count(model, None, {"matrices"})
+    frozen += 0 if trains_output(model, extension) else hidden * model.vocab_size
+    return whole - 2 * frozen + 3 * 2 * parameter_count(model, extension, {"lora"})
 
 
 def activations(
@@ -190,28 +172,37 @@ def activations(
     sequence_parallel: bool = False,
     masked: bool = False,
     fused_norms: bool = True,
+    extension: ExtensionConfig | None = None,
 ) -> Activations:
     """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
 
     Even in bf16, the softmax of the logits, attention's log-sums and the norms' scales are in fp32. `masked` adds the
     mask of packed documents. GPUs run RMSNorm with `fused_norms`; without it, as on CPUs, RMSNorm keeps its input and a
-    normalised copy in fp32.
+    normalised copy in fp32. A frozen matrix keeps no input, unless it has LoRA layers, as `extension` says.
     """
     width = 4 if precision == "fp32" else 2
     tokens = model.seq_length * micro_batch_size
     local = tokens // tensor_size if sequence_parallel else tokens
     encoding, batch = encoding_of(model), MicroBatch(tokens, local, width, tensor_size)
+    trained, lora = trained_parts(extension), lora_targets(extension)
+    normed = local * model.hidden_size * width
     norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
 
     # A state that no layer has rewritten yet needs no gradient.
     first_update = next((i for i in range(model.num_layers) if encoding.updates(i)), model.num_layers)
 
     def layer(index: int) -> int:
+        if index == 0 and not {*trained} - {"tape", "output"}:
+            return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
         moves = index > first_update and ROTATION in encoding.needs
         averages = AVERAGE in encoding.needs and encoding.updates(index)
         attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
-        mlp = tokens * 5 * model.ffn_hidden_size // tensor_size * width
-        return 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
+        mlp = tokens * (5 if "matrices" in trained else 4) * model.ffn_hidden_size // tensor_size * width
+        kept = 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
+        if "matrices" not in trained:
+            kept -= normed * (1 if set("qkv") & lora else 2)
+        narrow = tokens * len(lora) * extension.lora_rank * width if lora else 0
+        return kept + narrow
 
     layers = [layer(i) for i in range(model.num_layers)]
     inputs = tokens * 8 + model.seq_length * encoding.state_size(0) * width
@@ -230,7 +221,7 @@ def activations(
     softmax = 4 * logits + 9 * tokens
     # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
     backward += inputs + tokens * 5 * model.ffn_hidden_size // tensor_size * width
-    kept = sum(layers) + inputs + norm
+    kept = sum(layers) + inputs + norm - (0 if trains_output(model, extension) else normed)
     backward -= kept + softmax
     return Activations(kept, softmax, working=max(2 * logits if width == 2 else 0, backward), backward=backward)
 
@@ -288,17 +279,17 @@ def _width(config: RunConfig) -> int:
     return 4 if config.train.precision == "fp32" else 2
 
 
-def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int, int, int, int, int]:
+def _state(config: RunConfig, held: int, trained: int, data_size: int) -> tuple[int, int, int, int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state, buffers, the copy of a bucket that is sent, the optimizer's
     step, and host memory.
     """
-    settings, width, part = config.deepspeed, _width(config), -(-held // data_size)
+    settings, width, part = config.deepspeed, _width(config), -(-trained // data_size)
     stage, numbers = settings.zero_stage, settings.reduce_bucket_size
-    weights = width * (part if stage == 3 else held)
+    weights = width * (-(-held // data_size) if stage == 3 else held)
     if stage == 0:
         # The step takes square roots of the second moments.
-        return weights, 4 * held, 8 * held, 0, 0, 4 * held, 0
-    gradients = 4 * (held if stage == 1 else part)  # bf16 gradients are added up in fp32
+        return weights, 4 * trained, 8 * trained, 0, 0, 4 * trained, 0
+    gradients = 4 * (trained if stage == 1 else part)  # bf16 gradients are added up in fp32
     # ZeRO copies the weights even if they already are fp32.
     optimizer = 12 * part
     # What is reduced at once, and a copy in the precision that it is sent in, in which ZeRO 3 collects it already. With
@@ -306,7 +297,7 @@ def _state(config: RunConfig, held: int, data_size: int) -> tuple[int, int, int,
     sent_width = 2 if settings.communication_precision == "bf16" else 4
     bucket_width = {1: 4, 2: width, 3: sent_width}[stage]
     buffers = bucket_width * numbers * (2 if settings.overlap_comm and stage < 3 else 1)
-    copy = sent_width * min(numbers, held) if sent_width != bucket_width else 0
+    copy = sent_width * min(numbers, trained) if sent_width != bucket_width else 0
     if stage == 3 and data_size > 1:
         buffers += width * min(held, LIVE_PARAMETERS)
     # The step takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.

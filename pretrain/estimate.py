@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str]) -> Iterator[tuple[str, str]]:
     train, tensor_size = config.train, config.parallel.tensor_model_parallel_size
     yield "parameters", f"{result.parameters:,}"
+    if result.trained < result.parameters:
+        yield "  trained", f"{result.trained:,} ({', '.join(config.extension.trains)})"
     if tensor_size > 1:
         yield "  per tensor-parallel rank", f"{result.parameters_per_rank:,}"
     layout = f"{processes} processes" if processes > 1 else "1 process"

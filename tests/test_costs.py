@@ -12,8 +12,12 @@ from launch import run_group
 from models import build, random_tokens, small_model
 
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.costs import activations, estimate, flops_per_token, parameter_count, parameters_per_rank
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.costs import activations, estimate, flops_per_token
+from megatron_tape.model.lora import add_lora
 from megatron_tape.model.weights import shard
+from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts
+from megatron_tape.training.trained import select_trained, trained_by
 from pretrain import estimate as command
 
 RECIPES = Path(__file__).parent.parent / "pretrain" / "recipes"
@@ -107,6 +111,50 @@ def test_saved_activations_of_a_larger_model_are_those_counted(encoding):
     assert on_cpu(model, 2, "fp32") == pytest.approx(count, rel=0.01)
     # GPUs keep no normalised copy.
     assert activations(model, 2, "fp32").saved == pytest.approx(count, rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "encoding, trains",
+    [
+        ("tape", ["tape", "embeddings", "norms"]),
+        ("tape", ["tape", "lora", "embeddings", "norms"]),
+        ("rope", ["lora", "embeddings", "norms"]),
+        ("rope", ["norms", "output"]),
+    ],
+)
+def test_an_extension_trains_and_saves_what_is_counted(encoding, trains, recompute):
+    model, extension = middle_model(encoding), ExtensionConfig(trains=trains, lora_rank=4)
+    built, _ = build(model, recompute=recompute)
+    if extension.adds_lora:
+        add_lora(built, model, extension, 0)
+    select_trained(built, trained_by(extension), recompute != "none")
+    parameters = list(built.parameters())
+    sizes = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+    assert [parameter_count(model, extension), parameter_count(model, extension, trained_parts(extension))] == sizes
+    assert on_cpu(model, 2, "fp32", recompute, extension=extension) == pytest.approx(counted(built, model), rel=0.02)
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(stage, precision):
+    trains = ["--extension.trains=[tape,lora,embeddings,norms]", "--parallel.tensor_model_parallel_size=1"]
+    settings = [f"--deepspeed.zero_stage={stage}", f"--train.precision={precision}"]
+    config = recipe("tape_1b", *settings, *trains)
+    found = estimate(config, 4)
+    width, shared = (2 if precision == "bf16" else 4), (4 if stage == 3 else 1)
+    held, trained = found.parameters, found.trained
+    assert held == parameter_count(config.model, config.extension) and 0 < trained < 0.2 * held
+    assert found.weights == pytest.approx(width * held / shared, abs=8)
+    assert found.gradients == pytest.approx(4 * trained / (4 if stage > 1 else 1), abs=8)
+    assert found.optimizer == pytest.approx(8 * trained if stage == 0 else 12 * trained / 4, abs=16)
+    assert found.checkpoint_bytes == 4 * (held - trained) + 12 * trained
+    lean = estimate(recipe("tape_1b", *settings, *trains, "--checkpoint.frozen=false"), 4)
+    assert lean.checkpoint_bytes == 12 * trained
+    # A third of the arithmetic of every frozen matrix is saved.
+    whole, extended = flops_per_token(config.model), flops_per_token(config.model, config.extension)
+    lora = parameter_count(config.model, config.extension, ["lora"])
+    matrices = parameter_count(config.model, parts=["matrices", "output"])
+    assert extended == whole - 2 * matrices + 6 * lora
 
 
 TWO = [("tape", "none", True), ("tape", "full", True), ("rope", "none", True), ("rope", "none", False)]

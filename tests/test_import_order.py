@@ -16,7 +16,7 @@ ORDER = (
     ("ops",),
     ("parallel",),
     ("position",),
-    ("config", "costs", "communication"),
+    ("config", "parameters", "costs", "communication"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
@@ -27,8 +27,9 @@ ORDER = (
     ("huggingface",),
     ("extension",),
 )
-WITHOUT_TORCH = "errors files command_line config costs checkpoint.directories checkpoint.settings data.inputs".split()
-WITHOUT_TORCH += "checkpoint.locate checkpoint.frozen extension.base huggingface.from_hf.llama_family".split()
+WITHOUT_TORCH = "errors files command_line config parameters costs data.inputs checkpoint.directories".split()
+WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.from_hf.llama_family".split()
+WITHOUT_TORCH += ["extension.base"]
 
 
 def imported_names(tree, package):

@@ -16,8 +16,9 @@ from megatron_tape.config.checks import validate
 from megatron_tape.config.recipes import Given, parse_value, read_recipe
 from megatron_tape.config.schema import RunConfig, key_of, to_yaml
 from megatron_tape.config.values import accept, describe, shown
-from megatron_tape.costs import flops_per_token, parameter_count
+from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
@@ -38,7 +39,8 @@ def parse_run_config(argv: list[str] | None = None, complete: Complete = dict) -
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if print_only:
-        print(f"# {parameter_count(config.model):,} parameters, {flops_per_token(config.model):,} FLOPs per token")
+        sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
+        print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config

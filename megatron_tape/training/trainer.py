@@ -14,7 +14,7 @@ from megatron_tape.checkpoint import state as checkpoints
 from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint, open_base
 from megatron_tape.checkpoint.settings import changes
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.costs import flops_per_token, parameter_count
+from megatron_tape.costs import flops_per_token
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
@@ -23,6 +23,7 @@ from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.parameters import parameter_count
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
@@ -214,7 +215,7 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "lr": rate,
             "tokens_per_second": speed,
-            "tflops_per_second": speed * flops_per_token(self.config.model) / 1e12,
+            "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
         }
         found = [("training", Findings(scalars=own)), *found]
         if self.evaluates(self.step):
@@ -245,7 +246,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
     """Return the run's model, initialized from the current seed, after checking its kernels; weights are on the CPU."""
     ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
-    parameters = f"{parameter_count(config.model):,}"
+    parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
     dtype = dtype_of(config)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from models import build, random_tokens, reference_config, released_model, small_model, whole_weights
 
-from megatron_tape.costs import parameter_count
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
 from megatron_tape.model.weights import current_name, from_megatron, initial_parameters, load_weights
 from megatron_tape.ops import packing
+from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 
 # Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.

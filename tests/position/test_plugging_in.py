@@ -13,8 +13,9 @@ from position_cases import TOYS, register_toys
 from test_costs import counted, on_cpu
 
 from megatron_tape.config.checks import validate_model
-from megatron_tape.costs import flops_per_token, parameter_count, parameters_per_rank
+from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError
+from megatron_tape.parameters import parameter_count, parameters_per_rank
 from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, register
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.config.schema import blend
-from megatron_tape.costs import parameter_count
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
 from megatron_tape.model.weights import parameter_shapes, part_of
+from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.records import parse_record
 
