@@ -16,6 +16,8 @@ deepspeed: {zero_stage: 1, reduce_bucket_size: 1000000}
 logging: {sample_tokens: 0, directory: nowhere/run}
 """
 ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 2, 3)}
+EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", "--extension.lora_rank=4"]
+QUICK_CASES = {**ZERO, "extension": [*EXTENSION, "--deepspeed.zero_stage=2"]}
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
@@ -34,6 +36,9 @@ MANY = {
     "rope": ["--model.position_encoding=rope", "--deepspeed.zero_stage=2"],
     "rope_without_sequence_parallelism": ["--model.position_encoding=rope", "--parallel.sequence_parallel=false"],
     "packed": PACKED,
+    "extension_zero_1": [*EXTENSION, "--train.recompute=full"],
+    "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],
+    "lora_of_rope": ["--model.position_encoding=rope", "--extension.trains=[lora,embeddings,norms]"],
     "fused": ["--model.attention_backend=triton"],
     "fused_packed": ["--model.attention_backend=triton", *PACKED],
 }
@@ -111,15 +116,16 @@ def main(which, recipe):
 
         install_fake_world(processes, 5)
     from megatron_tape.rehearsal.run import rehearse
+    from megatron_tape.training.trained import trained_by
 
     def run(settings, *plant):
         config = parse_run_config(["--config", recipe, *settings])
         config.train.global_batch_size = 64
         validate(config, processes)
         with mock.patch.object(*plant) if plant else contextlib.nullcontext():
-            return described(rehearse(config), processes)
+            return described(rehearse(config, trained_by(config.extension)), processes)
 
-    for name, settings in (ZERO if which == "quick" else MANY).items():
+    for name, settings in (QUICK_CASES if which == "quick" else MANY).items():
         found[name] = run(settings if which == "quick" else [*QUICK, *settings])
     if which == "quick":
         found["no_mistake"] = run(QUICK)
