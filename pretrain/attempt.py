@@ -1,10 +1,12 @@
 """Begin and judge the attempts of a run for a batch script, which calls this before and after the training processes.
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
+    python -m pretrain.attempt chain -- RECIPE [--section.key value ...] --extend RECIPE [--section.key value ...]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
-`check` refuses settings that cannot work. `begin` does too, copies the code and the resolved configuration into
+`check` refuses settings that cannot work. `chain` does so for a run and for the extension of the model that this run
+will make, and prints the run's directory. `begin` also refuses, copies the code and the resolved configuration into
 RUN/jobs/ID (a requeued job continues with that copy), takes the run over, and prints shell variables. `decide` prints
 `done`, `again` or `stop` with the reason, and which nodes to `exclude` from the next attempt.
 """
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, checkpointed_step, newest_whole, read_state, what_to_resume
 from megatron_tape.checkpoint.settings import check_same_model
@@ -30,7 +33,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.extension.base import begins_with_base, check_base, check_command, with_base_settings
+from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
 from megatron_tape.files import SUFFIX, atomic_directory, remove
 from megatron_tape.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
@@ -61,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
     check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
     check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
+    chain_parser = verbs.add_parser("chain", help="refuse a run and its extension if they cannot work")
+    chain_parser.add_argument("--scratch", default="", help="as for begin")
+    chain_parser.add_argument("arguments", nargs="*", help="after --: RECIPE, overrides, --extend, RECIPE, overrides")
     decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes have ended")
     decide_parser.add_argument("--run", required=True, help="the run's directory")
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
@@ -71,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
             config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
             validate(config, config.parallel.tensor_model_parallel_size)
             check_inputs(config)
+        elif options.verb == "chain":
+            print(check_chain(options.arguments, options.scratch))
         elif options.verb == "decide":
             judge(Path(options.run), options.checkpoints, options.attempt)
         else:
@@ -79,6 +87,34 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_TRY_AGAIN if isinstance(error, OSError) else 2
     return 0
+
+
+def check_chain(arguments: list[str], scratch: str) -> str:
+    """Check a run and the extension of the model that it will make; return the run's directory.
+
+    The arguments are those of the run, `--extend`, and those of the extension. Raises ConfigError in one sentence.
+    """
+    refuse("--extend" not in arguments, "--extend RECIPE is missing; name the recipe of the extension")
+    at = arguments.index("--extend")
+    first = parse_run_config(_arguments(arguments[:at], scratch), with_base_settings)
+    check_command(first, extends=False)
+    base = Base.made_by(first)
+
+    def completed(values: dict[str, Any]) -> dict[str, Any]:
+        given = values.get("extension.from")
+        refuse(given is not None, f"extension.from is {given}, but the chain extends what it pretrains; remove it")
+        return with_base_settings(values | {"extension.from": str(base.path)}, base)
+
+    second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
+    for config in (first, second):
+        validate(config, config.parallel.tensor_model_parallel_size)
+        check_inputs(config)
+    check_base(second, base)
+    refuse(
+        Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve(),
+        f"logging.directory is {first.logging.directory} for both pretraining and extension; choose another for one",
+    )
+    return first.logging.directory
 
 
 def begin(options: argparse.Namespace) -> None:

@@ -55,16 +55,25 @@ check_arguments() {
   run_module pretrain.attempt check -- "$@"
 }
 
+# with_recipe DEFAULT [RECIPE] [--section.key value ...]: put the arguments into ARGUMENTS, with the recipe DEFAULT of this
+# repository if they name none.
+with_recipe() {
+  local default=$ROOT/$1
+  shift
+  case " $*" in
+    " "[!-]* | *" --config"*) ARGUMENTS=("$@") ;;
+    *) ARGUMENTS=("$default" "$@") ;;
+  esac
+}
+
 # ----- a job: one attempt at a run, requeued until the run is finished -----
 
 # run_job MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]
 run_job() {
-  local module=$1 recipe=$2
-  shift 2
-  case " $*" in
-    " "[!-]* | *" --config"*) ;;
-    *) set -- "$ROOT/$recipe" "$@" ;;
-  esac
+  local module=$1
+  shift
+  with_recipe "$@"
+  set -- "${ARGUMENTS[@]}"
   local nodes gpus tasks job_link requeued=()
   [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)

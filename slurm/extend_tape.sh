@@ -1,11 +1,11 @@
 #!/bin/bash
-# Extend the context of a pretrained model; the job is requeued after preemption, crashes and lost nodes until it is
-# finished. pretrain.extend_context is not part of this version yet; the job ends at once with an error that says so.
+# Extend the context of a model; the job is requeued after preemption, crashes and lost nodes until it is finished.
 #
-#   sbatch [sbatch options] slurm/extend_tape.sh [RECIPE] [--section.key value ...]
+#   sbatch [sbatch options] slurm/extend_tape.sh [RECIPE] --extension.from MODEL [--section.key value ...]
 #   slurm/extend_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
 #
-# sbatch options, directories and settings: as slurm/pretrain_tape.sh explains.
+# MODEL is a run, one of its checkpoints, or a directory in the format of transformers. RECIPE is a YAML file (default:
+# pretrain/recipes/extend/tape.yaml). sbatch options and directories: as slurm/pretrain_tape.sh explains.
 
 #SBATCH --job-name=tape-extend
 #SBATCH --nodes=2
@@ -23,6 +23,7 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
+  check_arguments "$@" || exit
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
@@ -34,4 +35,4 @@ link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
 load_site "$root"
-run_job pretrain.extend_context pretrain/recipes/tape_155m.yaml "$@"
+run_job pretrain.extend_context pretrain/recipes/extend/tape.yaml "$@"

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Submit pretraining, context extension and evaluation as a chain: each starts when the previous one has finished.
 #
-#   slurm/run_all.sh [--sbatch "OPTIONS"] [RECIPE] [--section.key value ...]
+#   slurm/run_all.sh [--sbatch "OPTIONS"] [RECIPE] [--section.key value ...] --extend RECIPE [--section.key value ...]
 #
-# RECIPE and settings are for pretraining; --sbatch gives options to all three submissions, such as "--nodes=4". If a job
+# What stands before --extend is for pretraining (default: pretrain/recipes/tape_155m.yaml), what follows is for the
+# extension of the model that it makes. --sbatch gives options to all three submissions, such as "--nodes=4". If a job
 # fails, the ones after it are removed from the queue. Reads slurm/site.env.
 
 set -euo pipefail
@@ -26,14 +27,20 @@ submit() {
   sbatch --parsable "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
 }
 
-check_arguments "$@" || exit
-pretraining=$(submit pretrain_tape.sh -- "$@")
-extension=$(submit extend_tape.sh "$pretraining" --)
+pretrain=()
+while [ $# -gt 0 ] && [ "$1" != --extend ]; do
+  pretrain+=("$1")
+  shift
+done
+[ $# -gt 1 ] || fail "--extend RECIPE is missing; name the recipe of the extension after the settings of pretraining"
+shift
+with_recipe pretrain/recipes/tape_155m.yaml "${pretrain[@]}"
+run=$(run_module pretrain.attempt chain --scratch "${TAPE_SCRATCH:-}" -- "${ARGUMENTS[@]}" --extend "$@") || exit
+pretraining=$(submit pretrain_tape.sh -- "${ARGUMENTS[@]}")
+extension=$(submit extend_tape.sh "$pretraining" -- "$@" --extension.from "$run")
 evaluation=$(submit evaluate_tape.sh "$extension" --)
-echo "pretraining  job $pretraining"
+echo "pretraining  job $pretraining, in $run"
 echo "extension    job $extension, after $pretraining"
 echo "evaluation   job $evaluation, after $extension"
-for module in pretrain.extend_context pretrain.evaluate; do
-  has_module "$module" ||
-    echo "note: $module is not part of this version: its job ends at once, and later jobs are removed from the queue"
-done
+has_module pretrain.evaluate ||
+  echo "note: pretrain.evaluate is not part of this version: its job ends at once"

@@ -38,6 +38,13 @@ class Base:
     state: State | None
     """The checkpoint's state; None for a directory in the format of transformers."""
 
+    @classmethod
+    def made_by(cls, config: RunConfig) -> "Base":
+        """Return what a run of ours will have made when it is finished."""
+        directory, tokenizer = Path(config.logging.directory), config.data.tokenizer
+        state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
+        return cls(directory, config.model, state)
+
     @property
     def identity(self) -> str:
         """A digest of the settings, and of the names, sizes and times of the files, of a directory of transformers."""
@@ -48,8 +55,8 @@ class Base:
         return digest.hexdigest()
 
 
-def with_base_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the settings of the model that a run extends to those that are given, by `section.key`.
+def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict[str, Any]:
+    """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
 
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
     themselves. Nothing is read if the model is described completely. Raises ConfigError in one sentence.
@@ -61,7 +68,7 @@ def with_base_settings(values: dict[str, Any]) -> dict[str, Any]:
     )
     if values.get(KEY) is None or described:
         return dict(values)
-    base = find_base(values[KEY])
+    base = base or find_base(values[KEY])
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
     tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
@@ -140,9 +147,12 @@ def begins_with_base(config: RunConfig) -> bool:
     return config.extension.from_ is not None and (resume == "none" or (resume == "auto" and not own))
 
 
-def check_base(config: RunConfig) -> Base:
-    """Return the model to extend; ConfigError if the run's model, tokenizer or trained parts do not fit it."""
-    base = find_base(config.extension.from_)
+def check_base(config: RunConfig, base: Base | None = None) -> None:
+    """Raise ConfigError if a run's model, tokenizer or trained parts do not fit the model that it extends.
+
+    By default, that is what `extension.from` says.
+    """
+    base = base or find_base(config.extension.from_)
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope")}
@@ -165,7 +175,6 @@ def check_base(config: RunConfig) -> Base:
         "name tape, so it would stay as it is; add tape, or leave the encoding out",
     )
     _check_tokenizer(config, base)
-    return base
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:

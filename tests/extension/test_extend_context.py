@@ -388,3 +388,19 @@ def test_a_requeued_job_needs_no_settings_of_its_base(bases, data, tmp_path, mon
     shutil.rmtree(tmp_path / "base")
     assert attempt.main([*options, "--requeued", "--", *chosen]) == 0
     assert extend_context.main(["--config", config, f"--train.steps={STEPS}"]) == 0
+
+
+def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    tiny = [str(REPOSITORY / "tests/recipes/tiny.yaml"), f"--data.prefix={data}/a", "--logging.directory=first"]
+    first = [*tiny, "--model.position_encoding=rope"]
+    second = ["--extend", str(RECIPE), f"--data.prefix={data}/a"]
+    assert attempt.main(["chain", "--", *first, *second]) == 0
+    assert capfd.readouterr().out == "first\n"
+    for wrong, part in (
+        ("--model.num_layers=9", "model.num_layers: checkpoint 3, configuration 9"),
+        ("--extension.from=elsewhere", "the chain extends what it pretrains; remove it"),
+        ("--logging.directory=first", "for both pretraining and extension"),
+    ):
+        assert part in refused(capfd, attempt.main, ["chain", "--", *first, *second, wrong])
+    assert "--extend RECIPE is missing" in refused(capfd, attempt.main, ["chain", "--", *first])

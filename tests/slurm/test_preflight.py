@@ -65,17 +65,3 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start): 
     assert "nodeA: torch sees 0 of the 2 GPUs" in named and "nodeB: torch sees 0 of the 2 GPUs" in named
     assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
     assert len(read_attempts(start.run)) == (3 if torch.backends.cuda.is_built() else 1)
-
-
-def test_run_all_submits_a_chain_whose_later_jobs_are_removed_after_a_failure(cluster, start):  # noqa: F811
-    start(overrides={"train.steps": 1, "schedule.warmup_steps": 0}, options=("--hold",))
-    from test_survive import settings
-
-    few = settings("runs/chain", **{"train.steps": 4})
-    output = cluster.run("bash", f"{cluster.work}/repo/slurm/run_all.sh", "--sbatch", "--nodes=2", "tiny.yaml", *few)
-    jobs = [word.strip(",") for word in re.findall(r"job (\d+)", output)]
-    assert len(jobs) == 3 and "note: pretrain.evaluate is not part of this version" in output
-    assert cluster.wait(jobs[0]) == "COMPLETED", cluster.story(jobs[0])
-    assert cluster.wait(jobs[1]) == "FAILED"
-    assert "context extension is not part of this version" in cluster.log(jobs[1])
-    assert cluster.wait(jobs[2]) == "CANCELLED"
