@@ -10,7 +10,7 @@ which only SDPA keeps.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION
 from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, encoding_of
@@ -192,7 +192,7 @@ def activations(
     first_update = next((i for i in range(model.num_layers) if encoding.updates(i)), model.num_layers)
 
     def layer(index: int) -> int:
-        if index == 0 and not {*trained} - {"tape", "output"}:
+        if index == 0 and not {*trained} - {OF_ENCODING, "output"}:
             return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
         moves = index > first_update and ROTATION in encoding.needs
         averages = AVERAGE in encoding.needs and encoding.updates(index)

@@ -5,10 +5,10 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_tape.config.lora import lora_factors
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
 from megatron_tape.position import encoding_of
 
-PARTS = ("matrices", "biases", "embeddings", "output", "norms", "tape", "lora")
+PARTS = ("matrices", "biases", "embeddings", "output", "norms", OF_ENCODING, "lora")
 """The parts of a model; `model.weights.part_of` says to which one a parameter belongs."""
 
 
@@ -54,7 +54,7 @@ def weights(model: ModelConfig, extension: ExtensionConfig | None = None) -> Ite
     for index in range(model.num_layers):
         yield from layer
         for parameter in encoding.parameters(index).values():
-            yield Weight("tape", prod(parameter.shape), parameter.head_axis is not None)
+            yield Weight(OF_ENCODING, prod(parameter.shape), parameter.head_axis is not None)
     yield Weight("norms", hidden, False)
     if not model.tie_embeddings:
         yield Weight("output", model.vocab_size * hidden, True)

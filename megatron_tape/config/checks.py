@@ -9,6 +9,7 @@ from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
 from megatron_tape.config.lora import lora_widths
 from megatron_tape.config.schema import (
     LORA_TARGETS,
+    OF_ENCODING,
     PARAMETER_KINDS,
     TRAINABLE,
     ModelConfig,
@@ -297,7 +298,7 @@ def _validate_extension(config: RunConfig) -> None:
         "extension.trains names output alone, but model.tie_embeddings is true, so there is no output layer to train; "
         "name embeddings",
     )
-    kinds = {"tape": "position", "output": "embeddings"}
+    kinds = {OF_ENCODING: "position", "output": "embeddings"}
     rates = [config.optimizer.lr_scale_of.get(kinds.get(name, name), 1) for name in extension.trains]
     refuse(
         not any(rates),
@@ -305,7 +306,7 @@ def _validate_extension(config: RunConfig) -> None:
         "would be trained; raise it",
     )
     refuse(
-        "tape" in extension.trains and not encoding_of(model).parameters(0),
+        OF_ENCODING in extension.trains and not encoding_of(model).parameters(0),
         f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
         "it to tape, or leave tape out",
     )

@@ -18,6 +18,8 @@ from megatron_tape.position import setting_classes
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
 TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
 """Parts of a model that `extension.trains` may name (`model.weights.part_of` tells which part a parameter is)."""
+OF_ENCODING = TRAINABLE[0]
+"""The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
 BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}

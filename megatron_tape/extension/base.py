@@ -11,11 +11,11 @@ from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.checkpoint.settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.schema import BEFORE, OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.data.inputs import load_run_tokenizer
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.huggingface.from_hf.llama_family import model_settings
+from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
 from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.from_hf.weight_files import open_directory
 from megatron_tape.position import ENCODINGS, setting_names
@@ -99,9 +99,8 @@ def find_base(given: str) -> Base:
 
 def _from_transformers(path: Path) -> Base:
     settings = read_settings(path / "config.json")
-    encoding = "tape" if settings.get("model_type") == "tape" else "rope"
     with one_sentence(path / "config.json"):
-        model = model_settings(settings, path / "config.json", encoding, 1.0, 1, "full", {})
+        model = model_settings(settings, path / "config.json", own_encoding(settings), 1.0, 1, "full", {})
     try:
         open_directory(path, allow_pickle=False)
     except ValueError as error:
@@ -134,9 +133,10 @@ def _from_checkpoint(path: Path) -> Base:
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
+    before = base.position_encoding
     others = {"attention_backend"}
-    if encoding != base.position_encoding:
-        others |= {"position_encoding", *(setting_names(encoding) - setting_names(base.position_encoding))}
+    if encoding != before:
+        others |= {"position_encoding", *(setting_names(encoding) - setting_names(before))}
     return {key: value for key, value in dataclasses.asdict(base).items() if key not in others}
 
 
@@ -170,7 +170,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     )
     trains = config.extension.trains
     refuse(
-        added and not {"tape", "all"} & set(trains),
+        added and not {OF_ENCODING, "all"} & set(trains),
         f"model.position_encoding is {now}, which {KEY} {base.path} does not have yet, but extension.trains does not "
         "name tape, so it would stay as it is; add tape, or leave the encoding out",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.lora import lora_factors
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
 from megatron_tape.position import PositionEncoding, encoding_of
 
 WRAPPED = "gpt."
@@ -59,7 +59,7 @@ def part_of(name: str) -> str:
     kind = kind_of(name)
     if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
         return "output"
-    return "tape" if kind == "position" else kind
+    return OF_ENCODING if kind == "position" else kind
 
 
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:

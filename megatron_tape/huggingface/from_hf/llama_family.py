@@ -90,6 +90,11 @@ def import_model(
     advise(output)
 
 
+def own_encoding(settings: dict[str, Any]) -> str:
+    """Return the positional encoding of a model as it is, given the contents of its `config.json`."""
+    return "tape" if settings.get("model_type") == "tape" else "rope"
+
+
 def model_settings(
     settings: dict[str, Any],
     path: Path,
