@@ -79,7 +79,9 @@ def collect(directory: Path, python: str) -> list[Path]:
                     shutil.move(wheel, partial)
         size = sum(wheel.stat().st_size for wheel in check(partial, python))
         if size > LARGEST:
-            raise ValueError(f"the wheels have {size / 2**20:.1f} MiB, more than {LARGEST // 2**20}; nothing was written")
+            raise ValueError(
+                f"the wheels have {size / 2**20:.1f} MiB, more than {LARGEST // 2**20}; nothing was written"
+            )
     return check(directory, python)
 
 
@@ -159,7 +161,9 @@ def _installed(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"{name} is not installed here; run this in the project's environment (make install)") from None
+        raise ValueError(
+            f"{name} is not installed here; run this in the project's environment (make install)"
+        ) from None
 
 
 def _runs(tag: str, abis: list[str], python: str) -> bool:
