@@ -106,9 +106,12 @@ class Check(NamedTuple):
 
 
 def kernel_checks(
-    shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None, tokens: int = 48
 ) -> dict[str, Check]:
-    """Return, by name, what `check_fused_kernels` compares, for sequences of `length` tokens (None: `LENGTH`)."""
+    """Return, by name, what `check_fused_kernels` compares.
+
+    Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
+    """
     length = LENGTH if length is None else length
     generator = torch.Generator().manual_seed(0)
 
@@ -137,7 +140,7 @@ def kernel_checks(
     if averages and fits_fused(groups, heads, dim, P, dtype):
         mixing = (groups, heads) if shapes.full_mixing else (heads,)
         matrices = [draw(*shape, scale=shape[-1] ** -0.5) for shape in (mixing, (P, groups), (groups, P))]
-        states = [draw(48, groups, dim), draw(48, heads, dim), draw(48, P)]
+        states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
         functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
         checks["position update"] = Check(*functions, [*states, *matrices])
     return checks
