@@ -13,7 +13,6 @@ The exit status is 1 if a kernel made CUDA fail, and otherwise 0, even if kernel
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -21,12 +20,11 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.environment import RESULTS, Record
 from benchmarks.kernel_units import PRECISIONS, Unit
-from benchmarks.programs import follow
+from benchmarks.programs import environment_of_cpu, follow, run_checks
 from benchmarks.timing import positive
 
 SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96")
@@ -83,52 +81,21 @@ class Units:
         )
 
     def _run(self, unit: Unit) -> None:
-        """Run a unit; if a check ends its process, begin another one behind that check."""
-        started, skip, seen = time.monotonic(), 0, _Seen()
-        while not seen.finished and (left := self._deadline - time.monotonic()) > 0:
-            seen = _Seen()
-            status = self._process(unit, skip, left, seen)
-            skip += seen.checks
-            if seen.finished or status is None:
-                break
-            why = f"the process ended with status {status}: {' '.join(seen.last)}"
-            if seen.running is not None:
-                self._add(unit, {"name": seen.running, "passed": False, "why": why})
-                skip += 1
-            elif not seen.checks:
-                self._add(unit, {"name": "the start", "passed": False, "why": why})
-                break
+        started = time.monotonic()
+        environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        finished = run_checks(
+            lambda skip: [sys.executable, "-m", "benchmarks.kernel_units", *unit.arguments(), str(skip)],
+            environment_of_cpu() if self._device == "cpu" else environment,
+            self._deadline,
+            lambda check: self._add(unit, check),
+        )
         with self._lock:
-            state = "done" if seen.finished else "unfinished"
-            self.units[unit.name] = f"{state} after {time.monotonic() - started:.0f} s"
+            seconds = time.monotonic() - started
+            self.units[unit.name] = f"done after {seconds:.0f} s" if finished else "unfinished"
             self.write()
-
-    def _process(self, unit: Unit, skip: int, limit: float, seen: "_Seen") -> int | None:
-        """Return the exit status of a unit's process, or None if it took more than `limit` seconds and was ended."""
-        command = [sys.executable, "-m", "benchmarks.kernel_units", *unit.arguments(), str(skip)]
-        environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
-        if self._device == "cpu":
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return follow(command, environment, limit, lambda line: self._read(unit, line, seen))
-
-    def _read(self, unit: Unit, line: str, seen: "_Seen") -> None:
-        try:
-            message = json.loads(line) if line.startswith("{") else None
-        except ValueError:
-            message = None
-        if not isinstance(message, dict) or not message.keys() & {"begins", "name", "finished"}:
-            seen.last.append(line)
-        elif "begins" in message:
-            seen.running = message["begins"]
-        elif "finished" in message:
-            seen.finished = True
-        else:
-            seen.running, seen.checks = None, seen.checks + 1
-            self._add(unit, message)
 
     def _add(self, unit: Unit, check: dict) -> None:
         with self._lock:
-            # A unit's process ends itself after a fault, so that its next checks have one that is whole.
             if check.pop("fault", False):
                 self.faults.append(f"{unit.name}: {check['name']}")
             self.checks.append({"unit": unit.name, **check})
@@ -139,16 +106,6 @@ class Units:
             now = time.monotonic() - self._started
             print(f"[{now:4.0f} s] {unit.name}: {check['name']}: {state}{taken}", flush=True)
             self.write()
-
-
-@dataclass
-class _Seen:
-    """What a unit's process has said."""
-
-    checks: int = 0
-    running: str | None = None
-    finished: bool = False
-    last: deque = field(default_factory=lambda: deque(maxlen=5))
 
 
 OUTCOME = re.compile(r"(?P<name>tests/\S+::.+?) +(?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
@@ -174,7 +131,7 @@ def run_tests(seconds: float, jobs: int) -> dict:
                 failures.append(name)
                 print(f"{outcome}: {name}", flush=True)
 
-    status = follow(command, os.environ | {"TESTS_ON": "gpu", "PYTHONUNBUFFERED": "1"}, seconds, read)
+    status = follow(command, os.environ | {"TESTS_ON": "gpu"}, seconds, read)
     result = {"numbers": numbers, "failures": failures, "finished": status is not None, "status": status}
     return result if status == 0 else result | {"last_lines": list(last)}
 

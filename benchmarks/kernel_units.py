@@ -2,14 +2,12 @@
 
     python -m benchmarks.kernel_units SHAPE PRECISION sizes|lengths LENGTH SKIPPED
 
-Writes one JSON object per line: `begins` before a check, its result after it, and `finished` at the end. After a fault
-of CUDA the process ends, since nothing that it computes afterwards could be trusted.
+It reports as `programs` describes. After a fault of CUDA the process ends, since nothing that it computes afterwards
+could be trusted.
 """
 
-import json
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from unittest import mock
+
+from benchmarks.programs import report
 
 PRECISIONS = ("bf16", "fp32", "fp16")
 LENGTHS = (1, 63, 1025, 4096)
@@ -183,19 +183,8 @@ class Compiled:
         return found
 
 
-def reason(error: Exception) -> str:
-    """Describe an error by its first and its last line: a compiler shows the source in between."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
-    return f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"[:600]
-
-
-def tell(**message) -> None:
-    """Write a message for `check_kernels`."""
-    print(json.dumps(message), flush=True)
-
-
 def main() -> int:
-    """Run the checks of a unit behind those to skip; return 3 after a fault."""
+    """Run the checks of a unit behind those to skip; return the exit status."""
     *unit, longest, skipped = sys.argv[1:]
     unit = Unit(*unit, int(longest) or None)
     import torch
@@ -204,28 +193,8 @@ def main() -> int:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    compiled = Compiled()
-    for index, (name, run) in enumerate(checks_of(unit, DTYPES[unit.precision], device)):
-        if index < int(skipped):
-            continue
-        tell(begins=name)
-        started, fault = time.perf_counter(), False
-        try:
-            result = run()
-        except Exception as error:  # a compiler may raise anything
-            result = {"passed": False, "why": reason(error)}
-            if on_gpu:
-                try:
-                    torch.cuda.synchronize()
-                except Exception:
-                    fault = True
-        tell(name=name, **result, seconds=round(time.perf_counter() - started, 2), **compiled.take(), fault=fault)
-        if fault:
-            return 3
-    tell(finished=True)
-    return 0
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return report(checks_of(unit, DTYPES[unit.precision], device), int(skipped), Compiled().take)
 
 
 if __name__ == "__main__":
