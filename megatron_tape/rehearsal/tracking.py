@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_tape.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Traffic
+
 aten = torch.ops.aten
 KINDS = {
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "allreduce": "all-reduce",
+    "allgather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "alltoall": ALL_TO_ALL,
+    "allreduce": ALL_REDUCE,
 }
 """How names of torch's collectives begin, and what they are called."""
 BLOCK = 512
@@ -35,15 +38,6 @@ _PASSED_THROUGH = (
 
 
 @dataclass
-class Traffic:
-    """Collectives of one kind in one group."""
-
-    calls: int = 0
-    bytes: int = 0
-    """Of the whole tensor: what an all-gather returns, and what a reduce-scatter is given."""
-
-
-@dataclass
 class Record:
     """What was seen since the record was begun."""
 
@@ -55,6 +49,8 @@ class Record:
     """The phase in which the peak was reached."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By group and collective."""
+    single_numbers: Counter = field(default_factory=Counter)
+    """How many collectives moved one number only, by group and collective."""
     waits: Counter = field(default_factory=Counter)
     """How often the host waits for the GPU, by phase, reason and place."""
     launches: Counter = field(default_factory=Counter)
@@ -141,7 +137,7 @@ class Tracker(TorchDispatchMode):
             self._note_collective(func, args, inputs)
         elif func not in _COPIES:
             self._check_devices(func, inputs)
-        if func is aten.nonzero.default and inputs[0].is_cuda:
+        if func is aten.nonzero.default and _on_gpu(inputs[0]):
             self.note_wait("nonzero")
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -159,23 +155,23 @@ class Tracker(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> Any:
         """Answer `.item()`: nobody knows the number; 1.0 is finite, and 0 is in every range."""
-        if tensor.is_cuda:
+        if _on_gpu(tensor):
             self.note_wait("item")
         with contextlib.suppress(Exception):
             return aten._local_scalar_dense.default(tensor)
         return 1.0 if tensor.is_floating_point() else 0
 
     def _check_devices(self, func, inputs: list[Tensor]) -> None:
-        if not any(x.is_cuda for x in inputs):
+        if not any(_on_gpu(x) for x in inputs):
             return
         # torch takes a number on the CPU as if it were written there.
-        if any(not x.is_cuda and x.dim() > 0 for x in inputs):
+        if any(not _on_gpu(x) and x.dim() > 0 for x in inputs):
             self.faults[f"{func.__name__} mixes tensors on the GPU and the CPU at {_place()}"] += 1
 
     def _note_copy(self, inputs: list[Tensor], outputs: list[Tensor], non_blocking: bool) -> None:
-        to_gpu = any(x.is_cuda for x in outputs)
+        to_gpu = any(_on_gpu(x) for x in outputs)
         source = inputs[-1]
-        if source.is_cuda == to_gpu or source.numel() == 0:
+        if _on_gpu(source) == to_gpu or source.numel() == 0:
             return
         if not to_gpu:
             if not non_blocking:
@@ -193,8 +189,11 @@ class Tracker(TorchDispatchMode):
         if process_group.size() == 1:
             return
         group = self._group_name(process_group)
-        if kind != "barrier" and not all(x.is_cuda and x.is_contiguous() for x in inputs):
+        if kind != "barrier" and not all(_on_gpu(x) and x.is_contiguous() for x in inputs):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
+        if kind != "barrier" and all(x.numel() == 1 for x in inputs):
+            self.record.single_numbers[group, kind] += 1
+            return
         traffic = self.record.traffic.setdefault((group, kind), Traffic())
         traffic.calls += 1
         traffic.bytes += 0 if kind == "barrier" else max(x.nbytes for x in inputs)
@@ -206,7 +205,7 @@ class Tracker(TorchDispatchMode):
         return self._group_names[group.group_name]
 
     def _book(self, tensor: Tensor) -> None:
-        if not tensor.is_cuda:
+        if not _on_gpu(tensor):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
@@ -230,6 +229,12 @@ class Tracker(TorchDispatchMode):
         size, phase = self.taken.pop(key)
         self.live[phase] -= size
         self._total -= size
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    # Asking a fake tensor for `is_cuda` costs as much as an operator.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "cuda"
 
 
 def _place() -> str:
