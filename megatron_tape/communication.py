@@ -28,8 +28,14 @@ class Traffic:
     """None: the configuration does not tell."""
 
 
-def communication(config: RunConfig, world_size: int) -> dict[tuple[str, str], Traffic]:
-    """Return a step's collectives on one GPU by group and collective."""
+def communication(
+    config: RunConfig, world_size: int, replicated_share: int | None = None
+) -> dict[tuple[str, str], Traffic]:
+    """Return a step's collectives on one GPU by group and collective.
+
+    `replicated_share` says how many numbers this GPU's share of the optimizer has of parameters that every
+    tensor-parallel rank holds whole. None takes the mean over the GPUs; ZeRO 1 and 2 cut the parameters anywhere.
+    """
     tensor_size = config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_size)
@@ -38,11 +44,11 @@ def communication(config: RunConfig, world_size: int) -> dict[tuple[str, str], T
         for kind, traffic in _of_layers(config, tensor_size, micro_batches).items():
             found[TENSOR, kind] = traffic
     if tensor_size > 1 and config.parallel.uses_sequence_parallel:
-        # The gradients of replicated parameters, in fp32: what a rank's share of the optimizer needs. That is the mean
-        # over the ranks, as ZeRO 1 and 2 cut the parameters anywhere.
-        shares = data_size if config.deepspeed.zero_stage > 0 else 1
-        found[TENSOR, ALL_REDUCE].bytes += -(-4 * replicated_parameters(config.model) // shares)
-        found[TENSOR, ALL_REDUCE].calls += 1
+        if replicated_share is None:
+            shares = data_size if config.deepspeed.zero_stage > 0 else 1
+            replicated_share = -(-replicated_parameters(config.model) // shares)
+        found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
+        found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
     if data_size > 1:
         for kind, size in _of_zero(config, tensor_size, micro_batches).items():
             found[DATA, kind] = Traffic(size, None)

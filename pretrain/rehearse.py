@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_tape.communication import ALL_REDUCE, TENSOR, Traffic, communication
+from megatron_tape.communication import Traffic, communication
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import estimate
@@ -120,18 +120,15 @@ def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
     yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
-    planned, sent = communication(config, processes), outcome.record.traffic
+    planned, sent = communication(config, processes, outcome.replicated_share), outcome.record.traffic
     totals = Counter()
     for (group, _), traffic in planned.items():
         totals[group] += traffic.bytes
     largest = max(totals.values(), default=0)
-    # ZeRO 1 and 2 cut the parameters anywhere: a rank's share holds more or fewer replicated ones than the mean.
-    uneven = config.parallel.uses_sequence_parallel and config.deepspeed.zero_stage in (1, 2)
     both = [(key, sent.get(key, Traffic()), planned.get(key, Traffic())) for key in sorted({*sent, *planned})]
     for (group, kind), here, there in both:
         small = max(here.bytes, there.bytes) <= SMALL * totals.get(group, largest)
-        any_size = small or (uneven and (group, kind) == (TENSOR, ALL_REDUCE))
-        yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if any_size else TOLERANCE)
+        yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
     for (group, kind), here, there in both:
         yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, calls=True)
 

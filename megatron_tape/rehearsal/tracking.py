@@ -1,4 +1,4 @@
-"""What one rank does on its GPU: memory by when it was taken, collectives, waits of the host, and what would fail."""
+"""What one rank does on its GPU: allocated memory by phase, collectives, waits of the host, and what would fail."""
 
 import contextlib
 import traceback
@@ -25,9 +25,9 @@ KINDS = {
     "alltoall": ALL_TO_ALL,
     "allreduce": ALL_REDUCE,
 }
-"""How names of torch's collectives begin, and what they are called."""
+"""The collectives, by the beginning of their names in torch."""
 BLOCK = 512
-"""Bytes that CUDA's allocator rounds up to."""
+"""CUDA's allocator rounds up to multiples of this, in bytes."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _PASSED_THROUGH = (
     str(Path(torch.__file__).parent),
@@ -39,12 +39,12 @@ _PASSED_THROUGH = (
 
 @dataclass
 class Record:
-    """What was seen since the record was begun."""
+    """What the tracker saw while this was its record."""
 
     peak: int = 0
     """Bytes on the GPU."""
     peak_by_phase: dict[str, int] = field(default_factory=dict)
-    """The same, by the phase in which the memory was taken."""
+    """The same bytes, by the phase in which they were allocated."""
     peak_phase: str = ""
     """The phase in which the peak was reached."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Record:
 
 
 class Tracker(TorchDispatchMode):
-    """Sees every operator, forward and backward, and keeps `record` and `faults`.
+    """Sees every operator of forward and backward passes, and fills `record` and `faults`.
 
-    `phase` and `steady` are set by whoever drives the run. Memory is booked under the phase. In forward and backward
-    passes of steady steps the host must not wait for the GPU.
+    The caller sets `phase` and `steady`. Memory counts under the phase in which it was allocated. In the forward and
+    backward passes of steady steps, a wait of the host for the GPU is a fault.
     """
 
     active: ClassVar["Tracker | None"] = None
@@ -70,14 +70,14 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.phase = "setup"
         self.steady = False
-        """Whether the steps are by now all alike."""
+        """Whether the current step is like all that follow."""
         self.record = Record()
         self.faults: Counter[str] = Counter()
-        """Sentences on what a GPU would refuse, or is slow with, and how often."""
+        """How often each fault occurred: something that a GPU would refuse, or that would make it wait."""
         self.groups: dict[tuple[int, ...], str] = {}
-        """Names of the groups of these ranks."""
-        self.taken: dict[int, tuple[int, str]] = {}
-        """Bytes and phase of every storage on the GPU, by its address."""
+        """Names of process groups, by their ranks."""
+        self.allocated: dict[int, tuple[int, str]] = {}
+        """Bytes and phase of every storage on the GPU, by the storage's address."""
         self.live: Counter[str] = Counter()
         self._total = 0
         self._pinned: set[int] = set()
@@ -92,7 +92,7 @@ class Tracker(TorchDispatchMode):
         return super().__exit__(*error)
 
     def begin_record(self) -> Record:
-        """Return the record so far and begin another."""
+        """Return the record so far, and begin another."""
         before, self.record = self.record, Record()
         self._note_peak()
         return before
@@ -123,12 +123,12 @@ class Tracker(TorchDispatchMode):
         return pinned
 
     def bytes_of(self, tensors: list[Tensor], phase: str | None = None) -> int:
-        """Return the bytes on the GPU that these tensors hold, each storage once; given a phase, those taken in it."""
-        held = [self.taken.get(key, (0, "")) for key in {t.untyped_storage()._cdata for t in tensors}]
-        return sum(size for size, taken_in in held if phase in (None, taken_in))
+        """Return the bytes of these tensors' storages on the GPU; with `phase`, only of those allocated in it."""
+        held = [self.allocated.get(key, (0, "")) for key in {t.untyped_storage()._cdata for t in tensors}]
+        return sum(size for size, phase_of in held if phase in (None, phase_of))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run `func` on fake tensors, and look at what goes in and comes out."""
+        """Run `func` on fake tensors, and note its inputs and outputs."""
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -154,7 +154,7 @@ class Tracker(TorchDispatchMode):
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     def _read(self, tensor: Tensor) -> Any:
-        """Answer `.item()`: nobody knows the number; 1.0 is finite, and 0 is in every range."""
+        """Return a value for `.item()`, which fake tensors do not have: 1.0 is finite, and 0 is a valid index."""
         if _on_gpu(tensor):
             self.note_wait("item")
         with contextlib.suppress(Exception):
@@ -164,7 +164,7 @@ class Tracker(TorchDispatchMode):
     def _check_devices(self, func, inputs: list[Tensor]) -> None:
         if not any(_on_gpu(x) for x in inputs):
             return
-        # torch takes a number on the CPU as if it were written there.
+        # A single number on the CPU may take part in an operation on the GPU.
         if any(not _on_gpu(x) and x.dim() > 0 for x in inputs):
             self.faults[f"{func.__name__} mixes tensors on the GPU and the CPU at {_place()}"] += 1
 
@@ -209,13 +209,13 @@ class Tracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
-        held, phase = self.taken.get(key, (None, None))
+        held, phase = self.allocated.get(key, (None, None))
         if held == size:
             return
         if held is None:
             phase, held = self._phase_now(), 0
             weakref.finalize(storage, self._release, key)
-        self.taken[key] = size, phase
+        self.allocated[key] = size, phase
         self.live[phase] += size - held
         self._total += size - held
         if self._total > self.record.peak:
@@ -226,7 +226,7 @@ class Tracker(TorchDispatchMode):
         self.record.peak_phase = self._phase_now()
 
     def _release(self, key: int) -> None:
-        size, phase = self.taken.pop(key)
+        size, phase = self.allocated.pop(key)
         self.live[phase] -= size
         self._total -= size
 

@@ -35,8 +35,7 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup, device: to
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients]).to(device)
     dist.all_reduce(flat, group=group)
     totals = flat.to(gradients[0].device).split([gradient.numel() for gradient in gradients])
-    for gradient, total in zip(gradients, totals, strict=True):
-        gradient.copy_(total.view_as(gradient))
+    torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)])
 
 
 class ReplicatedGradients:
@@ -51,6 +50,8 @@ class ReplicatedGradients:
     @torch.no_grad()
     def sum(self) -> None:
         """Sum them over the tensor-parallel group; call between the last backward pass and the optimizer's step."""
+        if not self._parameters:
+            return
         if self._offloaded and self._layout.device.type == "cuda":
             torch.cuda.synchronize(self._layout.device)  # DeepSpeed copies gradients to the host asynchronously
         parts = [(parameter, self._part(parameter)) for parameter in self._parameters]

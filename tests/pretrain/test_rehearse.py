@@ -1,4 +1,4 @@
-"""Rehearsals on GPUs that do not exist: they agree with the arithmetic, and find what was planted."""
+"""Rehearsals on fake GPUs agree with the arithmetic and find planted mistakes."""
 
 import json
 import os
@@ -123,5 +123,5 @@ def test_a_torch_whose_insides_are_not_known_is_refused(monkeypatch):
     from megatron_tape.rehearsal import cuda_hooks
 
     monkeypatch.setattr(cuda_hooks.torch, "__version__", "2.9.1+cpu")
-    with pytest.raises(ConfigError, match=r"torch 2.9.1\+cpu was built without CUDA, .* of torch 2.13 only; install"):
+    with pytest.raises(ConfigError, match=r"torch 2.9.1\+cpu was built without CUDA; .* only torch 2.13; install"):
         cuda_hooks.fill_cuda_hooks()
