@@ -131,6 +131,8 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     for name, default in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
+    if on_gpu and arguments.order == "alternate":
+        parser.error("--order alternate is for CPUs: the memory of a GPU is measured with one model at a time")
     if arguments.zero_stage is None:
         arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments, changed

@@ -276,4 +276,6 @@ def test_the_defaults_of_a_cpu_and_a_gpu():
     assert chosen(on_gpu=False) == ("cpu", "fp32", 0, "alternate", "auto", "auto", 1)
     assert chosen(on_gpu=True) == ("155m-1k", "bf16", 1, "blocks", "fastest", "auto", 32)
     assert chosen("--batch=3", "--precision=fp32", on_gpu=True)[1:3] == ("fp32", 0)
+    with pytest.raises(SystemExit):
+        chosen("--order=alternate", on_gpu=True)
     assert train_step.parse(["--heads=2"], False)[1] == dataclasses.replace(SHAPES["cpu"], heads=2)
