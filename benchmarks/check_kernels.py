@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.environment import RESULTS, Record
 from benchmarks.kernel_units import PRECISIONS, Unit
-from benchmarks.programs import environment_of_cpu, follow, run_checks
+from benchmarks.programs import environment_of_cpu, environment_of_gpu, follow, run_checks
 from benchmarks.timing import positive
 
 SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96")
@@ -82,10 +82,9 @@ class Units:
 
     def _run(self, unit: Unit) -> None:
         started = time.monotonic()
-        environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         finished = run_checks(
             lambda skip: [sys.executable, "-m", "benchmarks.kernel_units", *unit.arguments(), str(skip)],
-            environment_of_cpu() if self._device == "cpu" else environment,
+            environment_of_cpu() if self._device == "cpu" else environment_of_gpu(),
             self._deadline,
             lambda check: self._add(unit, check),
         )
@@ -131,7 +130,7 @@ def run_tests(seconds: float, jobs: int) -> dict:
                 failures.append(name)
                 print(f"{outcome}: {name}", flush=True)
 
-    status = follow(command, os.environ | {"TESTS_ON": "gpu"}, seconds, read)
+    status = follow(command, environment_of_gpu() | {"TESTS_ON": "gpu"}, seconds, read)
     result = {"numbers": numbers, "failures": failures, "finished": status is not None, "status": status}
     return result if status == 0 else result | {"last_lines": list(last)}
 

@@ -183,3 +183,9 @@ def reason(error: Exception) -> str:
 def environment_of_cpu() -> dict[str, str]:
     """Return this process's environment without its GPUs, where Triton interprets kernels."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def environment_of_gpu() -> dict[str, str]:
+    """Return this process's environment for exact comparisons: fp32 without TF32, which some images switch on."""
+    exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return os.environ | exact
