@@ -244,7 +244,6 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
     watch.progress("choosing the attention backend")
     backend = verified_backend(config.model, layout, dtype)
-    logger.info("attention runs as %s", backend)
     settings = dataclasses.replace(config.model, attention_backend=backend)
     return LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
 
