@@ -53,7 +53,7 @@ def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 100
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        rotate = torch.compile(rotate_groups, dynamic=True)
+        rotate = torch.compile(rotate_groups, dynamic=False)
         kernels = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa": None}
         for name, kernel in kernels.items():
             found[f"rope {name}"] = lambda length, kernel=kernel: rope_sdpa(rotate, kernel, phases(length))

@@ -82,6 +82,7 @@ def compiled(dim, capability):
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, False),
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, True),
             (256, 256, 1, 8, False, torch.float32, torch.float32, True),
+            (256, 256, 2, 8, True, torch.bfloat16, torch.bfloat16, False),
             (200, 200, 3, 8, True, torch.bfloat16, torch.float32, False),
             (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
             (1, 200, 3, 8, True, torch.float16, torch.float16, False),
