@@ -181,7 +181,9 @@ def training_backend(model: ModelConfig, layout: ParallelLayout, dtype: torch.dt
         return backend, None
     if wanted == "triton":
         return backend, "the fused kernels do not work here; the warning above says why"
-    return backend, f"triton {unsupported('triton', layout.device, dtype, model.head_dim)}"
+    why = unsupported("triton", layout.device, dtype, model.head_dim)
+    # Otherwise another backend was measured to be faster on this GPU.
+    return backend, f"triton {why}" if why else None
 
 
 def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -> tuple[list[str], dict[str, str]]:

@@ -97,7 +97,7 @@ def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
 
     monkeypatch.setattr(attention_candidates, "with_backend", wrong)
     monkeypatch.setattr(attention_timing, "LONGEST_LAYER", 0)
-    (result,) = recorded(attention, "--shapes", "2x32", "--lengths", "16")
+    (result,) = recorded(attention, "--shapes", "2x32", "--lengths", "16", "--only", "torch", "released")
     assert {"rope torch", "tape released"} < set(result["attention forward+backward"]["timings"])
     assert "tape torch" not in result["attention forward"]["timings"]
     assert "is off by" in result["rejected"]["tape torch"]
@@ -225,8 +225,10 @@ def test_invalid_options_are_refused(monkeypatch, capsys, option):
 
 def test_the_update_is_timed_beside_its_floor_and_recorded(recorded, monkeypatch):
     monkeypatch.setattr(position_update, "SHAPES", {"2x32": (2, 2, 32, 8)})
+    monkeypatch.setattr(position_update, "unsupported", lambda *_: "is not wanted")
     wide, narrow = recorded(position_update, "--precision=bf16")
     assert (wide["state"], narrow["state"]) == ("fp32", "bf16")
+    assert wide["rejected"]["triton"] == "is not wanted"
     for direction in ("forward", "forward+backward"):
         timing = wide[direction]["timings"]["torch"]
         assert timing["of_floor"] == timing["seconds"] / wide[direction]["floor_seconds"]
