@@ -107,8 +107,9 @@ def check(directory: Path, python: str | None = None) -> list[Path]:
         tags, abis, platforms = (part.split(".") for part in parts[-3:])
         if not any(_runs(tag, abis, python) for tag in tags):
             raise ValueError(f"{wheel.name} is not for Python {python}; {again}")
-        if not any(name == "any" or name.endswith(f"_{platform.machine()}") for name in platforms):
-            raise ValueError(f"{wheel.name} is not for a processor of type {platform.machine()}; {again}")
+        machine = platform.machine()
+        if not any(name == "any" or re.fullmatch(rf"(many)?linux.*_{machine}", name) for name in platforms):
+            raise ValueError(f"{wheel.name} is not for Linux on a processor of type {machine}; {again}")
     return wheels
 
 
