@@ -60,8 +60,8 @@ def settings(size: Size, folder: Path, encoding: str) -> dict:
             "tokenizer": str(folder / "tokenizer.model"),
             "cache_directory": str(folder / "index"),
         },
-        # The rate moves TAPE's matrices at every step. With AdamW's usual eps of 1e-8, gradients that consist of rounding
-        # errors would be scaled up to whole steps, and the runs would drift apart.
+        # The rate moves TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are nothing
+        # but rounding errors into whole steps, and equal runs would drift apart.
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "eps": 1e-6},
         "schedule": {"kind": "constant"},
         "train": {
