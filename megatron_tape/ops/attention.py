@@ -127,8 +127,6 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         return why
     if device.type != "cuda" and not (backend == "triton" and _interpreted()):
         return f"needs a GPU, and this runs on {device.type}"
-    if device.type != "cuda" and (why := _not_interpreted(dtype)):
-        return why
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     types = [_TYPES[name] for name in BACKENDS[backend].precisions]
@@ -136,7 +134,9 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         names = " or ".join(str(kind).removeprefix("torch.") for kind in types)
         return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
     if backend == "triton":
-        return None if head_dim in HEAD_DIMS else f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        if head_dim not in HEAD_DIMS:
+            return f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        return None if device.type == "cuda" else _not_interpreted(dtype)
     return None if head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
 

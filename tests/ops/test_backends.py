@@ -135,6 +135,23 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backe
         assert chosen("auto", device, dtype, dim, {AVERAGE} if backend == "triton" else set()) == "torch"
 
 
+def test_an_interpreter_that_cannot_read_the_bounds_of_loops_is_reported(monkeypatch):
+    def refuse(count):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    triton, numpy = ModuleType("triton"), ModuleType("numpy")
+    numpy.__version__, numpy.zeros = "2.5.2", refuse
+    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(ops, "_interpreted", lambda: True)
+    for name, module in (("triton", triton), ("numpy", numpy)):
+        monkeypatch.setitem(sys.modules, name, module)
+    triton.__version__ = "3.6.0"
+    why = "cannot be interpreted by triton 3.6.0 with numpy 2.5.2; use triton 3.7 or newer"
+    assert ops.unsupported("triton", CPU, torch.float32, 64) == why
+    triton.__version__ = "3.7.1"
+    assert ops.unsupported("triton", CPU, torch.float32, 64) is None
+
+
 def test_auto_chooses_the_fastest_backend(monkeypatch):
     monkeypatch.setattr(ops, "_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -192,6 +209,7 @@ def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
     x = torch.zeros(5, 1, 2, 32)
     with pytest.raises(ValueError, match="triton, which computes bfloat16 incorrectly in the interpreter"):
         attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
+    monkeypatch.setattr(ops, "_not_interpreted", lambda dtype: None)
     many = x[:1].expand(1, 2**15, 2, 32)
     with pytest.raises(ValueError, match="32768 sequences of 2 heads exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")
