@@ -40,6 +40,7 @@ from benchmarks.slices import (
     tail,
     write_outcome,
 )
+from benchmarks.wheels import described, differences, install
 from megatron_tape.files import write_whole
 
 LIMIT = 9.0
@@ -107,11 +108,7 @@ def _install(wheels: Path | None) -> Path | None:
     """Install wheels into a folder of their own, and return it."""
     if wheels is None:
         return None
-    from benchmarks.wheels import install
-
-    site = ROOT / "build" / "check-gpu-packages"
-    install(wheels, site)
-    return site
+    return install(wheels, ROOT / "build" / "check-gpu-packages")
 
 
 def default_output(machine: Machine) -> Path:
@@ -179,20 +176,17 @@ class _Check:
                 "No GPU can be used here. On one, the slices below would run at full size. Now their code runs at toy "
                 "size on the CPU, with interpreted kernels; it measures nothing."
             )
-        lines += self._older_versions()
+        lines += self._other_versions()
         for number, part in enumerate(SLICES, 1):
             why = part.why_not(machine)
             state = f"cannot run: {why}" if why else "done before" if self.is_done(part) else "to do"
             lines.append(f"{number} {part.name:16} {part.purpose} [{state}]")
         return lines
 
-    def _older_versions(self) -> list[str]:
-        """Say which versions differ from those that this project is tested with."""
-        pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
-        here = (self.machine.torch or "").split("+")[0]
-        if here == pins["torch"]:
-            return []
-        return [f"torch is {here}, but this project is tested with {pins['torch']}: what fails may be due to that."]
+    def _other_versions(self) -> list[str]:
+        """Say which versions are not those that this project is tested with."""
+        found = described(differences(self.site))
+        return [f"Not the tested versions, which may be why something fails: {found}"] if found else []
 
     def run(self, chosen: list[Slice], minutes: float | None) -> list[str]:
         """Run the chosen slices, or else all that are not done; return their statuses."""
