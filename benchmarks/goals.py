@@ -84,14 +84,8 @@ GOALS = (
 
 def table(results: dict[str, Record], machine: Machine) -> list[str]:
     """Return the goals met and missed, and the figures behind them, in Markdown."""
-    return [
-        *_heading(results, machine),
-        "",
-        *_goals(results, machine),
-        "",
-        *_slices(results, machine),
-        *_steps(results),
-    ]
+    parts = _heading(results, machine), _goals(results, machine), _slices(results, machine), _steps(results)
+    return "\n\n".join("\n".join(lines) for lines in parts).strip().splitlines()
 
 
 def _heading(results: dict[str, Record], machine: Machine) -> Iterator[str]:
