@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention import matmul_peak
+from benchmarks.attention_timing import matmul_peak
 from benchmarks.contestant import Contestant, Step, candidates, dtype_of, free_memory, training_backend
 from benchmarks.phases import PHASES
 from benchmarks.shapes import ENCODINGS, Shape, run_config

@@ -50,15 +50,18 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype) -> str:
     """
     device = torch.device(layout.device)
     chosen, error = choice(model, dtype, device), None
-    if chosen.backend == "triton":
+    fused = chosen.backend == "triton"
+    # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
+    if layout.any_rank(fused):
         with layout.first_on_node():
             try:
-                check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
+                if fused:
+                    check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
             except ConfigError as caught:
                 error = caught
-        if layout.any_rank(error is not None):
+        if layout.any_rank(error is not None) and fused:
             chosen = _instead_of_triton(model, error)
-        else:
+        elif fused:
             logger.info("the fused kernels agree with plain torch here")
     logger.info("attention runs as %s, %s", *chosen)
     return chosen.backend
