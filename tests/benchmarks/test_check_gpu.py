@@ -154,3 +154,22 @@ sys.exit(check_gpu.main(["--output", {str(tmp_path)!r}]))
     check.send_signal(signal.SIGTERM)
     assert check.wait(30) == 143
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_without_a_gpu_every_slice_runs_at_toy_size(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.check_gpu", "--toy", "--output", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "No GPU can be used here." in done.stdout
+    table = (tmp_path / "goals.md").read_text()
+    assert "Toy size on a CPU" in table
+    for part in slices.SLICES:
+        assert outcome(tmp_path, part.name)["status"] == "done", part.name
+    assert "| every fused kernel compiles and is exact | kernels | all | yes |" in table
+    assert "| 20 steps of TAPE and RoPE agree with the CPU's | training | all | yes |" in table
