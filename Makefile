@@ -1,4 +1,4 @@
-# make demo: train TAPE and RoPE on real text.  make test: run every test.  make lint: check style.
+# make demo: train TAPE and RoPE on real text.  make test: run every test.  make check-gpu: check and measure on a GPU.
 # make test TESTS="tests/slurm -m 'not slow'" runs some.
 PYTHON ?= python3
 VENV := .venv
@@ -7,26 +7,38 @@ STAMP := $(VENV)/.installed
 # What those have who load an exported model: nothing of this project, the oldest transformers that works.
 PLAIN := .venv-transformers
 OLDEST_TRANSFORMERS := 5.0.0
+QUICK := $(if $(SLOW),,-m "not slow")
 PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
 
-.PHONY: demo test lint install clean
+.PHONY: demo test check-gpu wheels lint install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m pretrain.demo
 
-# Two files at a time; the jobs of tests/slurm spend much of their time waiting, so more of them at once. Both halves
-# run and are reported, whatever becomes of the first; Ctrl-C ends both.
+# Those marked slow only with SLOW=1. Two files at a time; the jobs of tests/slurm spend much of their time waiting, so
+# more of them at once. Both halves run and are reported, whatever becomes of the first; Ctrl-C ends both.
 test: $(STAMP) $(PLAIN_STAMP)
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	@trap 'exit 130' INT; \
-	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder; others=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 3; slurm=$$?; \
+	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); others=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 3 $(QUICK); slurm=$$?; \
 	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
 	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
+	$(if $(QUICK),echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \
 	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
+
+# Every option of benchmarks.check_gpu as a variable. With WHEELS nothing is installed: PYTHON brings its own torch.
+check-gpu: $(if $(WHEELS),,$(STAMP))
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) -m benchmarks.check_gpu $(addprefix --slice ,$(SLICE)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(WHEELS),--wheels $(WHEELS)) \
+	  $(if $(PROFILE),--profile) $(if $(COMMIT),--commit $(COMMIT))
+
+# What a GPU machine without a network lacks, in the folder WHEELS.
+wheels: $(STAMP)
+	$(BIN)/python -m benchmarks.wheels $(or $(WHEELS),wheels)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,35 +3,42 @@
     python -m benchmarks.generate [--record]
 
 Both models take turns token by token in one process, and ratios are medians over pairs of neighbouring tokens, so that
-other load on the machine affects both alike. No figure appears unless TAPE with its initial zero matrices gives Llama's
-logits and, after TAPE's matrices are moved away from zero, both models generate the same tokens with either cache as
-without one. Without a cache every token costs a pass over the whole context, so only `--uncached-tokens` are timed.
+other load on the machine affects both alike. Every token is waited for, so that on a GPU the time to launch kernels
+counts. No figure appears unless, in models of the same widths but at most `PARITY_LAYERS` layers, TAPE with its initial
+zero matrices gives Llama's logits and, after TAPE's matrices are moved away from zero, both models generate the same
+tokens with either cache as without one. Without a cache every token costs a pass over the whole context, so only
+`--uncached-tokens` are timed. On a GPU a static cache is also measured with a compiled model, as transformers does.
 """
 
 import argparse
-import copy
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import transformers
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from benchmarks.environment import record
+from benchmarks.apart import Measurements
+from benchmarks.timing import add_record_arguments, reason, recorder
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 
 CACHES = ("dynamic", "static")
+PARITY_LAYERS = 4
+COMPILING = 180.0
+"""Seconds without which compiling two models is not begun."""
 
 
-def build(arguments: argparse.Namespace) -> dict[str, PreTrainedModel]:
+def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """Return a Llama and a TAPE model with the same weights; TAPE's matrices are zero."""
+    width = arguments.heads * arguments.head_dim
     settings = dict(
         vocab_size=arguments.vocab_size,
-        hidden_size=arguments.heads * arguments.head_dim,
-        intermediate_size=4 * arguments.heads * arguments.head_dim,
-        num_hidden_layers=arguments.layers,
+        hidden_size=width,
+        intermediate_size=arguments.ffn or 4 * width,
+        num_hidden_layers=layers,
         num_attention_heads=arguments.heads,
         num_key_value_heads=arguments.groups or arguments.heads,
         max_position_embeddings=2 * max(*arguments.lengths, arguments.steps),
@@ -39,9 +46,9 @@ def build(arguments: argparse.Namespace) -> dict[str, PreTrainedModel]:
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
+    with arguments.device:  # a CPU would take long to draw the weights
+        models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
     for model in models.values():
         for parameter in model.parameters():  # but not the buffers: phases need float32
             parameter.data = parameter.data.to(dtype)
@@ -56,20 +63,22 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter))
 
 
-def check_parity(models: dict[str, PreTrainedModel], prompt: torch.Tensor) -> None:
-    """Move TAPE's matrices away from zero; exit if the models do not agree as the module's docstring says."""
+def check_parity(arguments: argparse.Namespace, prompt: torch.Tensor) -> None:
+    """Exit if small models do not agree as the module's docstring says."""
     # In float64, so that no two tokens lie within rounding of each other.
-    llama, tape = (copy.deepcopy(models[name]).double() for name in ("llama", "tape"))
+    models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
+    llama, tape = (models[name].double() for name in ("llama", "tape"))
     difference = (tape(prompt).logits - llama(prompt).logits).abs().max().item()
     if difference > 1e-5:
         sys.exit(f"error: with TAPE's matrices at zero the logits differ by {difference:.1e}, so no figure is given")
     randomize(tape)
-    randomize(models["tape"])
     for name, model in (("llama", llama), ("tape", tape)):
 
         def tokens(model: PreTrainedModel = model, **options) -> torch.Tensor:
             torch.manual_seed(2)
-            return model.generate(prompt, max_new_tokens=32, do_sample=True, top_k=0, pad_token_id=0, **options)
+            # On a GPU, transformers would compile the model for a static cache.
+            options |= dict(do_sample=True, top_k=0, pad_token_id=0, disable_compile=True)
+            return model.generate(prompt, max_new_tokens=32, **options)
 
         uncached = tokens(use_cache=False)
         for kind in CACHES:
@@ -93,16 +102,22 @@ def seconds(call, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def cached_seconds(models: dict[str, PreTrainedModel], kind: str, prompt: torch.Tensor, steps: int) -> dict:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns."""
+def cached_seconds(
+    models: dict[str, PreTrainedModel], kind: str, prompt: torch.Tensor, steps: int, decoders: dict | None = None
+) -> dict[str, list[float]]:
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns.
+
+    `decoders` compute the tokens after the prompt instead of the models, if given.
+    """
+    decoders = decoders or models
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
     taken = {name: [] for name in models}
     for step in range(steps):
         token = prompt[:, step % prompt.shape[1], None]
-        for name, model in models.items():
-            call = lambda: model(token, past_key_values=caches[name], use_cache=True)  # noqa: B023, E731
+        for name, decode in decoders.items():
+            call = lambda: decode(token, past_key_values=caches[name], use_cache=True)  # noqa: B023, E731
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -125,69 +140,126 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
     return {"seconds_per_token": median, "tape_over_llama": ratio, "tokens_timed": len(taken["tape"])}
 
 
-def measure(arguments: argparse.Namespace) -> dict:
+def measure(arguments: argparse.Namespace, measurements: Measurements, keep: Callable[[dict], None]) -> None:
     """Measure at every length, then the cost per token during one long generation; print results as they come."""
-    models = build(arguments)
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=arguments.device)
-    check_parity(models, text[:, :48])
-    print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without")
-    result: dict = {"lengths": {}, "along": {}}
+    measurements.say("checking that the models agree")
+    check_parity(arguments, text[:, :48])
+    print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
+    measurements.say(f"building models of {arguments.layers} layers")
+    models = build(arguments, arguments.layers, {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision])
+    randomize(models["tape"])
+    result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}}
+    result |= {"lengths": {}, "along": {}, "rejected": {}}
+    tasks: list[tuple[str, Callable[[], None]]] = []
     for length in arguments.lengths:
-        prompt = text[:, :length]
-        at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
-        at["none"] = summarize(uncached_seconds(models, prompt, arguments.uncached_tokens))
-        result["lengths"][length] = at
-        for kind, row in at.items():
-            rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in row["seconds_per_token"].items())
-            print(f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {row['tape_over_llama']:.3f}")
-        speedup = {
-            kind: at["none"]["seconds_per_token"]["tape"] / at[kind]["seconds_per_token"]["tape"] for kind in CACHES
-        }
-        at["speedup"] = speedup
-        print(
-            f"{length} tokens: TAPE with a cache is {speedup['dynamic']:.0f} (static {speedup['static']:.0f}) x faster"
-        )
+        tasks.append((f"{length} tokens", lambda n=length: at_length(models, text[:, :n], arguments, result)))
     for kind in CACHES:
-        taken = cached_seconds(models, kind, text[:, :8], arguments.steps)
-        window = max(1, arguments.steps // 20)
-        growth = {
-            name: statistics.median(values[-window:]) / statistics.median(values[1 : window + 1])
-            for name, values in taken.items()
-        }
-        whole = summarize(taken, 1)
-        result["along"][kind] = {"last_over_first": growth, **whole}
-        print(
-            f"{arguments.steps} tokens in a row, {kind} cache: the last tokens cost "
-            + ", ".join(f"{value:.3f} ({name})" for name, value in growth.items())
-            + f" times as much as the first; TAPE / Llama time {whole['tape_over_llama']:.3f}"
-        )
-    return result
+        name = f"{arguments.steps} tokens in a row, {kind} cache"
+        tasks.append((name, lambda kind=kind: along(models, kind, text[:, :8], arguments.steps, result)))
+    if arguments.device.type == "cuda":
+        short = text[:, : arguments.lengths[0]]
+        tasks.append(("a compiled model", lambda: compiled(models, short, arguments.cached_tokens, result)))
+    for name, task in tasks:
+        needed = COMPILING if name == "a compiled model" else 0.0
+        if time.monotonic() + needed > measurements.deadline:
+            result["rejected"][name] = "there was no time left"
+        else:
+            measurements.say(name)
+            try:
+                task()
+            except Exception as error:  # memory may run out, and a compiler may raise anything
+                result["rejected"][name] = reason(error)
+        if name in result["rejected"]:
+            print(f"{name}: no figure: {result['rejected'][name]}", flush=True)
+        keep(result)
+
+
+def at_length(models: dict, prompt: torch.Tensor, arguments: argparse.Namespace, result: dict) -> None:
+    """Measure tokens after a prompt, with both caches and without one."""
+    length = prompt.shape[1]
+    at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
+    at["none"] = summarize(uncached_seconds(models, prompt, arguments.uncached_tokens))
+    for kind, row in at.items():
+        show(f"{length} tokens, cache {kind}", row)
+    without = at["none"]["seconds_per_token"]["tape"]
+    at["speedup"] = {kind: without / at[kind]["seconds_per_token"]["tape"] for kind in CACHES}
+    result["lengths"][length] = at
+    times = f"{at['speedup']['dynamic']:.1f} (static {at['speedup']['static']:.1f})"
+    print(f"{length} tokens: TAPE with a cache is {times} x faster", flush=True)
+
+
+def along(models: dict, kind: str, prompt: torch.Tensor, steps: int, result: dict) -> None:
+    """Measure how the time per token grows during one long generation."""
+    taken = cached_seconds(models, kind, prompt, steps)
+    window = max(1, steps // 20)
+    growth = {
+        name: statistics.median(values[-window:]) / statistics.median(values[1 : window + 1])
+        for name, values in taken.items()
+    }
+    whole = summarize(taken, 1)
+    result["along"][kind] = {"last_over_first": growth, **whole}
+    print(
+        f"{steps} tokens in a row, {kind} cache: the last tokens cost "
+        + ", ".join(f"{value:.3f} ({name})" for name, value in growth.items())
+        + f" times as much as the first; TAPE / Llama time {whole['tape_over_llama']:.3f}",
+        flush=True,
+    )
+
+
+def compiled(models: dict, prompt: torch.Tensor, steps: int, result: dict) -> None:
+    """Measure tokens with a static cache and CUDA graphs, where launching kernels costs nothing."""
+    torch._dynamo.reset()
+    # Otherwise torch would run the plain model beyond the limit.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    decoders = {name: torch.compile(model, mode="reduce-overhead") for name, model in models.items()}
+    row = summarize(cached_seconds(models, "static", prompt, steps, decoders), 4)
+    result["compiled"] = {"length": prompt.shape[1], **row}
+    show(f"{prompt.shape[1]} tokens, cache static, compiled", row)
+
+
+def show(what: str, row: dict) -> None:
+    """Print what `summarize` returned."""
+    rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in row["seconds_per_token"].items())
+    print(f"{what}: {rates} tokens/s; TAPE / Llama time {row['tape_over_llama']:.3f}", flush=True)
 
 
 def main() -> None:
-    """Print rates and ratios; `--record` also writes them to benchmarks/results/."""
+    """Print rates and ratios; `--record` or `--output` also writes them to a file."""
+    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=24 if on_gpu else 8)
+    parser.add_argument("--heads", type=int, default=16 if on_gpu else 12)
     parser.add_argument("--groups", type=int, help="key/value heads, if fewer than heads")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=128 if on_gpu else 64)
+    parser.add_argument("--ffn", type=int, default=5504 if on_gpu else None, help="default: %(default)s")
     parser.add_argument("--vocab-size", type=int, default=32000)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
+    lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="default: %(default)s")
     parser.add_argument("--cached-tokens", type=int, default=24, help="tokens per length; the first 4 are not counted")
     parser.add_argument("--uncached-tokens", type=int, default=3, help="tokens timed at each length")
     parser.add_argument("--steps", type=int, default=1000, help="tokens of one long generation")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/generate-*.json")
+    add_record_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.toy:
+        arguments.layers, arguments.heads, arguments.groups, arguments.head_dim, arguments.ffn = 2, 4, 2, 16, 64
+        arguments.vocab_size, arguments.lengths, arguments.steps = 128, [64], 20
+        arguments.cached_tokens = 8
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    record = recorder("generate", arguments)
+    settings = {name: str(value) if name in ("device", "output") else value for name, value in vars(arguments).items()}
+    settings |= {"threads": torch.get_num_threads()}
+
+    def keep(result: dict) -> None:
+        if record:
+            record.write({"arguments": settings, "transformers": transformers.__version__, **result})
+
     with torch.no_grad():
-        result = measure(arguments)
-    if arguments.record:
-        settings = vars(arguments) | {"device": str(arguments.device), "threads": torch.get_num_threads()}
-        record("generate", {"arguments": settings, "transformers": transformers.__version__, **result})
+        measure(arguments, Measurements(arguments.minutes, apart=False), keep)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import torch
 
+from benchmarks.apart import Tell
 from benchmarks.environment import RESULTS, Record
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,6 +24,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def minutes(text: str) -> float:
+    """Read a number of minutes above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above zero")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: int) -> None:
     """Add the options that the kernel benchmarks share."""
     parser.add_argument(
@@ -32,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: in
         "--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="default here: %(default)s"
     )
     parser.add_argument("--repetitions", type=positive, default=repetitions, help="maximum (default: %(default)s)")
+    add_record_arguments(parser)
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how long to measure and where to write the results."""
+    parser.add_argument(
+        "--minutes", type=minutes, default=8.0, help="begin nothing after this time (default: %(default)s)"
+    )
+    parser.add_argument("--toy", action="store_true", help="the smallest sizes, to see whether everything runs")
     parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
     parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
@@ -46,27 +67,37 @@ def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
 
 def reason(error: Exception) -> str:
     """Describe an error in one line; raise it again if nothing on the GPU can be trusted after it."""
-    if isinstance(error, getattr(torch, "AcceleratorError", ())):
+    fault = getattr(torch, "AcceleratorError", ())
+    if not isinstance(error, fault) and torch.cuda.is_initialized():
+        # Triton reports a fault as an ordinary error; torch raises at the next synchronization.
+        torch.cuda.synchronize()
+    if isinstance(error, fault):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def timed(
-    functions: dict[str, Callable[[], None]], repetitions: int, device: torch.device
+    functions: dict[str, Callable[[], None]],
+    repetitions: int,
+    device: torch.device,
+    tell: Tell = lambda name: None,
+    interpreted: Set[str] = frozenset(),
 ) -> tuple[dict[str, dict], dict[str, str]]:
     """Return the median seconds and the additional peak memory of each function; the functions' runs alternate.
 
     On a GPU one run consists of enough calls to take 20 ms, which hides the launch time. For a function that fails, for
-    example because memory runs out, the second result holds the reason.
+    example because memory runs out, the second result holds the reason. Functions in `interpreted` run once, without a
+    time. `tell` is given the name of the function that runs next.
     """
     on_gpu = device.type == "cuda"
 
-    def once(function: Callable[[], None], calls: int) -> float:
+    def once(name: str, calls: int) -> float:
+        tell(name)
         if on_gpu:
             torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(calls):
-            function()
+            functions[name]()
         if on_gpu:
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / calls
@@ -75,13 +106,15 @@ def timed(
     calls: dict[str, int] = {}
     failed: dict[str, str] = {}
     seconds: dict[str, list[float]] = {}
-    for name, function in functions.items():
+    for name in functions:
         try:
-            once(function, 1)
+            once(name, 1)
+            if name in interpreted:
+                continue
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            first = once(function, 1)
+            first = once(name, 1)
         except Exception as error:
             failed[name] = reason(error)
             continue
@@ -93,11 +126,12 @@ def timed(
             if name in failed or (len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS):
                 continue
             try:
-                taken.append(once(functions[name], calls[name]))
+                taken.append(once(name, calls[name]))
             except Exception as error:
                 failed[name] = reason(error)
-    return {
+    timings = {
         name: {"seconds": statistics.median(values), "memory_bytes": memory[name], "repetitions": len(values)}
         for name, values in seconds.items()
         if name not in failed
-    }, failed
+    }
+    return timings | {name: {"interpreted": True} for name in functions if name in interpreted - failed.keys()}, failed

@@ -1,141 +1,155 @@
-"""Compare step time and peak memory of TAPE and RoPE: the same model, batch and optimizer, in one process.
+"""Measure training steps of TAPE beside RoPE: the same model, batch, DeepSpeed engine and optimizer.
 
-    python -m benchmarks.train_step [--record]
+    python -m benchmarks.train_step                                           the CPU's figures
+    python -m benchmarks.train_step --shape 1.3b-4k --profile --record        a GPU's, and a trace of a step
+    torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
-Steps alternate and medians are reported; no figure appears unless both models start with the same loss. Memory peaks at
-the end of the forward pass: weights, gradients, Adam's moments, and what the backward pass needs. It is added up from
-the tensors themselves, since both models share one process and therefore one resident size.
+A step is the training's own (`Engine.train_step`): all micro-batches, averaging over ranks, clipping, Adam. Loading
+data is not part of it; every step trains on the same random tokens. On a CPU steps of the two alternate, and the ratio
+is the median of paired steps. A GPU holds one model at a time, and blocks of steps follow each other: RoPE, TAPE, TAPE,
+RoPE, so that a slow drift cancels. With `--rope-backend fastest`, the default there, RoPE first tries every attention
+backend that can train it and keeps the fastest. No figure appears unless both models start with the same losses.
+
+Model FLOPs are those of `megatron_tape.costs.flops_per_token`: matrix products forward and backward, causal attention
+as half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
+update. MFU is model FLOP/s per GPU divided by the data sheet's bf16 peak, and is given for GPUs that are listed in
+benchmarks/utilization.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE does
+not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
+
+On a GPU memory is what torch allocated at the peak, beside the estimate's. On a CPU it is added up from the tensors:
+weights, gradients, Adam's moments, and what the forward pass keeps. If memory does not suffice, the micro-batch is
+halved and the number of micro-batches doubled, for both models.
 """
 
 import argparse
-import resource
-import statistics
+import dataclasses
+import importlib.util
+import logging
+import os
 import sys
-import time
+import warnings
+from pathlib import Path
 
 import torch
 
-from benchmarks.environment import record
-from megatron_tape.config.schema import ModelConfig, OptimizerConfig
-from megatron_tape.model.language_model import LanguageModel, transformer_config
-from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
-from megatron_tape.training.optimizer import parameter_groups
+from benchmarks.shapes import ENCODINGS, SHAPES, Shape, run_config
+from benchmarks.timing import positive
+from megatron_tape.config.checks import validate
+from megatron_tape.config.schema import ATTENTION_BACKENDS
+from megatron_tape.errors import ConfigError
 
 
-class Contestant:
-    """A model that takes training steps on one fixed batch."""
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
+    on_gpu = torch.cuda.is_available()
+    arguments, shape = parse(argv, on_gpu)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        if missing := [name for name in ("megatron", "deepspeed") if importlib.util.find_spec(name) is None]:
+            raise ConfigError(f"{' and '.join(missing)} cannot be imported; install requirements.txt")
+        for encoding in ENCODINGS:
+            validate(run_config(encoding, shape, world_size, arguments), world_size)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    _prepare_libraries(arguments, on_gpu, rank)
+    from benchmarks.step_comparison import Comparison
+    from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
 
-    def __init__(self, encoding: str, arguments: argparse.Namespace, layout: ParallelLayout):
-        self.model_config = ModelConfig(
-            position_encoding=encoding,
-            num_layers=arguments.layers,
-            hidden_size=arguments.heads * arguments.head_dim,
-            ffn_hidden_size=4 * arguments.heads * arguments.head_dim,
-            num_attention_heads=arguments.heads,
-            seq_length=arguments.seq_length,
-            vocab_size=arguments.vocab_size,
-        )
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
-        seed_everything(0, layout)
-        model = LanguageModel(
-            self.model_config, transformer_config(self.model_config, dtype=dtype), layout.groups, layout.device
-        )
-        self.model = model.to(layout.device)
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, OptimizerConfig(weight_decay=0.01)), lr=1e-4)
-        shape = (arguments.batch, arguments.seq_length + 1)
-        self.tokens = torch.randint(arguments.vocab_size, shape, device=layout.device)
-
-    def step(self) -> float:
-        """Take one step and return its loss."""
-        loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-    def activation_bytes(self) -> int:
-        """Return the bytes that one forward pass keeps for the backward pass, without the weights."""
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-        del loss
-        return sum(kept.values())
-
-    def state_bytes(self) -> int:
-        """Return the bytes of weights, gradients and Adam's moments."""
-        return sum(4 * parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+    try:
+        Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
+    except ConfigError as error:
+        abort_process_groups()
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        abort_process_groups()
+        raise
+    return 0
 
 
-def check_parity(contestants: dict[str, Contestant]) -> None:
-    """Exit if the models do not start out equal (with zero matrices, TAPE is RoPE); then move TAPE's off zero."""
-    tokens = contestants["rope"].tokens
-    with torch.no_grad():
-        losses = {name: c.model(tokens[:, :-1], tokens[:, 1:]).item() for name, c in contestants.items()}
-    if abs(losses["tape"] - losses["rope"]) > 1e-4:
-        sys.exit(f"error: the models differ before the first step, so no figure is given: {losses}")
-    generator = torch.Generator().manual_seed(1)
-    for update in contestants["tape"].model.position_updates():
-        for parameter in update.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.02
-            parameter.data.add_(noise.to(parameter.device, parameter.dtype))
-
-
-def measure(arguments: argparse.Namespace) -> dict:
-    """Alternate the contestants' steps and return medians and ratios."""
-    layout = initialize_distributed()
-    contestants = {name: Contestant(name, arguments, layout) for name in ("rope", "tape")}
-    check_parity(contestants)
-    seconds = {name: [] for name in contestants}
-    for repetition in range(arguments.warmup + arguments.repetitions):
-        for name, contestant in contestants.items():
-            started = time.perf_counter()
-            contestant.step()
-            if repetition >= arguments.warmup:
-                seconds[name].append(time.perf_counter() - started)
-        print(f"{repetition + 1}/{arguments.warmup + arguments.repetitions}", end="\r", file=sys.stderr)
-    peak = {name: c.state_bytes() + c.activation_bytes() for name, c in contestants.items()}
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    paired = statistics.median(t / r for t, r in zip(seconds["tape"], seconds["rope"]))
-    return {
-        "seconds_per_step": median,
-        "seconds_per_step_all": seconds,
-        "memory_bytes": peak,
-        "ratio_time": paired,
-        "ratio_memory": peak["tape"] / peak["rope"],
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Shape]:
+    """Read the options; those that were not given get the defaults of the device and the shape."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shape = "155m-1k" if on_gpu else "cpu"
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
+    changes = parser.add_argument_group("sizes in place of the shape's")
+    for name, meaning in (
+        ("layers", "transformer layers"),
+        ("heads", "attention heads"),
+        ("head-dim", "width of a head"),
+        ("ffn", "inner width of the MLP"),
+        ("position-mlp", "inner width of TAPE's position MLP"),
+        ("seq-length", "tokens of a sequence"),
+        ("vocab-size", "tokens of the vocabulary"),
+        ("accumulate", "micro-batches of a step on each data-parallel rank"),
+    ):
+        changes.add_argument(f"--{name}", type=positive, metavar="N", help=meaning)
+    changes.add_argument(
+        "--micro-batch", "--batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU's memory"
+    )
+    how = parser.add_argument_group("training")
+    how.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    how.add_argument("--zero-stage", type=int, choices=range(4), help="default: 1 in bf16, 0 in fp32")
+    how.add_argument("--recompute", choices=("none", "full"), default="none", help="default: %(default)s")
+    how.add_argument("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
+    backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
+    how.add_argument("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
+    rope = "fastest" if on_gpu else "auto"
+    how.add_argument("--rope-backend", choices=("fastest", *backends), default=rope, help="default here: %(default)s")
+    taken = parser.add_argument_group("measurement")
+    taken.add_argument("--order", choices=("blocks", "alternate"), help="default: alternate on a CPU, except for toy")
+    taken.add_argument("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
+    taken.add_argument("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
+    taken.add_argument(
+        "--block-seconds", type=float, default=30, metavar="S",
+        help="a block ends after this time if it has three steps (default: %(default)s)",
+    )  # fmt: skip
+    taken.add_argument(
+        "--profile", action="store_true",
+        help="afterwards profile one step of each: time by part of the model, longest kernels and, with a record, a "
+        "trace beside it",
+    )  # fmt: skip
+    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
+    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
+    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
+    arguments = parser.parse_args(argv)
+    sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)}
+    changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size is not None})
+    small = arguments.shape == "toy"
+    defaults = {
+        "precision": "bf16" if on_gpu else "fp32",
+        "order": "blocks" if on_gpu or small else "alternate",
+        "warmup": 1 if small else 2,
+        "repetitions": 2 if small else 7,
     }
+    for name, default in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if on_gpu and arguments.order == "alternate":
+        parser.error("--order alternate is for CPUs: the memory of a GPU is measured with one model at a time")
+    if arguments.zero_stage is None:
+        arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
+    return arguments, changed
 
 
-def main() -> None:
-    """Print the two ratios; `--record` also writes them to benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/train_step-*.json")
-    arguments = parser.parse_args()
-    result = measure(arguments)
-    for name, value in result["seconds_per_step"].items():
-        memory = result["memory_bytes"][name] / 2**20
-        print(f"{name}: {value:.3f} s per step, {memory:.0f} MiB of weights, gradients, Adam state and activations")
-    print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
-    if arguments.record:
-        record("train_step", {"arguments": vars(arguments), **result})
+def _prepare_libraries(arguments: argparse.Namespace, on_gpu: bool, rank: int) -> None:
+    """Quieten what is imported next, as training does, and set what must be set before."""
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    for noisy in ("DeepSpeed", "megatron", "torch"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if arguments.tensor_parallel > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

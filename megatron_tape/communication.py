@@ -1,6 +1,7 @@
 """What a GPU sends and receives in a step, by arithmetic from the configuration alone. Imports no torch."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.parameters import (
@@ -22,52 +23,81 @@ REUSED = 1_000_000_000
 """DeepSpeed's default of stage3_max_reuse_distance: numbers between two uses of a parameter that is kept gathered."""
 
 
-def communication(config: RunConfig, world_size: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of a step's collectives on one GPU by group and collective.
+@dataclass
+class Traffic:
+    """A step's collectives of one kind in one group, on one GPU. Those of single numbers are left out."""
 
-    Each counts with the whole tensor, such as what an all-gather returns; single numbers are left out.
+    bytes: int = 0
+    """Of whole tensors: what an all-gather returns, and what a reduce-scatter is given."""
+    calls: int | None = 0
+    """None: the configuration does not tell."""
+
+
+def communication(
+    config: RunConfig, world_size: int, replicated_share: int | None = None
+) -> dict[tuple[str, str], Traffic]:
+    """Return a step's collectives on one GPU by group and collective.
+
+    `replicated_share` says how many numbers this GPU's share of the optimizer has of parameters that every
+    tensor-parallel rank holds whole. None takes the mean over the GPUs; ZeRO 1 and 2 cut the parameters anywhere.
     """
     tensor_size = config.parallel.tensor_model_parallel_size
     data_size = world_size // tensor_size
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_size)
-    found: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], Traffic] = {}
     if tensor_size > 1:
-        for kind, size in _of_a_micro_batch(config, tensor_size).items():
-            found[TENSOR, kind] = size * micro_batches
+        for kind, traffic in _of_layers(config, tensor_size, micro_batches).items():
+            found[TENSOR, kind] = traffic
+    if tensor_size > 1 and config.parallel.uses_sequence_parallel:
+        if replicated_share is None:
+            shares = data_size if config.deepspeed.zero_stage > 0 else 1
+            parts = trained_parts(config.extension)
+            replicated_share = -(-replicated_parameters(config.model, config.extension, parts) // shares)
+        found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
+        found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
     if data_size > 1:
         for kind, size in _of_zero(config, tensor_size, micro_batches).items():
-            found[DATA, kind] = size
-    return dict(found)
+            found[DATA, kind] = Traffic(size, None)
+    return found
 
 
-def _of_a_micro_batch(config: RunConfig, tensor_size: int) -> Counter[str]:
+def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[str, Traffic]:
     """Count what Megatron's layers and the positional encoding send among the ranks that share the model."""
     model, width = config.model, 2 if config.train.precision == "bf16" else 4
     tokens = config.train.micro_batch_size * model.seq_length
-    hidden, layers, again = tokens * model.hidden_size * width, model.num_layers, config.train.recompute == "full"
+    layers, again = model.num_layers, config.train.recompute == "full"
     extension, parts = config.extension, trained_parts(config.extension)
-    found: Counter[str] = Counter()
-    if config.parallel.uses_sequence_parallel:
-        # Attention and MLP each gather their input and scatter their output. Backward they do the reverse, and gather
-        # the input again for the gradient of the weights, as the output layer does, unless these are frozen.
-        inputs = layers * 2 * ("matrices" in parts) + trains_output(model, extension)
-        found[ALL_GATHER] = hidden * (layers * (4 + 2 * again) + 1 + ("embeddings" in parts) + inputs)
-        found[REDUCE_SCATTER] = hidden * (layers * (4 + 2 * again) + 2)
-        # LoRA does the same with its narrow tensors: gathers those of q, k and v, and scatters that of o.
-        narrow = tokens * extension.lora_rank * width * layers
-        own, whole = len({"o"} & lora_targets(extension)), len({*"qkv"} & lora_targets(extension))
-        found[ALL_GATHER] += narrow * (whole * (1 + again) + own)
-        found[REDUCE_SCATTER] += narrow * (own * (1 + again) + whole)
-        encoding, batch = encoding_of(model), MicroBatch(tokens, tokens // tensor_size, width, tensor_size)
-        for layer in range(layers):
-            forward, backward = encoding.exchanged_bytes(layer, batch)
-            found[ALL_TO_ALL] += forward * (1 + again) + backward
-        found[ALL_REDUCE] = 4 * replicated_parameters(model, extension, parts)  # their gradients, in fp32
-    else:
-        found[ALL_REDUCE] = hidden * (layers * (4 + 2 * again) + 2)
+
+    def of_hidden_states(calls: int) -> Traffic:
+        return Traffic(micro_batches * calls * tokens * model.hidden_size * width, micro_batches * calls)
+
+    # Attention and MLP each add up their output, and backward the gradient of their input; the embedding and the output
+    # layer do one of the two.
+    summed = of_hidden_states(layers * (4 + 2 * again) + 2)
     # Maximum, sum and label's share of the softmax over the vocabulary, in fp32.
-    found[ALL_REDUCE] += 3 * 4 * tokens
-    return found
+    softmax = Traffic(micro_batches * 3 * 4 * tokens, micro_batches * 3)
+    if not config.parallel.uses_sequence_parallel:
+        return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
+    # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
+    again_for_weights = layers * 2 * ("matrices" in parts) + trains_output(model, extension)
+    gathered = of_hidden_states(layers * (4 + 2 * again) + 1 + ("embeddings" in parts) + again_for_weights)
+    # LoRA does the same with its narrow tensors: gathers those of q, k and v together, and scatters that of o.
+    own, whole = len({"o"} & lora_targets(extension)), len({*"qkv"} & lora_targets(extension))
+    for traffic, of_qkv, of_o in ((gathered, 1 + again, 1), (summed, 1, 1 + again)):
+        narrow = tokens * extension.lora_rank * width * layers * micro_batches
+        traffic.bytes += narrow * (whole * of_qkv + own * of_o)
+        traffic.calls += layers * micro_batches * ((whole > 0) * of_qkv + own * of_o)
+    encoding, batch = encoding_of(model), MicroBatch(tokens, tokens // tensor_size, width, tensor_size)
+    exchanged = 0
+    for layer in range(layers):
+        forward, backward = encoding.exchanged_bytes(layer, batch)
+        exchanged += forward * (1 + again) + backward
+    return {
+        ALL_GATHER: gathered,
+        REDUCE_SCATTER: summed,
+        ALL_REDUCE: softmax,
+        ALL_TO_ALL: Traffic(micro_batches * exchanged, None),
+    }
 
 
 def _of_zero(config: RunConfig, tensor_size: int, micro_batches: int) -> Counter[str]:

@@ -6,11 +6,12 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_tape.communication import communication
+from megatron_tape.communication import Traffic, communication
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import estimate
@@ -23,24 +24,35 @@ if TYPE_CHECKING:
 MIB = 2**20
 TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
 SMALL = 0.001
-"""Collectives below this share of their group's bytes are shown but not compared."""
+"""Collectives with less than this share of their group's bytes are shown but not compared."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rehearsed quantity and its estimate, in bytes."""
+    """A rehearsed quantity and its estimate, in bytes or calls."""
 
     name: str
     rehearsed: int
-    estimated: int
+    estimated: int | None
+    """None: the arithmetic does not tell."""
     tolerance: float | None
     """The relative difference that is allowed; None allows any."""
+    calls: bool = False
 
     @property
     def agrees(self) -> bool:
         """Whether the difference is within the tolerance."""
-        larger = max(self.rehearsed, self.estimated)
-        return self.tolerance is None or abs(self.rehearsed - self.estimated) <= self.tolerance * larger
+        if self.tolerance is None or self.estimated is None:
+            return True
+        return abs(self.rehearsed - self.estimated) <= self.tolerance * max(self.rehearsed, self.estimated)
+
+    def __str__(self) -> str:
+        """Return the row of the report's table."""
+        figures = (("-" if figure is None else self._shown(figure)) for figure in (self.rehearsed, self.estimated))
+        return f"{self.name:<44}{''.join(f'{figure:>14}' for figure in figures)}{'' if self.agrees else '  DIFFERS'}"
+
+    def _shown(self, figure: int) -> str:
+        return f"{figure:,}" if self.calls else f"{figure / MIB:,.2f}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,15 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s --config X.yaml --processes N [--rank R] [--section.key value ...]",
-        description="Run three steps of pretrain.train as one rank of many on a GPU that does not exist: finds tensors "
-        "on the wrong device, what a GPU or NCCL refuses and where the host waits, and compares memory and collectives "
-        "with pretrain.estimate's arithmetic. Needs no GPU, no data and no memory to speak of; computes no numbers.",
-        epilog="Exit status: 0 all is well, 1 a fault or a figure that differs by more than 5 %% (10 %% for the peak), "
-        "2 a mistake in the settings, which are those of pretrain.train.",
+        description="Run three steps of pretrain.train as one rank of many on a fake GPU. This finds tensors on the "
+        "wrong device, operations that a GPU or NCCL would refuse and places where the host waits for the GPU, and "
+        "compares memory and collectives with pretrain.estimate's arithmetic. It needs no GPU, no data and little "
+        "memory, and computes no numbers.",
+        epilog="Exit status: 0 if all is well; 1 if there is a fault or a figure differs by more than 5 %% (10 %% for "
+        "the peak); 2 if a setting is wrong. Settings are those of pretrain.train.",
         allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, metavar="N", default=1, help="number of GPUs (default: 1)")
-    parser.add_argument("--rank", type=int, metavar="R", default=0, help="which of them this is (default: 0)")
+    parser.add_argument("--rank", type=int, metavar="R", default=0, help="which of them to rehearse (default: 0)")
     return parser
 
 
@@ -101,23 +114,25 @@ def _quiet(config) -> None:
 
 
 def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
-    """Yield what the rehearsal and the arithmetic both tell of its short run."""
-    expected = estimate(outcome.config, processes)
+    """Yield what both the rehearsal and the arithmetic say about the short run."""
+    config = outcome.config
+    expected = estimate(config, processes)
+    without_weights = " (no copy of the weights)" if config.deepspeed.zero_stage == 0 else ""
     yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
-    masters = outcome.config.deepspeed.zero_stage == 0
-    yield Row(
-        "optimizer state" + " (no copy of the weights)" * masters, outcome.optimizer, expected.optimizer, TOLERANCE
-    )
-    kept = expected.layer_activations + expected.logits
-    yield Row("kept by a forward pass", outcome.activations, kept, TOLERANCE)
+    yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
+    yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
-    sent = {key: traffic.bytes for key, traffic in outcome.record.traffic.items()}
-    planned = communication(outcome.config, processes)
-    totals = {group: sum(size for key, size in planned.items() if key[0] == group) for group, _ in planned}
-    for group, kind in sorted({*sent, *planned}):
-        here, there = sent.get((group, kind), 0), planned.get((group, kind), 0)
-        matters = max(here, there) > SMALL * totals.get(group, max(totals.values(), default=0))
-        yield Row(f"{group}: {kind}", here, there, TOLERANCE if matters else None)
+    planned, sent = communication(config, processes, outcome.replicated_share), outcome.record.traffic
+    totals = Counter()
+    for (group, _), traffic in planned.items():
+        totals[group] += traffic.bytes
+    largest = max(totals.values(), default=0)
+    both = [(key, sent.get(key, Traffic()), planned.get(key, Traffic())) for key in sorted({*sent, *planned})]
+    for (group, kind), here, there in both:
+        small = max(here.bytes, there.bytes) <= SMALL * totals.get(group, largest)
+        yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
+    for (group, kind), here, there in both:
+        yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, calls=True)
 
 
 def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> Iterator[str]:
@@ -131,17 +146,15 @@ def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> 
         f"attention as {config.model.attention_backend}, {micro_batches} micro-batches a step"
     )
     yield f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}"
-    for row in rows:
-        verdict = "" if row.agrees else "  DIFFERS"
-        yield f"{row.name:<44}{row.rehearsed / MIB:>14,.2f}{row.estimated / MIB:>14,.2f}{verdict}"
+    yield from map(str, rows)
     phases = ", ".join(f"{phase} {size / MIB:,.2f}" for phase, size in record.peak_by_phase.items() if size)
-    yield f"a step's peak is in its {record.peak_phase} pass; taken in: {phases}"
-    for (group, kind), traffic in sorted(record.traffic.items()):
-        yield f"{traffic.calls:>6} {kind} calls, {group}"
+    yield f"the step's peak is in its {record.peak_phase} pass, with memory allocated in: {phases}"
+    for (group, kind), count in sorted(record.single_numbers.items()):
+        yield f"{count:>6} times a step, {group}: {kind} of a single number"
     for (phase, reason, place), count in sorted(record.waits.items()):
-        yield f"{count:>6} times a step the host waits, {phase}: {reason} at {place}"
+        yield f"{count:>6} times a step, {phase}: the host waits for the GPU, {reason} at {place}"
     for kernel, count in sorted(record.launches.items()):
-        yield f"{count:>6} launches of the kernel {kernel}"
+        yield f"{count:>6} times a step: launch of the kernel {kernel}"
     for fault, count in outcome.faults.items():
         yield f"FAULT  {fault} ({count} times)"
     yield "no fault" if not outcome.faults else f"{len(outcome.faults)} faults"

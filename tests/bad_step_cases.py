@@ -42,8 +42,12 @@ def weights(engine):
     return engine.training_state(lambda _: True)
 
 
-def trial(tp, stage, what, precision="fp32"):
-    e = engine(tp, stage, precision)
+REPLICATED = "gpt.decoder.layers.1.input_layernorm.weight"
+"""A parameter that every tensor-parallel rank holds whole."""
+
+
+def trial(tp, stage, what, precision="fp32", **zero):
+    e = engine(tp, stage, precision, **zero)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
     rank = dist.get_rank()
@@ -51,7 +55,7 @@ def trial(tp, stage, what, precision="fp32"):
         # A tensor-parallel group sees one loss; else rank 1 alone meets the bad one.
         result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
     else:
-        parameter = e.names["gpt.decoder.layers.1.mlp.linear_fc1.weight"]
+        parameter = e.names[REPLICATED if what == "replicated" else "gpt.decoder.layers.1.mlp.linear_fc1.weight"]
         handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)
         result = e.train_step(batches(e, 10), 1e-2)
         handle.remove()
@@ -82,6 +86,31 @@ def averaged(stage, **zero):
     return [(state[f"exp_avg/{name}"].double() * 10 * 2).flatten()[[0, -1]].tolist() for name in names]
 
 
+SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "final_layernorm.weight": [[1, FINE], [0, 0]]}
+"""The same of parameters that both ranks hold whole, each seeing half of the tokens."""
+
+
+def summed(stage, precision="bf16", **zero):
+    """Return what two tensor-parallel ranks make of SHARES, and the norm of a step's gradient before."""
+    e = engine(2, stage, precision, clip_grad=0.0, **zero)
+    norm = e.train_step(batches(e, 1), 0.0).grad_norm
+    values = {f"gpt.decoder.{name}": list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
+    before = weights(e)
+    for name, left in values.items():
+        e.names[name].register_hook(lambda g, left=left: torch.full_like(g, left.pop(0)))
+    e.train_step(batches(e, 0), 0.0)
+    after = weights(e)
+    moments = [(after[key].double() - 0.9 * before[key].double()) * 10 for key in (f"exp_avg/{n}" for n in values)]
+    same = all(_same_on_both(after[f"weight/{name}"]) and _same_on_both(after[f"exp_avg/{name}"]) for name in values)
+    return {"norm": norm, "sums": [moment[[0, -1]].tolist() for moment in moments], "same": same}
+
+
+def _same_on_both(tensor):
+    others = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(others, tensor)
+    return torch.equal(*others)
+
+
 def overlapped(stage):
     """Whether two steps with and without `overlap_comm` end in the same weights."""
     states = []
@@ -104,6 +133,12 @@ def main(folder):
         for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
     }
     results = {name: trial(*case) for name, case in cases.items()}
+    for stage in (1, 2, 3):
+        offload = {"offload_optimizer": stage != 2}
+        results[f"replicated_zero{stage}"] = trial(2, stage, "replicated", **offload)
+        results[f"summed_zero{stage}"] = summed(stage)
+        results[f"summed_zero{stage}_offload"] = summed(stage, offload_optimizer=True)
+    results["summed_zero0"] = summed(0, "fp32")
     for stage in (1, 2, 3):
         results[f"averaged_zero{stage}"] = averaged(stage)
         results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import from_megatron, kind_of, shard, to_megatron, unshard
-from megatron_tape.parallel.layout import sum_sequence_parallel_gradients
-from megatron_tape.training.trainer import select_trained
+from megatron_tape.training.gradients import replicated_parameters, sum_over_group
+from megatron_tape.training.trained import select_trained
 
 VARIANTS = {
     "tape": {},
@@ -96,14 +96,17 @@ def compare(
         for name, parameter in parallel.gpt.named_parameters()
     )
     load_whole(parallel, weights, model, layout)
-    if sequence_parallel:
-        sum_sequence_parallel_gradients(parallel, layout.groups.tp)
     parallel_logits, parallel_loss = run(parallel, ids, labels, **kwargs)
+    replicated = [parameter.grad for parameter in replicated_parameters(parallel)]
+    assert bool(replicated) == sequence_parallel
+    with CountCollectives() as summing:
+        sum_over_group(replicated, layout.groups.tp, layout.device)
     gradients = gradients_of(parallel, model, 2)
     return {
         "same_start": same_start,
         "logits": ((parallel_logits - logits).abs().max() / logits.abs().max()).item(),
         "loss": (parallel_loss - loss).abs().item(),
+        "collectives": summing.calls,
         "gradients": {
             name: ((gradients[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)).item()
             for name in expected
@@ -112,11 +115,12 @@ def compare(
 
 
 class CountCollectives(TorchDispatchMode):
-    """Adds up the numbers each collective moves: the size of its larger buffer."""
+    """Counts collectives, and adds up the numbers each kind moves: the size of its larger buffer."""
 
     def __init__(self):
         super().__init__()
         self.numbers = {}
+        self.calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
@@ -124,6 +128,7 @@ class CountCollectives(TorchDispatchMode):
             torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: sizes.append(tensor.numel()), args)
             kind = function._schema.name.split("::")[1]
             self.numbers[kind] = self.numbers.get(kind, 0) + max(sizes, default=0)
+            self.calls += 1
         return function(*args, **(kwargs or {}))
 
 

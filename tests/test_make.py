@@ -23,7 +23,7 @@ def make_test(tmp_path):
         stamps = [f"{name}={tmp_path}/stamp" for name in ("STAMP", "PLAIN_STAMP")]
         command = ["make", "-s", "test", f"BIN={tmp_path}", *stamps, *arguments]
         # make itself runs these tests, and passes its own variables on.
-        own = ("TESTS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
+        own = ("TESTS", "SLOW", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
         environment = {name: value for name, value in os.environ.items() if name not in own}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -32,12 +32,26 @@ def make_test(tmp_path):
 
 @pytest.mark.parametrize("others, slurm", [(0, 0), (1, 0), (0, 2), (1, 5)])
 def test_both_halves_run_and_are_reported_together(make_test, others, slurm):
-    done = make_test(others=others, slurm=slurm)
+    done = make_test("SLOW=1", others=others, slurm=slurm)
     first, second, summary = done.stdout.splitlines()
     assert first.startswith("ran -m pytest --ignore=tests/slurm") and second.startswith("ran -m pytest tests/slurm")
     results = [f"failed (pytest's exit status {status})" if status else "passed" for status in (slurm, others)]
     assert summary == f"make test: tests/slurm {results[0]}; all other tests {results[1]}"
     assert (done.returncode == 0) == (others == slurm == 0)
+
+
+def test_slow_tests_are_left_out_by_default_and_this_is_said(make_test):
+    first, second, _, last = make_test().stdout.splitlines()
+    assert first.endswith("-m not slow") and second.endswith("-m not slow") and "make test SLOW=1" in last
+    assert "not slow" not in make_test("SLOW=1").stdout
+
+
+def test_the_check_of_a_gpu_takes_its_options_as_variables():
+    variables = ["WHEELS=w", "PYTHON=python3.12", "SLICE=kernels 3", "MINUTES=9", "OUTPUT=o", "PROFILE=1", "COMMIT=c"]
+    command = ["make", "-s", "-n", "check-gpu", *variables]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    options = "--slice kernels --slice 3 --minutes 9 --output o --wheels w --profile --commit c"
+    assert printed.replace("\\\n", " ").split() == f"python3.12 -m benchmarks.check_gpu {options}".split()
 
 
 def test_chosen_tests_are_one_command(make_test):

@@ -6,8 +6,9 @@ import torch
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.attention import choose_backend
+from megatron_tape.ops.attention import Choice, choose_backend
 from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.parity import Shapes, check_fused_kernels
 from megatron_tape.position import encoding_of
 
@@ -16,8 +17,13 @@ logger = logging.getLogger(__name__)
 
 def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
     """Return the backend that `model.attention_backend` means on `device`; `ConfigError` if it cannot run there."""
-    needs = encoding_of(model).needs
-    return choose_backend(model.attention_backend, device, dtype, model.head_dim, needs, shifted_sparse)
+    return choice(model, dtype, device, shifted_sparse).backend
+
+
+def choice(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> Choice:
+    """Return the same, with the reason for it."""
+    shape = Heads(model.num_attention_heads, model.query_groups, model.head_dim, model.seq_length)
+    return choose_backend(model.attention_backend, device, dtype, shape, encoding_of(model).needs, shifted_sparse)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
@@ -36,24 +42,33 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
 
 
 def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False) -> str:
-    """Return the backend that all ranks of `layout` train with; all call this together.
+    """Return the backend that all ranks of `layout` train with, and log why; all call this together.
 
     The fused kernels are first compiled and compared with plain torch: on one rank of each node before the others,
     which then find the compiled kernels in the node's cache. If they are not exact or do not compile, `auto` becomes
     torch with a warning, and triton raises `ConfigError`.
     """
     device = torch.device(layout.device)
-    backend, error = chosen_backend(model, dtype, device, shifted_sparse), None
-    if backend != "triton":
-        return backend
-    with layout.first_on_node():
-        try:
-            check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
-        except ConfigError as caught:
-            error = caught
-    if not layout.any_rank(error is not None):
-        logger.info("the fused kernels agree with plain torch here")
-        return backend
+    chosen, error = choice(model, dtype, device, shifted_sparse), None
+    fused = chosen.backend == "triton"
+    # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
+    if layout.any_rank(fused):
+        with layout.first_on_node():
+            try:
+                if fused:
+                    check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
+            except ConfigError as caught:
+                error = caught
+        if layout.any_rank(error is not None) and fused:
+            chosen = _instead_of_triton(model, error)
+        elif fused:
+            logger.info("the fused kernels agree with plain torch here")
+    logger.info("attention runs as %s, %s", *chosen)
+    return chosen.backend
+
+
+def _instead_of_triton(model: ModelConfig, error: ConfigError | None) -> Choice:
+    """Return torch if any backend may run, with a warning; otherwise raise `error`, or that another rank has one."""
     if model.attention_backend != "auto":
         raise error or ConfigError(
             "the fused kernels do not work on another rank; set model.attention_backend to torch"
@@ -62,4 +77,4 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_spa
         "WARNING: training continues with slower attention in plain torch: %s",
         error or "the fused kernels do not work on another rank",
     )
-    return "torch"
+    return Choice("torch", "as the fused kernels do not work")

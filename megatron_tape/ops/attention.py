@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, described, lacks
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.measured import Heads, nearest, read_table
 from megatron_tape.ops.packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -125,8 +127,6 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         return why
     if device.type != "cuda" and not (backend == "triton" and _interpreted()):
         return f"needs a GPU, and this runs on {device.type}"
-    if device.type != "cuda" and _interpreted_wrong(dtype):
-        return f"computes {str(dtype).removeprefix('torch.')} incorrectly in the interpreter; use fp32 there"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     types = [_TYPES[name] for name in BACKENDS[backend].precisions]
@@ -134,7 +134,9 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         names = " or ".join(str(kind).removeprefix("torch.") for kind in types)
         return f"computes in {names}, not in {str(dtype).removeprefix('torch.')}"
     if backend == "triton":
-        return None if head_dim in HEAD_DIMS else f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        if head_dim not in HEAD_DIMS:
+            return f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        return None if device.type == "cuda" else _not_interpreted(dtype)
     return None if head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
 
@@ -155,42 +157,81 @@ def _interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def _interpreted_wrong(dtype: torch.dtype) -> bool:
-    """Return whether Triton's interpreter (3.6, 3.7) is wrong: it truncates bf16 and multiplies its bits."""
-    return dtype is torch.bfloat16
+def _not_interpreted(dtype: torch.dtype) -> str | None:
+    """Return why Triton's interpreter cannot be used here, or None."""
+    import numpy
+    import triton
+
+    if dtype is torch.bfloat16:
+        # Triton 3.6 and 3.7 truncate to bf16 and multiply its bits.
+        return "computes bfloat16 incorrectly in the interpreter; use fp32 there"
+    versions = triton.__version__, numpy.__version__
+    if tuple(int(part) for part in versions[0].split(".")[:2]) < (3, 7):
+        try:
+            int(numpy.zeros(1))
+        except TypeError:  # what that interpreter does in every loop
+            return "cannot be interpreted by triton {} with numpy {}; use triton 3.7 or newer".format(*versions)
+    return None
+
+
+class Choice(NamedTuple):
+    """A backend, and why it was chosen."""
+
+    backend: str
+    reason: str
 
 
 def choose_backend(
     wanted: str,
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    shape: Heads,
     needs: Set[str] = frozenset(),
     segments: bool = False,
-) -> str:
+) -> Choice:
     """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
 
-    `auto` chooses the fastest that can. On a GPU this is triton if a state is averaged, flash_attn if none is, and
-    torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch. With a bias or a gate it is
-    tiled; if positions depend on scores, naive. With `segments` (`ops.shifted`), it prefers backends that skip the keys
-    of other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that was named is never
-    replaced by another: if it cannot run or cannot do what is needed, this raises `ConfigError`.
+    `auto` chooses the fastest that can. On a GPU this is the one that was measured to be the fastest at the nearest
+    shape on this kind of GPU (`ops/measured.py`). Where nothing was measured, it is triton if a state is averaged,
+    flash_attn if none is, and torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch.
+    With a bias or a gate it is tiled; if positions depend on scores, naive. With `segments` (`ops.shifted`), which were
+    not measured, it prefers backends that skip the keys of other segments, as torch does not: triton after flash_attn,
+    and tiled on a CPU. A backend that was named is never replaced by another: if it cannot run or cannot do what is
+    needed, this raises `ConfigError`. So does a damaged table.
     """
     if wanted != "auto":
-        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim):
+        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, shape.head_dim):
             raise ConfigError(f"model.attention_backend is {wanted}, which {why}; choose another, or auto")
-        return wanted
+        return Choice(wanted, "as model.attention_backend says")
     averages = AVERAGE in needs
+    measured, where = [], ""
+    if device.type == "cuda" and needs <= {ROTATION, AVERAGE} and not segments:
+        measured, where = _fastest_first(device, dtype, shape, averages)
     if {BIAS, GATE} & needs:
         order = ["tiled"]
     elif device.type == "cpu":
         order = ["tiled" if averages or segments else "torch"]
     else:
         order = ["triton" if averages else "flash_attn", *(["triton"] if segments else []), "torch"]
-    for name in (*order, "naive"):
+    for name in dict.fromkeys((*measured, *order, "naive")):
         if lacks(name, needs):
             continue
-        if not (why := unsupported(name, device, dtype, head_dim)):
-            return name
+        if not (why := unsupported(name, device, dtype, shape.head_dim)):
+            if name in measured:
+                return Choice(name, f"the fastest that was measured on {where}")
+            return Choice(name, "the default on a CPU" if device.type == "cpu" else "not measured on this GPU")
         logger.info("attention does not use %s, which %s", name, why)
     raise ConfigError(f"no attention backend can {described(needs)} at once; choose another model.position_encoding")
+
+
+def _fastest_first(device: torch.device, dtype: torch.dtype, shape: Heads, averages: bool) -> tuple[list[str], str]:
+    """Return the backends measured at the nearest shape on this kind of GPU, the fastest first, and where that was."""
+    rows, precisions = read_table(), {kind: name for name, kind in _TYPES.items()}
+    if not rows or dtype not in precisions:
+        return [], ""
+    gpu = torch.cuda.get_device_name(device)
+    row = nearest(rows, gpu, precisions[dtype], averages, shape)
+    if row is None:
+        return [], ""
+    names = sorted(BACKENDS.keys() & row["seconds"].keys(), key=row["seconds"].__getitem__)
+    return names, f"{gpu} at {row['seq_length']:,} tokens"

@@ -1,8 +1,9 @@
 """Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +25,34 @@ LENGTH = 272
 Function = Callable[..., Sequence[Tensor | None]]
 
 
-def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Return which result of `ours` is off by more than twice the rounding of `plain`, or None.
+@dataclass(frozen=True)
+class Deviation:
+    """How far a tensor is from float64, relative to its size, and how far plain torch is in the same precision."""
+
+    tensor: int
+    """Number of the output, or of the gradient after all outputs."""
+    rows: tuple[int, int] | None
+    """First and last row of the block of rows, or None for the whole tensor."""
+    error: float
+    rounding: float
+    allowed: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether the error is allowed; NaN is not."""
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        where = "" if self.rows is None else f", rows {self.rows[0]} to {self.rows[1]}"
+        return f"tensor {self.tensor}{where} is off by {self.error:.1e}, plain torch by {self.rounding:.1e}"
+
+
+def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> Iterator[Deviation]:
+    """Compare `ours` with `plain` in float64; an error may be twice the rounding of `plain` in `dtype`.
 
     Both map `inputs` to tensors, or None for absent ones. All outputs, and the gradients of all inputs along one
-    direction, are compared with `plain` in float64: whole and in blocks of `ROWS` rows of the first axis, since an
-    error in a few rows would vanish in the norm of the whole. The rounding is that of `plain` in `dtype`.
+    direction, are compared: whole and in blocks of `ROWS` rows of the first axis, since an error in a few rows would
+    vanish in the norm of the whole.
     """
 
     def run(function: Function, kind: torch.dtype | None) -> list[Tensor]:
@@ -43,16 +66,19 @@ def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.
 
     results = run(ours, None), run(plain, dtype), run(plain, torch.float64)
     for index, tensors in enumerate(zip(*results, strict=True)):
-        for first in (None, *range(0, len(tensors[0]), ROWS)):
-            rows = slice(None) if first is None else slice(first, first + ROWS)
-            our, theirs, truth = (x[rows] for x in tensors)
+        length = len(tensors[0])
+        for first in (None, *range(0, length, ROWS)):
+            block = None if first is None else (first, min(first + ROWS, length) - 1)
+            our, theirs, truth = (x if block is None else x[block[0] : block[1] + 1] for x in tensors)
             # A gradient that consists of nothing but rounding errors has no meaningful size.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
-            if not error <= 2 * rounding + FLOOR[dtype]:
-                where = "" if first is None else f", rows {first} to {min(first + ROWS, len(tensors[0])) - 1}"
-                return f"tensor {index}{where} is off by {error:.1e}, plain torch by {rounding:.1e}"
-    return None
+            yield Deviation(index, block, error, rounding, 2 * rounding + FLOOR[dtype])
+
+
+def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
+    """Return the first of the `deviations` that is not exact, as a sentence, or None."""
+    return next((str(found) for found in deviations(ours, plain, inputs, dtype) if not found.exact), None)
 
 
 @dataclass(frozen=True)
@@ -71,11 +97,22 @@ class Shapes:
     tensor_parallel_size: int = 1
 
 
-def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and run the fused kernels on `device` as a model of `shapes` will, and compare them with plain torch.
+class Check(NamedTuple):
+    """Two functions that must agree, and what they are given."""
 
-    Raises `ConfigError` if they do not compile, do not fit or are not exact.
+    ours: Function
+    plain: Function
+    inputs: list[Tensor]
+
+
+def kernel_checks(
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None, tokens: int = 48
+) -> dict[str, Check]:
+    """Return, by name, what `check_fused_kernels` compares.
+
+    Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
     """
+    length = LENGTH if length is None else length
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -84,13 +121,13 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
     heads, groups, dim, P = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
     H, G = heads // shapes.tensor_parallel_size, groups // shapes.tensor_parallel_size
     averages = shapes.averages
-    starts = [[3 * LENGTH // 8], [5 * LENGTH // 8 + 1]]
-    packing = Packing.of(torch.arange(LENGTH, device=device) >= torch.tensor(starts, device=device))
-    tensors = [draw(LENGTH, 2, n, dim) for n in (H, G, G, G)]
+    starts = [[3 * length // 8], [5 * length // 8 + 1]]
+    packing = Packing.of(torch.arange(length, device=device) >= torch.tensor(starts, device=device))
+    tensors = [draw(length, 2, n, dim) for n in (H, G, G, G)]
     # The first layer's state needs no gradient, and the last layer's is not averaged: both have kernels of their own.
     layers = {"": (averages, True), " in the first layer": (averages, False), " in the last layer": (False, averages)}
     checks = {
-        f"attention{' of packed documents' * packed}{where}": (
+        f"attention{' of packed documents' * packed}{where}": Check(
             *(
                 partial(_attention, average, packing if packed else None, backend, None if learned else tensors[3])
                 for backend in ("triton", "torch")
@@ -103,15 +140,20 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
     if averages and fits_fused(groups, heads, dim, P, dtype):
         mixing = (groups, heads) if shapes.full_mixing else (heads,)
         matrices = [draw(*shape, scale=shape[-1] ** -0.5) for shape in (mixing, (P, groups), (groups, P))]
-        states = [draw(48, groups, dim), draw(48, heads, dim), draw(48, P)]
-        checks["position update"] = (
-            partial(_update, fused_update, shapes.fp32_state),
-            partial(_update, plain_update, shapes.fp32_state),
-            [*states, *matrices],
-        )
-    for name, (ours, plain, inputs) in checks.items():
+        states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
+        functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
+        checks["position update"] = Check(*functions, [*states, *matrices])
+    return checks
+
+
+def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and run the fused kernels on `device` as a model of `shapes` will, and compare them with plain torch.
+
+    Raises `ConfigError` if they do not compile, do not fit or are not exact.
+    """
+    for name, check in kernel_checks(shapes, dtype, device).items():
         try:
-            why = inexact(ours, plain, inputs, dtype)
+            why = inexact(*check, dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything

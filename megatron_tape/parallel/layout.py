@@ -205,26 +205,3 @@ def seed_everything(seed: int, layout: ParallelLayout) -> None:
     tracker.reset()
     tracker.add("data-parallel-rng", seed)
     tracker.add("model-parallel-rng", seed + 2718 + layout.tensor_parallel_rank)
-
-
-def sum_sequence_parallel_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> int:
-    """Make replicated parameters' gradients whole under sequence parallelism; return how many parameters these are.
-
-    Norms and TAPE's matrices (flagged `sequence_parallel`, Megatron's convention) see only their rank's tokens.
-    Megatron sums their gradients in `finalize_model_grads`, which DeepSpeed never calls; a hook sums each one before
-    ZeRO takes it. Call once, before `deepspeed.initialize`.
-    """
-    if group.size() == 1:
-        return 0
-
-    def total(gradient: torch.Tensor) -> torch.Tensor:
-        # In fp32, as bf16 would round every partial sum.
-        whole = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        dist.all_reduce(whole, group=group)
-        return whole.to(gradient.dtype)
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    flagged = [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
-    for parameter in flagged:
-        parameter.register_hook(total)
-    return len(flagged)

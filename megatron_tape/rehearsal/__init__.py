@@ -1,1 +1,1 @@
-"""Runs of the project's own training on GPUs and with ranks that do not exist. A process of its own for each layout."""
+"""Rehearsals: the project's own training on fake GPUs, as one of many fake ranks. A process rehearses one layout."""

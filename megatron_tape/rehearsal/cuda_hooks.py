@@ -1,9 +1,9 @@
 """Lets autograd handle fake CUDA tensors in a torch that was built without CUDA.
 
-There `torch._subclasses.FakeTensor` may name a CUDA device, but indexing raises and the first backward pass ends the
-process: two C++ tables, the registry of device guards and the virtual table of CUDA's hooks, are empty. They are filled
-here through ctypes, by symbols and offsets that belong to one version of torch, hence the list of known ones. Nothing
-is called on a device, and nothing is touched in a torch that was built with CUDA.
+In such a build a `torch._subclasses.FakeTensor` may name a CUDA device, but indexing it raises and the first backward
+pass ends the process, because two C++ tables are empty: the registry of device guards and the virtual table of CUDA's
+hooks. This module fills them through ctypes. Symbols and offsets belong to a version of torch, hence the list of known
+versions. Nothing runs on a device, and a torch that was built with CUDA is left as it is.
 """
 
 from ctypes import CDLL, CFUNCTYPE, POINTER, addressof, c_bool, c_int8, c_void_p, cast, py_object, pythonapi
@@ -17,22 +17,22 @@ KNOWN_VERSIONS = ("2.13",)
 DEVICE_TYPES = 21  # of c10::DeviceType
 CUDA = 1  # among them
 GUARD_SLOTS = 64  # at least as many as DeviceGuardImplInterface has virtual functions
-HOOKS_SLOTS = 80  # at least as many as CUDAHooksInterface has, with the two words before the first
-IS_BUILT, HAS_PRIMARY_CONTEXT = 4, 6  # places in the latter
+HOOKS_SLOTS = 80  # at least as many as CUDAHooksInterface has, and the two words before them
+IS_BUILT, HAS_PRIMARY_CONTEXT = 4, 6  # indices of two of these functions
 
 _filled = False
 
 
 def fill_cuda_hooks() -> None:
-    """Fill the tables, once a process; `ConfigError` for a version of torch whose tables are not known."""
+    """Fill the tables, once per process; `ConfigError` for a version of torch whose tables are not known."""
     global _filled
     if torch.version.cuda is not None or _filled:
         return
     version = torch.__version__
     refuse(
         version.rsplit(".", 1)[0] not in KNOWN_VERSIONS,
-        f"torch {version} was built without CUDA, and a rehearsal knows the insides of such builds of torch "
-        f"{' and '.join(KNOWN_VERSIONS)} only; install one of these, or a torch that was built with CUDA",
+        f"torch {version} was built without CUDA; among such builds, rehearsals support only torch "
+        f"{' and '.join(KNOWN_VERSIONS)}; install that version, or a torch that was built with CUDA",
     )
     _register_guard()
     _replace_hooks()
@@ -46,7 +46,7 @@ def _register_guard() -> None:
     functions = _table([_constant(c_int8, 0)] * GUARD_SLOTS)
     guard = _table([addressof(functions)])
     registry[CUDA] = addressof(guard)
-    # Torch replaces a guard that counts no devices by its own that does nothing.
+    # Torch replaces a guard that counts no devices with its own, which does nothing.
     torch._C._ensureCUDADeviceGuardSet()
 
 

@@ -1,6 +1,6 @@
-"""GPUs that do not exist: what `torch.cuda` answers, and what kernels that need a device keep and return.
+"""Fake GPUs: answers in place of `torch.cuda`, and stand-ins for operators and kernels that need a device.
 
-Everything here replaces functions of torch, Megatron and Triton for the rest of the process.
+This replaces functions of torch, Megatron and Triton until the process ends.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ PER_NODE = 8
 
 
 class FakeDeviceError(RuntimeError):
-    """What a GPU or NCCL would refuse."""
+    """A kernel launch that a GPU would refuse."""
 
 
 def install_fake_devices() -> None:
-    """Let this process believe that it has eight GPUs; `ConfigError` where this torch cannot be led to."""
+    """Give this process eight fake GPUs; `ConfigError` if that is not possible with this version of torch."""
     os.environ["DS_ACCELERATOR"] = "cuda"
-    os.environ.pop("TRITON_INTERPRET", None)  # kernels are launched, on paper, not interpreted
+    os.environ.pop("TRITON_INTERPRET", None)  # launches are checked; nothing is interpreted
     fill_cuda_hooks()
     _answer_for_cuda()
     _replace_operators()
@@ -49,7 +49,7 @@ def _constantly(value: Any = None) -> Callable:
 
 
 class _Handle:
-    """A stream or event that nothing waits for."""
+    """A stream or event; all its methods do nothing."""
 
     device = torch.device("cuda", 0)
     device_index = 0
@@ -68,7 +68,7 @@ class _Handle:
 
 
 class _HostGenerator(torch.Generator):
-    """Megatron and DeepSpeed ask for generators on the GPU; fake tensors draw nothing."""
+    """Accepts a GPU as its device, as Megatron and DeepSpeed ask; fake tensors draw nothing from it."""
 
     def __new__(cls, device=None):
         return super().__new__(cls)
@@ -114,7 +114,7 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_operators() -> None:
-    """Stand in for operators that without a device decompose, and would keep other tensors than on a GPU."""
+    """Replace operators that, without a device, are decomposed and keep other tensors than on a GPU."""
     from megatron.core.tensor_parallel import random
 
     plain_attention = F.scaled_dot_product_attention
@@ -122,7 +122,7 @@ def _replace_operators() -> None:
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
             return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-        if q.shape[1] != k.shape[1]:  # no fast kernel knows groups and a mask or fp32
+        if q.shape[1] != k.shape[1]:  # no fast kernel takes grouped heads with a mask or in fp32
             return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         bias = None if attn_mask is None else attn_mask.expand(-1, q.shape[1], -1, -1)
         return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[0]
@@ -132,7 +132,7 @@ def _replace_operators() -> None:
     F.silu = lambda x, inplace=False: _Silu.apply(x)
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     torch.nn.Module._apply = _move
-    # Else Adam would go tensor by tensor, with other temporaries than on a GPU.
+    # Otherwise Adam would update tensor by tensor, with other temporaries than on a GPU.
     sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(FakeTensor)
 
 
@@ -161,7 +161,7 @@ class _Silu(torch.autograd.Function):
 
 
 def _move(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """Apply `function` in place: torch would replace a fake parameter, and lose what Megatron wrote on it."""
+    """Apply `function` in place: torch would replace fake parameters, without the attributes that Megatron set."""
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():
             moved = function(tensor)

@@ -1,4 +1,4 @@
-"""A rehearsal: the Trainer's own run of three steps on fake tensors, of which the second is looked at."""
+"""A rehearsal: the Trainer's own run of three steps on fake tensors. The second step is measured."""
 
 import copy
 import logging
@@ -24,40 +24,43 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
+from megatron_tape.training.gradients import replicated_parameters
 from megatron_tape.training.trained import Trains, everything
 
 logger = logging.getLogger(__name__)
 
 STEPS, MEASURED = 3, 2
-"""The first step makes what the others find, such as Adam's moments. The last is logged, evaluated and saved."""
+"""The first step creates what later steps find, such as Adam's moments. The last is logged, evaluated and saved."""
 MICRO_BATCHES = 2
-"""At most as many in a step: the others would repeat the second."""
+"""The most micro-batches in a step; any further ones would only repeat the second."""
 
 
 @dataclass
 class Rehearsal:
-    """What the rank did; sizes in bytes."""
+    """What the rank did. Sizes are in bytes."""
 
     config: RunConfig
-    """As it was run: short, into a temporary directory, with the attention backend that was chosen."""
+    """The settings of the short run, with the attention backend that was chosen."""
     record: Record = field(default_factory=Record)
-    """Of the second step."""
+    """The second step's."""
     peak: int = 0
-    """The most memory at any time, setup and the last step's evaluation and save included."""
+    """The most memory at any time, including setup and the last step's evaluation and save."""
     weights: int = 0
-    """Of the model, before the second step."""
+    """The model's weights, before the second step."""
     optimizer: int = 0
     """Adam's moments and the weights that it updates."""
+    replicated_share: int = 0
+    """How many numbers of parameters that every tensor-parallel rank holds whole this rank's optimizer updates."""
     activations: int = 0
-    """Left by the last forward pass of the second step for its backward pass."""
+    """What the last forward pass of the second step keeps for its backward pass."""
     faults: dict[str, int] = field(default_factory=dict)
-    """What would fail or stall on a GPU, and how often."""
+    """What would fail or stall on a GPU, and how often it occurred."""
 
 
 def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
-    """Run three short steps of `config`, which `validate` has accepted, as the rank that this process was made.
+    """Run three short steps of `config` as the rank that `install_fake_world`, called before, has made of this process.
 
-    Reads no data and no checkpoint, and writes into a temporary directory. `install_fake_world` comes first.
+    `validate` has accepted `config`. No data and no checkpoint is read, and only a temporary directory is written.
     """
     refuse(
         config.deepspeed.offload_optimizer,
@@ -65,11 +68,11 @@ def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
         "rehearsed; set it to false",
     )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
-        return _Rehearsal(_shortened(config, home), trains).run()
+        return _ObservedRun(_shortened(config, home), trains).run()
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with three steps of at most two micro-batches, and nothing read or written elsewhere."""
+    """Return `config` with three steps of at most two micro-batches; it reads nothing and writes only into `home`."""
     config = copy.deepcopy(config)
     data_size = dist.get_world_size() // config.parallel.tensor_model_parallel_size
     at_once = config.train.micro_batch_size * data_size
@@ -86,7 +89,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
 
 
 class _RandomTokens(Dataset):
-    """As many samples as are asked for."""
+    """As many samples as anyone asks for."""
 
     def __init__(self, config: RunConfig):
         self._shape, self._vocabulary = (config.model.seq_length,), config.model.vocab_size
@@ -98,7 +101,7 @@ class _RandomTokens(Dataset):
         return {key: torch.randint(self._vocabulary, self._shape) for key in ("tokens", "labels")}
 
 
-class _Rehearsal:
+class _ObservedRun:
     def __init__(self, config: RunConfig, trains: Trains):
         self.trains = trains
         self.tracker = Tracker()
@@ -106,12 +109,12 @@ class _Rehearsal:
         self._steps = 0
 
     def run(self) -> Rehearsal:
-        """Train, evaluate and save; what stops it becomes a fault."""
+        """Train, evaluate and save; an error that ends the run becomes a fault."""
         config, directory = self.outcome.config, self.outcome.config.logging.directory
         watch = Watch(None)
         watch.attach(Attempt.claim(directory, config.checkpoint.directory, {"processes": dist.get_world_size()}), 0)
         try:
-            # What compares kernels with plain torch needs numbers, as does a file that holds weights.
+            # Comparing kernels with plain torch and writing weights to a file need numbers.
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
                 mock.patch.multiple(
@@ -147,25 +150,25 @@ class _Rehearsal:
                 self.tracker.groups[ranks] = name
 
     def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
-        """Build the engine, and follow it through its phases."""
+        """Build the engine, and observe its steps and forward passes."""
         self.outcome.config.model.attention_backend = model.attention_backend
         engine = Engine(model, config, layout)
         train_step = engine.train_step
 
-        def followed(batches, rate):
+        def observed_step(batches, rate):
             self._steps += 1
             self.tracker.phase = "update"
             if self._steps != MEASURED:
                 return train_step(batches, rate)
             self._end_record()
-            self._weigh(engine)
+            self._measure_state(engine)
             self.tracker.steady = True
             result = train_step(batches, rate)
             self.tracker.steady = False
             self.outcome.record = self._end_record()
             return result
 
-        engine.train_step = followed
+        engine.train_step = observed_step
         model.register_forward_pre_hook(lambda *_: setattr(self.tracker, "phase", "forward"))
         model.register_forward_hook(lambda *_: self._end_forward(model))
         return engine
@@ -173,16 +176,17 @@ class _Rehearsal:
     def _end_forward(self, model: LanguageModel) -> None:
         self.tracker.phase = "update"
         if self._steps == MEASURED:
-            # Weights that ZeRO 3 has gathered, and the buffer that Megatron gathers inputs into and keeps.
+            # Not activations: weights that ZeRO 3 has gathered, and Megatron's permanent buffer for gathered inputs.
             buffers = [*model.parameters(), *get_global_memory_buffer().buffer.values()]
             self.outcome.activations = self.tracker.live["forward"] - self.tracker.bytes_of(buffers, "forward")
 
-    def _weigh(self, engine: Engine) -> None:
-        """Tell weights and Adam's state apart from all else that is on the GPU between two steps."""
+    def _measure_state(self, engine: Engine) -> None:
+        """Measure the weights and Adam's state, between two steps."""
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
         adam = [x for p, state in engine._adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         self.outcome.weights = self.tracker.bytes_of(weights)
         self.outcome.optimizer = self.tracker.bytes_of(weights + adam) - self.outcome.weights
+        self.outcome.replicated_share = sum(map(_share_of, replicated_parameters(engine.module)))
 
     def _end_record(self) -> Record:
         record = self.tracker.begin_record()
@@ -192,6 +196,15 @@ class _Rehearsal:
 
 def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) -> Batches:
     return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, eod=0)
+
+
+def _share_of(parameter: torch.nn.Parameter) -> int:
+    """Return how many of the parameter's numbers this rank's optimizer updates."""
+    if hasattr(parameter, "ds_id"):  # under ZeRO 3
+        return parameter.partition_numel()
+    if hasattr(parameter, "_hp_mapping"):  # under ZeRO 1 and 2
+        return 0 if parameter._hp_mapping is None else parameter._hp_mapping.lp_fragment_address.numel
+    return parameter.numel()
 
 
 def _first_line(error: Exception) -> str:

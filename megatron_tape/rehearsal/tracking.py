@@ -1,4 +1,4 @@
-"""What one rank does on its GPU: memory by when it was taken, collectives, waits of the host, and what would fail."""
+"""What one rank does on its GPU: allocated memory by phase, collectives, waits of the host, and what would fail."""
 
 import contextlib
 import traceback
@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_tape.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Traffic
+
 aten = torch.ops.aten
 KINDS = {
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "allreduce": "all-reduce",
+    "allgather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "alltoall": ALL_TO_ALL,
+    "allreduce": ALL_REDUCE,
 }
-"""How names of torch's collectives begin, and what they are called."""
+"""The collectives, by the beginning of their names in torch."""
 BLOCK = 512
-"""Bytes that CUDA's allocator rounds up to."""
+"""CUDA's allocator rounds up to multiples of this, in bytes."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _PASSED_THROUGH = (
     str(Path(torch.__file__).parent),
@@ -35,26 +38,19 @@ _PASSED_THROUGH = (
 
 
 @dataclass
-class Traffic:
-    """Collectives of one kind in one group."""
-
-    calls: int = 0
-    bytes: int = 0
-    """Of the whole tensor: what an all-gather returns, and what a reduce-scatter is given."""
-
-
-@dataclass
 class Record:
-    """What was seen since the record was begun."""
+    """What the tracker saw while this was its record."""
 
     peak: int = 0
     """Bytes on the GPU."""
     peak_by_phase: dict[str, int] = field(default_factory=dict)
-    """The same, by the phase in which the memory was taken."""
+    """The same bytes, by the phase in which they were allocated."""
     peak_phase: str = ""
     """The phase in which the peak was reached."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By group and collective."""
+    single_numbers: Counter = field(default_factory=Counter)
+    """How many collectives moved one number only, by group and collective."""
     waits: Counter = field(default_factory=Counter)
     """How often the host waits for the GPU, by phase, reason and place."""
     launches: Counter = field(default_factory=Counter)
@@ -62,10 +58,10 @@ class Record:
 
 
 class Tracker(TorchDispatchMode):
-    """Sees every operator, forward and backward, and keeps `record` and `faults`.
+    """Sees every operator of forward and backward passes, and fills `record` and `faults`.
 
-    `phase` and `steady` are set by whoever drives the run. Memory is booked under the phase. In forward and backward
-    passes of steady steps the host must not wait for the GPU.
+    The caller sets `phase` and `steady`. Memory counts under the phase in which it was allocated. In the forward and
+    backward passes of steady steps, a wait of the host for the GPU is a fault.
     """
 
     active: ClassVar["Tracker | None"] = None
@@ -74,14 +70,14 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.phase = "setup"
         self.steady = False
-        """Whether the steps are by now all alike."""
+        """Whether the current step is like all that follow."""
         self.record = Record()
         self.faults: Counter[str] = Counter()
-        """Sentences on what a GPU would refuse, or is slow with, and how often."""
+        """How often each fault occurred: something that a GPU would refuse, or that would make it wait."""
         self.groups: dict[tuple[int, ...], str] = {}
-        """Names of the groups of these ranks."""
-        self.taken: dict[int, tuple[int, str]] = {}
-        """Bytes and phase of every storage on the GPU, by its address."""
+        """Names of process groups, by their ranks."""
+        self.allocated: dict[int, tuple[int, str]] = {}
+        """Bytes and phase of every storage on the GPU, by the storage's address."""
         self.live: Counter[str] = Counter()
         self._total = 0
         self._pinned: set[int] = set()
@@ -96,7 +92,7 @@ class Tracker(TorchDispatchMode):
         return super().__exit__(*error)
 
     def begin_record(self) -> Record:
-        """Return the record so far and begin another."""
+        """Return the record so far, and begin another."""
         before, self.record = self.record, Record()
         self._note_peak()
         return before
@@ -127,12 +123,12 @@ class Tracker(TorchDispatchMode):
         return pinned
 
     def bytes_of(self, tensors: list[Tensor], phase: str | None = None) -> int:
-        """Return the bytes on the GPU that these tensors hold, each storage once; given a phase, those taken in it."""
-        held = [self.taken.get(key, (0, "")) for key in {t.untyped_storage()._cdata for t in tensors}]
-        return sum(size for size, taken_in in held if phase in (None, taken_in))
+        """Return the bytes of these tensors' storages on the GPU; with `phase`, only of those allocated in it."""
+        held = [self.allocated.get(key, (0, "")) for key in {t.untyped_storage()._cdata for t in tensors}]
+        return sum(size for size, phase_of in held if phase in (None, phase_of))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run `func` on fake tensors, and look at what goes in and comes out."""
+        """Run `func` on fake tensors, and note its inputs and outputs."""
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -141,7 +137,7 @@ class Tracker(TorchDispatchMode):
             self._note_collective(func, args, inputs)
         elif func not in _COPIES:
             self._check_devices(func, inputs)
-        if func is aten.nonzero.default and inputs[0].is_cuda:
+        if func is aten.nonzero.default and _on_gpu(inputs[0]):
             self.note_wait("nonzero")
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -158,24 +154,24 @@ class Tracker(TorchDispatchMode):
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     def _read(self, tensor: Tensor) -> Any:
-        """Answer `.item()`: nobody knows the number; 1.0 is finite, and 0 is in every range."""
-        if tensor.is_cuda:
+        """Return a value for `.item()`, which fake tensors do not have: 1.0 is finite, and 0 is a valid index."""
+        if _on_gpu(tensor):
             self.note_wait("item")
         with contextlib.suppress(Exception):
             return aten._local_scalar_dense.default(tensor)
         return 1.0 if tensor.is_floating_point() else 0
 
     def _check_devices(self, func, inputs: list[Tensor]) -> None:
-        if not any(x.is_cuda for x in inputs):
+        if not any(_on_gpu(x) for x in inputs):
             return
-        # torch takes a number on the CPU as if it were written there.
-        if any(not x.is_cuda and x.dim() > 0 for x in inputs):
+        # A single number on the CPU may take part in an operation on the GPU.
+        if any(not _on_gpu(x) and x.dim() > 0 for x in inputs):
             self.faults[f"{func.__name__} mixes tensors on the GPU and the CPU at {_place()}"] += 1
 
     def _note_copy(self, inputs: list[Tensor], outputs: list[Tensor], non_blocking: bool) -> None:
-        to_gpu = any(x.is_cuda for x in outputs)
+        to_gpu = any(_on_gpu(x) for x in outputs)
         source = inputs[-1]
-        if source.is_cuda == to_gpu or source.numel() == 0:
+        if _on_gpu(source) == to_gpu or source.numel() == 0:
             return
         if not to_gpu:
             if not non_blocking:
@@ -193,8 +189,11 @@ class Tracker(TorchDispatchMode):
         if process_group.size() == 1:
             return
         group = self._group_name(process_group)
-        if kind != "barrier" and not all(x.is_cuda and x.is_contiguous() for x in inputs):
+        if kind != "barrier" and not all(_on_gpu(x) and x.is_contiguous() for x in inputs):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
+        if kind != "barrier" and all(x.numel() == 1 for x in inputs):
+            self.record.single_numbers[group, kind] += 1
+            return
         traffic = self.record.traffic.setdefault((group, kind), Traffic())
         traffic.calls += 1
         traffic.bytes += 0 if kind == "barrier" else max(x.nbytes for x in inputs)
@@ -206,17 +205,17 @@ class Tracker(TorchDispatchMode):
         return self._group_names[group.group_name]
 
     def _book(self, tensor: Tensor) -> None:
-        if not tensor.is_cuda:
+        if not _on_gpu(tensor):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
-        held, phase = self.taken.get(key, (None, None))
+        held, phase = self.allocated.get(key, (None, None))
         if held == size:
             return
         if held is None:
             phase, held = self._phase_now(), 0
             weakref.finalize(storage, self._release, key)
-        self.taken[key] = size, phase
+        self.allocated[key] = size, phase
         self.live[phase] += size - held
         self._total += size - held
         if self._total > self.record.peak:
@@ -227,9 +226,15 @@ class Tracker(TorchDispatchMode):
         self.record.peak_phase = self._phase_now()
 
     def _release(self, key: int) -> None:
-        size, phase = self.taken.pop(key)
+        size, phase = self.allocated.pop(key)
         self.live[phase] -= size
         self._total -= size
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    # Asking a fake tensor for `is_cuda` costs as much as an operator.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "cuda"
 
 
 def _place() -> str:

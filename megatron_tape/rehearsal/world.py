@@ -1,4 +1,4 @@
-"""Other ranks that do not exist: a process group whose collectives return at once, as one rank of many."""
+"""Fake ranks: this process becomes one of many, in a process group whose collectives return at once."""
 
 import os
 
@@ -9,14 +9,14 @@ from megatron_tape.rehearsal.devices import install_fake_devices
 
 
 def install_fake_world(world_size: int, rank: int) -> None:
-    """Make this process rank `rank` of `world_size`, with a GPU; for good. `ConfigError` where torch is not known."""
+    """Make this process, until it ends, rank `rank` of `world_size` with a fake GPU; raises `ConfigError`."""
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     install_fake_devices()
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from megatron.core import parallel_state
 
-    # These ask other ranks for numbers.
+    # These would exchange objects with other ranks.
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
     dist.broadcast_object_list = lambda *_, **__: None
     dist.all_gather_object = _all_gather_own_object

@@ -21,7 +21,8 @@ from deepspeed.utils import (
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.parallel.layout import ParallelLayout, sum_sequence_parallel_gradients
+from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.training.gradients import ReplicatedGradients
 from megatron_tape.training.optimizer import build_optimizer
 
 Batch = dict[str, Tensor]
@@ -82,8 +83,6 @@ class Engine:
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
-        if config.parallel.uses_sequence_parallel:
-            sum_sequence_parallel_gradients(model, layout.groups.tp)
         self._adam = build_optimizer(
             model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout.groups.tp
         )
@@ -98,6 +97,7 @@ class Engine:
         if self.zero_stage == 1 and config.train.precision == "bf16":
             _sum_in_fp32(self._engine.optimizer)
         self.micro_batches = self._engine.gradient_accumulation_steps()
+        self._replicated = ReplicatedGradients(model, self._engine.optimizer, config.deepspeed, layout)
 
     def train_step(self, batches: Iterable[Batch], lr: float) -> StepResult:
         """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
@@ -113,6 +113,8 @@ class Engine:
             total += loss.detach()
             # A loss that is not finite must make the gradient so, too; otherwise the step would still be taken.
             self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
+            if self._engine.is_gradient_accumulation_boundary():
+                self._replicated.sum()
             self._engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self._engine.get_global_grad_norm()

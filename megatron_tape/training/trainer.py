@@ -255,7 +255,6 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse)
-    logger.info("attention runs as %s", backend)
     settings = dataclasses.replace(config.model, attention_backend=backend)
     model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed, shifted_sparse)
     if config.extension.adds_lora:

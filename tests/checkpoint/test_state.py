@@ -7,10 +7,11 @@ import pytest
 import safetensors.torch
 import torch
 from launch import run_group
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 
 from megatron_tape.checkpoint import directories
+from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.state import Checkpoint, load_training_state, load_weights, save_checkpoint
 from megatron_tape.config.schema import (
     CheckpointConfig,
@@ -150,10 +151,16 @@ def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved
     assert "\n" not in str(caught.value)
 
 
-def test_random_streams_of_another_kind_of_device_begin_anew_and_the_others_go_on(saved, damaged, caplog):
+def state_of_a_gpu(seed, offset=4):
+    """A CUDA generator's state: its seed and how far it has come in Philox's sequence, 8 bytes each."""
+    return torch.tensor([seed, offset]).view(torch.uint8)
+
+
+def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_on(saved, damaged, caplog):
     def from_a_gpu(tensors):
         for name in [name for name in tensors if name.startswith("tracker/")]:
-            tensors[name] = torch.zeros(16, dtype=torch.uint8)
+            tensors[name] = state_of_a_gpu(1234)
+        tensors["cuda"] = state_of_a_gpu(5678)
 
     checkpoint = damaged(RANDOM, from_a_gpu)
     seed_everything(7, saved[0].layout)
@@ -164,4 +171,19 @@ def test_random_streams_of_another_kind_of_device_begin_anew_and_the_others_go_o
     after = get_cuda_rng_tracker().get_states()
     assert after.keys() == streams.keys() and all(torch.equal(after[name], streams[name]) for name in streams)
     assert not torch.equal(torch.get_rng_state(), before)
+    assert "model-parallel-rng were saved on another kind of device" in caplog.text
+    with get_cuda_rng_tracker().fork():
+        torch.rand(1)
+
+
+def test_random_streams_that_a_cpu_wrote_begin_anew_on_a_gpu(saved, monkeypatch, caplog):
+    tensors, text = random_states.random_state()
+    streams = {name: state_of_a_gpu(seed) for seed, name in enumerate(get_cuda_rng_tracker().get_states())}
+    tracker = CudaRNGStatesTracker()
+    tracker.set_states(dict(streams))
+    monkeypatch.setattr(random_states, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level("INFO"):
+        random_states.set_random_state(tensors, text)
+    assert tracker.get_states() == streams
     assert "model-parallel-rng were saved on another kind of device" in caplog.text

@@ -12,7 +12,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def rounding_to_nearest():
-    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers."""
+    """Correct the interpreter, which truncates to bf16 instead of rounding and multiplies bf16 as integers.
+
+    That of Triton 3.6 also reads the bounds of loops in a way that newer versions of numpy refuse.
+    """
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -23,6 +26,11 @@ def rounding_to_nearest():
     from triton.runtime import interpreter
 
     convert, cut = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     def to_nearest(values, source, target, rounding):
         if source == tl.float32 and target == tl.bfloat16:
@@ -41,7 +49,8 @@ def rounding_to_nearest():
     with (
         mock.patch.object(interpreter, "_convert_float", to_nearest),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
-        mock.patch.object(attention, "_interpreted_wrong", lambda dtype: False),
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
+        mock.patch.object(attention, "_not_interpreted", lambda dtype: None),
     ):
         yield
 
@@ -73,6 +82,7 @@ def compiled(dim, capability):
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, False),
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, True),
             (256, 256, 1, 8, False, torch.float32, torch.float32, True),
+            (256, 256, 2, 8, True, torch.bfloat16, torch.bfloat16, False),
             (200, 200, 3, 8, True, torch.bfloat16, torch.float32, False),
             (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
             (1, 200, 3, 8, True, torch.float16, torch.float16, False),

@@ -13,11 +13,20 @@ from megatron_tape.ops import attention as ops
 from megatron_tape.ops.attention import attention, choose_backend
 from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.backends import tiled as tiled_attention
+from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
-from megatron_tape.parallel.layout import deterministic_kernels
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+
+
+def chosen(wanted, device, dtype, dim, needs=frozenset(), segments=False):
+    return choose_backend(wanted, device, dtype, Heads(12, 12, dim, 1024), needs, segments).backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(ops, "read_table", lambda: [])
 
 
 @pytest.fixture
@@ -69,8 +78,11 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
 def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
     tensors = [torch.randn(shape) for shape in [(21, 2, 6, 8)] + [(21, 2, 2, 8)] * 3]
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
-    with deterministic_kernels(True):
+    torch.use_deterministic_algorithms(True)
+    try:
         attention(*tensors, False, packing, "flash_attn", True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -118,25 +130,42 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backe
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match=f"model.attention_backend is {backend}, which {why}; "):
-        choose_backend(backend, device, dtype, dim)
+        chosen(backend, device, dtype, dim)
     if device is GPU:
-        assert choose_backend("auto", device, dtype, dim, {AVERAGE} if backend == "triton" else set()) == "torch"
+        assert chosen("auto", device, dtype, dim, {AVERAGE} if backend == "triton" else set()) == "torch"
+
+
+def test_an_interpreter_that_cannot_read_the_bounds_of_loops_is_reported(monkeypatch):
+    def refuse(count):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    triton, numpy = ModuleType("triton"), ModuleType("numpy")
+    numpy.__version__, numpy.zeros = "2.5.2", refuse
+    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(ops, "_interpreted", lambda: True)
+    for name, module in (("triton", triton), ("numpy", numpy)):
+        monkeypatch.setitem(sys.modules, name, module)
+    triton.__version__ = "3.6.0"
+    why = "cannot be interpreted by triton 3.6.0 with numpy 2.5.2; use triton 3.7 or newer"
+    assert ops.unsupported("triton", CPU, torch.float32, 64) == why
+    triton.__version__ = "3.7.1"
+    assert ops.unsupported("triton", CPU, torch.float32, 64) is None
 
 
 def test_auto_chooses_the_fastest_backend(monkeypatch):
     monkeypatch.setattr(ops, "_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for needs, on_gpu, on_cpu in (({AVERAGE}, "triton", "tiled"), (set(), "flash_attn", "torch")):
-        assert choose_backend("auto", GPU, BF16, 64, needs) == on_gpu
-        assert choose_backend("auto", CPU, BF16, 64, needs) == on_cpu
-        assert choose_backend("torch", GPU, BF16, 64, needs) == "torch"
+        assert chosen("auto", GPU, BF16, 64, needs) == on_gpu
+        assert chosen("auto", CPU, BF16, 64, needs) == on_cpu
+        assert chosen("torch", GPU, BF16, 64, needs) == "torch"
         # With segments, torch would be slower than without them.
-        assert choose_backend("auto", GPU, BF16, 64, needs, segments=True) == on_gpu
-        assert choose_backend("auto", CPU, BF16, 64, needs, segments=True) == "tiled"
-        assert choose_backend("torch", CPU, BF16, 64, needs, segments=True) == "torch"
+        assert chosen("auto", GPU, BF16, 64, needs, segments=True) == on_gpu
+        assert chosen("auto", CPU, BF16, 64, needs, segments=True) == "tiled"
+        assert chosen("torch", CPU, BF16, 64, needs, segments=True) == "torch"
     monkeypatch.setattr(ops, "_not_importable", lambda name: "is not installed" if name == "flash_attn" else None)
-    assert choose_backend("auto", GPU, BF16, 64) == "torch"
-    assert choose_backend("auto", GPU, BF16, 64, segments=True) == "triton"
+    assert chosen("auto", GPU, BF16, 64) == "torch"
+    assert chosen("auto", GPU, BF16, 64, segments=True) == "triton"
 
 
 def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
@@ -187,6 +216,7 @@ def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
     x = torch.zeros(5, 1, 2, 32)
     with pytest.raises(ValueError, match="triton, which computes bfloat16 incorrectly in the interpreter"):
         attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
+    monkeypatch.setattr(ops, "_not_interpreted", lambda dtype: None)
     many = x[:1].expand(1, 2**15, 2, 32)
     with pytest.raises(ValueError, match="32768 sequences of 2 heads exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")

@@ -7,6 +7,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention, choose_backend
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, tiled
 from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing, document_bounds
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
@@ -144,19 +145,19 @@ def test_a_backend_refuses_what_it_cannot_do():
 
 
 def test_the_choice_matches_needs_and_backends():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu, gpu, heads = torch.device("cpu"), torch.device("cuda"), Heads(12, 12, 64, 1024)
     for needs, on_cpu, on_gpu in (
         ({BIAS}, "tiled", "tiled"),
         ({ROTATION, AVERAGE, GATE}, "tiled", "tiled"),
         ({ROTATION, SCORES}, "naive", "naive"),
         ({SCORES, BIAS}, "naive", "naive"),
     ):
-        assert choose_backend("auto", cpu, torch.float32, 64, needs) == on_cpu
-        assert choose_backend("auto", gpu, torch.bfloat16, 64, needs) == on_gpu
+        assert choose_backend("auto", cpu, torch.float32, heads, needs).backend == on_cpu
+        assert choose_backend("auto", gpu, torch.bfloat16, heads, needs).backend == on_gpu
     with pytest.raises(ConfigError, match="attention_backend is torch, which cannot derive positions from the scores"):
-        choose_backend("torch", cpu, torch.float32, 64, {SCORES})
+        choose_backend("torch", cpu, torch.float32, heads, {SCORES})
     with pytest.raises(ConfigError, match="no attention backend can rotate .* and dream at once"):
-        choose_backend("auto", cpu, torch.float32, 64, {ROTATION, "dream"})
+        choose_backend("auto", cpu, torch.float32, heads, {ROTATION, "dream"})
 
 
 def test_the_masks_of_a_batch_of_packs_are_computed_once(monkeypatch):

@@ -19,6 +19,7 @@ def test_two_processes_equal_one(results, case):
     assert result["same_start"]
     assert result["logits"] < 1e-5
     assert result["loss"] < 1e-5
+    assert result["collectives"] == (0 if "without_sequence_parallel" in case else 1)
     assert len(result["gradients"]) > (20 if "alone" not in case else 3 * 2 * 4 - 1)
     for name, difference in result["gradients"].items():
         assert difference < 2e-5, name

@@ -21,6 +21,7 @@ from training_cases import RECIPE, option, packed
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
+from megatron_tape.ops.attention import Choice
 from megatron_tape.ops.kernels import attention as triton_attention
 from megatron_tape.run.attempts import read_attempts
 from megatron_tape.training.engine import Engine
@@ -357,7 +358,7 @@ def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, mo
 def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, monkeypatch, capfd):
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
-    monkeypatch.setattr(backend, "chosen_backend", lambda *_: "triton")
+    monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
     assert run("--model.hidden_size=128", *short) == 0

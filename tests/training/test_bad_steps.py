@@ -12,13 +12,15 @@ CASES = [
     for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
 ]
 
+SUMMED = ["zero0", *(f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload"))]
+
 
 @pytest.fixture(scope="module")
 def results():
     return run_group("bad_step_cases", 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(f"replicated_zero{stage}" for stage in (1, 2, 3))])
 def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
     skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = results[case]
     assert skipped and not norm_finite
@@ -31,6 +33,16 @@ def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
 def test_bf16_gradients_are_averaged_and_added_up_in_fp32(results, case):
     for found in results[f"averaged_{case}"]:
         assert found == pytest.approx([1 + FINE] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_that_share_a_model(results, case):
+    found = results[f"summed_{case}"]
+    for sums in found["sums"]:
+        assert sums == pytest.approx([1 + FINE] * 2, rel=1e-6)
+    assert found["same"]
+    exact = case == "zero0"  # the only one in fp32
+    assert found["norm"] == pytest.approx(results["summed_zero1"]["norm"], rel=0.02 if exact else 1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

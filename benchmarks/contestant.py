@@ -1,0 +1,205 @@
+"""A model under training that takes measured steps on random tokens. Needs megatron-core and deepspeed."""
+
+import dataclasses
+import gc
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.phases import PhaseTimer
+from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.costs import estimate
+from megatron_tape.errors import ConfigError
+from megatron_tape.model.backend import chosen_backend, verified_backend
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.model.layers import CoreAttention
+from megatron_tape.ops.attention import unsupported
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
+from megatron_tape.ops.position_update import fused_update
+from megatron_tape.parallel.layout import ParallelLayout, seed_everything
+from megatron_tape.position import encoding_of
+from megatron_tape.training.engine import Engine
+
+LEARNING_RATE = 1e-4
+COMPARED = 1024
+"""Tokens of a sequence whose losses are compared; later ones change none of them."""
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    seconds: float
+    phases: dict[str, float]
+    loss: float
+
+
+class Contestant:
+    """A model with its optimizer, and the batch on which every step trains.
+
+    `first_losses` are those of one sequence's first tokens before TAPE's matrices are moved off zero, in fp32 on the
+    CPU; `plain_losses` are the same with attention computed in the plainest way.
+    """
+
+    def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
+        self.config, self.layout, self.backend = config, layout, backend
+        dtype = dtype_of(config)
+        settings = dataclasses.replace(config.model, attention_backend=backend)
+        sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
+        translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
+        seed_everything(config.train.seed, layout)
+        self.model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
+        self.model.to(layout.device)
+        self.batches = random_batches(config, layout)
+        self.use("naive")
+        self.plain_losses = self._token_losses()
+        self.use(backend)
+        self.first_losses = self._token_losses()
+        self._move_off_zero()
+        self.engine = Engine(self.model, config, layout)
+        self.timer = PhaseTimer(self.engine._engine, layout.device)
+
+    def step(self) -> Step:
+        """Take one optimizer step. Raises RuntimeError if its loss or gradient is not finite."""
+        self._synchronize()
+        with self.timer.timing():
+            started = time.perf_counter()
+            result = self.engine.train_step(self.batches, LEARNING_RATE)
+            self._synchronize()
+            seconds = time.perf_counter() - started
+        if result.skipped:
+            raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+        return Step(seconds, self.timer.take(), result.loss)
+
+    def use(self, backend: str) -> None:
+        """Let another backend compute attention from now on."""
+        self.backend = backend
+        for module in self.model.modules():
+            if isinstance(module, CoreAttention):
+                module.backend = backend
+
+    def description(self) -> dict[str, str]:
+        """Say what computes attention, the rotation and, if there is one, the update of the position state."""
+        found = {"attention": self.backend}
+        found["rotation"] = "fused with attention" if self.backend == "triton" else "plain torch"
+        if self.model.position_updates():
+            fused = self.model.encoding._update_function(dtype_of(self.config)) is fused_update
+            found["position_update"] = "triton" if fused else "plain torch"
+        return found
+
+    def activation_bytes(self) -> int:
+        """Return the bytes that the forward pass of a micro-batch keeps for the backward pass, without the weights."""
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.model(**self.batches[0])
+        del loss
+        return sum(kept.values())
+
+    def memory(self) -> dict[str, int]:
+        """Return peaks in bytes: the estimate's and, on a GPU, those since the last reset, otherwise the tensors' sum.
+
+        Tensors: weights, gradients and Adam's state as estimated, and the activations as autograd keeps them; the
+        resident size of a process that trains two models says nothing about either.
+        """
+        estimated = estimate(self.config, self.layout.world_size)
+        if self.layout.device.type == "cuda":
+            measured = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        else:
+            state = estimated.weights + estimated.gradients + estimated.optimizer
+            measured = {"peak": state + self.activation_bytes()}
+        return {**measured, "estimated_peak": estimated.peak}
+
+    def release(self) -> None:
+        """Free the memory of the model and its optimizer; nothing can be done with them afterwards."""
+        self.engine._engine.destroy()
+        del self.engine, self.timer, self.batches, self.model
+        free_memory()
+
+    @torch.no_grad()
+    def _token_losses(self) -> Tensor:
+        tokens, labels = (self.batches[0][key][:1, :COMPARED] for key in ("tokens", "labels"))
+        self.model.eval()
+        losses = F.cross_entropy(self.model(tokens)[0].float(), labels[0], reduction="none")
+        self.model.train()
+        return losses.cpu()
+
+    @torch.no_grad()
+    def _move_off_zero(self) -> None:
+        """Change every parameter of TAPE, so that it computes what it does after some training."""
+        generator = torch.Generator().manual_seed(1)
+        for update in self.model.position_updates():
+            for parameter in update.parameters():
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+    def _synchronize(self) -> None:
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Collect what only refers to itself, and return cached memory to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Return the type of the forward and backward pass."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, Tensor]]:
+    """Draw the micro-batches of a step, the same in any layout with as many data-parallel ranks."""
+    model, train = config.model, config.train
+    generator = torch.Generator().manual_seed(layout.data_parallel_rank)
+    count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)
+    shape = (train.micro_batch_size, model.seq_length + 1)
+    drawn = (torch.randint(model.vocab_size, shape, generator=generator).to(layout.device) for _ in range(count))
+    return [{"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in drawn]
+
+
+def training_backend(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -> tuple[str, str | None]:
+    """Return the backend that training uses, and on a GPU why our kernels are not used where `auto` would; all ranks
+    call this.
+    """
+    wanted = chosen_backend(model, dtype, layout.device)
+    backend = verified_backend(model, layout, dtype)
+    averages = AVERAGE in encoding_of(model).needs
+    if model.attention_backend != "auto" or layout.device.type != "cuda" or backend == "triton" or not averages:
+        return backend, None
+    if wanted == "triton":
+        return backend, "the fused kernels do not work here; the warning above says why"
+    why = unsupported("triton", layout.device, dtype, model.head_dim)
+    # Otherwise another backend was measured to be faster on this GPU.
+    return backend, f"triton {why}" if why else None
+
+
+def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -> tuple[list[str], dict[str, str]]:
+    """Return the backends that a model can be trained with here, and the reasons why others cannot."""
+    found, rejected, on_gpu = [], {}, layout.device.type == "cuda"
+    for name in BACKENDS:
+        why = lacks(name, encoding_of(model).needs) or unsupported(name, layout.device, dtype, model.head_dim)
+        if name == "naive" or (on_gpu and name == "tiled") or (not on_gpu and name == "triton"):
+            continue
+        if name == "triton" and why is None:
+            try:
+                verified_backend(dataclasses.replace(model, attention_backend=name), layout, dtype)
+            except ConfigError as error:
+                why = str(error)
+        if why:
+            rejected[name] = why
+        else:
+            found.append(name)
+    return found, rejected

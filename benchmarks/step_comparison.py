@@ -1,0 +1,341 @@
+"""RoPE's and TAPE's steps side by side: in which order they are taken, that they may be compared, and the results."""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention_timing import matmul_peak
+from benchmarks.contestant import Contestant, Step, candidates, dtype_of, free_memory, training_backend
+from benchmarks.phases import PHASES
+from benchmarks.shapes import ENCODINGS, Shape, run_config
+from benchmarks.step_profile import profiled
+from benchmarks.step_table import table
+from benchmarks.timing import reason, recorder
+from benchmarks.utilization import peak_flops, utilization
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.costs import estimate, flops_per_token
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parameters import parameter_count
+
+BLOCKS = ("rope", "tape", "tape", "rope")
+"""A steady drift changes both medians alike, and TAPE is built only once."""
+EQUAL = 1e-4
+"""Largest difference between the models' losses of a token in fp32, as root mean square in nats."""
+ROOM = 1.2
+"""How much more memory than the estimate a GPU should have: for its context, NCCL and fragmentation."""
+TRIED = 3
+"""Measured steps of each backend that RoPE tries."""
+
+
+class Comparison:
+    """All measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
+
+    def __init__(self, arguments: argparse.Namespace, shape: Shape, layout: ParallelLayout):
+        self.arguments, self.shape, self.layout = arguments, shape, layout
+        self.on_gpu = layout.device.type == "cuda"
+        self.record = recorder("train_step", arguments) if layout.rank == 0 else None
+        self.result: dict = {}
+        self.too_large: list[dict] = []
+        self.gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
+        self.peak = peak_flops(self.gpu) if self.on_gpu and arguments.precision == "bf16" else None
+
+    def run(self) -> None:
+        """Measure, with smaller micro-batches if memory runs out, and print a table. Raises ConfigError."""
+        self.matmul = matmul_peak(dtype_of(self.config("rope")), self.layout.device)
+        self.say(f"a large matrix product: {self.matmul / 1e12:.2f} TFLOP/s")
+        self._fit_estimate()
+        while True:
+            self._begin()
+            try:
+                self._alternate() if self.arguments.order == "alternate" else self._blocks()
+                break
+            except torch.OutOfMemoryError as error:
+                why = reason(error)
+            if self.layout.world_size > 1:
+                # The other ranks may be waiting for this one anywhere.
+                raise ConfigError(f"{self._out_of_memory(why)}; start again with a smaller --micro-batch")
+            self._halve(self._out_of_memory(why))
+        if self.arguments.profile:
+            self._profile()
+        self.say("\n".join(table(self.result)))
+        self.layout.any_rank(False)  # a rank that ends closes connections that others may still be using
+
+    def config(self, encoding: str) -> RunConfig:
+        """Return the run that is measured with `encoding`."""
+        return run_config(encoding, self.shape, self.layout.world_size, self.arguments)
+
+    def say(self, text: str) -> None:
+        """Print a line of progress on rank 0."""
+        if self.layout.rank == 0:
+            print(text, flush=True)
+
+    # The size of a micro-batch.
+
+    def _fit_estimate(self) -> None:
+        if not self.on_gpu:
+            return
+        total = torch.cuda.get_device_properties(self.layout.device).total_memory
+        while self.shape.micro_batch > 1:
+            needed = max(estimate(self.config(name), self.layout.world_size).peak for name in ENCODINGS)
+            if ROOM * needed <= total:
+                return
+            self._halve(f"{needed / 2**30:.1f} GiB estimated, and the GPU has {total / 2**30:.1f} GiB")
+
+    def _out_of_memory(self, why: str) -> str:
+        return f"memory ran out with micro-batches of {self.shape.micro_batch} ({why})"
+
+    def _halve(self, why: str) -> None:
+        """Train on the same sequences in smaller micro-batches; ConfigError if they already are as small as can be."""
+        before, sequences = self.shape.micro_batch, self.shape.micro_batch * self.shape.accumulate
+        if before == 1:
+            raise ConfigError(f"{why}; try --recompute full, fewer --layers or a shorter --seq-length")
+        size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
+        self.too_large.append({"micro_batch": before, "why": why})
+        self.shape = dataclasses.replace(self.shape, micro_batch=size, accumulate=sequences // size)
+        self.say(f"micro-batches of {size} instead of {before}, for both: {why}")
+        free_memory()
+
+    # The measurements.
+
+    def _begin(self) -> None:
+        self.first_losses: dict[str, torch.Tensor] = {}
+        self.backends: dict[str, str] = {}
+        layout, arguments = self.layout, self.arguments
+        self.result = {
+            "shape": {"name": arguments.shape, **dataclasses.asdict(self.shape)},
+            "run": {
+                "precision": arguments.precision,
+                "zero_stage": arguments.zero_stage,
+                "recompute": arguments.recompute,
+                "order": arguments.order,
+                "processes": layout.world_size,
+                "tensor_parallel": layout.tensor_parallel_size,
+                "device": self.gpu or "cpu",
+                "tokens_per_step": self.config("rope").train.global_batch_size * self.shape.seq_length,
+                "too_large": self.too_large,
+            },
+            "peak_flops": self.peak,
+            "matmul_flops": self.matmul,
+            "encodings": {},
+            "blocks": [],
+        }
+
+    def _alternate(self) -> None:
+        """Take steps of both models in turn."""
+        self._choose_backend()
+        with self._built("rope") as rope, self._built("tape") as tape:
+            self._check_parity()
+            contestants = {"rope": rope, "tape": tape}
+            blocks = {name: self._new_block(contestant) for name, contestant in contestants.items()}
+            warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
+            for repetition in range(total):
+                for name, contestant in contestants.items():
+                    step = contestant.step()
+                    if repetition >= warmup:
+                        _add(blocks[name], step)
+                self.say(f"{repetition + 1} of {total} pairs of steps")
+                if repetition >= warmup:
+                    self._summarize()
+            for name, contestant in contestants.items():
+                blocks[name]["memory"] = contestant.memory()
+            self._summarize()
+
+    def _blocks(self) -> None:
+        """Take several steps of one model after the other, of which only one exists at a time."""
+        with self._built("tape") as tape:  # which needs more memory: it runs out here, if at all
+            tape.step()
+        self._choose_backend()
+        for encoding, group in itertools.groupby(BLOCKS):
+            with self._built(encoding) as contestant:
+                if not self.result["blocks"]:
+                    self._check_parity()
+                for _ in group:
+                    self._block(contestant)
+
+    def _block(self, contestant: Contestant) -> None:
+        arguments = self.arguments
+        block = self._new_block(contestant)
+        for _ in range(arguments.warmup):
+            contestant.step()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        for repetition in range(arguments.repetitions):
+            _add(block, contestant.step())
+            if repetition >= 2 and self._any(time.perf_counter() - started > arguments.block_seconds):
+                break
+        block["memory"] = contestant.memory()
+        self._summarize()
+        seconds = statistics.median(block["seconds"])
+        number = len(self.result["blocks"])
+        self.say(
+            f"block {number} of {len(BLOCKS)}: {block['encoding']}, {len(block['seconds'])} steps of {seconds:.4f} s"
+        )
+
+    @contextmanager
+    def _built(self, encoding: str, backend: str | None = None) -> Iterator[Contestant]:
+        """Build a model; when the block ends, free its memory."""
+        started, config = time.perf_counter(), self.config(encoding)
+        contestant = Contestant(config, self.layout, backend or self._backend(encoding, config))
+        self.first_losses[encoding] = contestant.first_losses
+        if encoding == "rope":
+            self.plain_losses = contestant.plain_losses
+        seconds = time.perf_counter() - started
+        self.say(f"{encoding}: {parameter_count(config.model):,} parameters, built in {seconds:.1f} s")
+        try:
+            yield contestant
+        finally:
+            contestant.release()
+
+    def _backend(self, encoding: str, config: RunConfig) -> str:
+        if encoding not in self.backends:
+            self.backends[encoding], why = training_backend(config.model, self.layout, dtype_of(config))
+            if why:
+                self.result["fell_back"] = why
+                self.say(f"WARNING: {encoding} is measured with {self.backends[encoding]}: {why}")
+        return self.backends[encoding]
+
+    def _choose_backend(self) -> None:
+        """Let RoPE attend with the fastest backend, if that was asked for."""
+        if self.arguments.rope_backend != "fastest":
+            return
+        config = self.config("rope")
+        untried, rejected = candidates(config.model, self.layout, dtype_of(config))
+        seconds: dict[str, float] = {}
+        while untried:
+            try:
+                with self._built("rope", name := untried[0]) as rope:
+                    for name in untried:
+                        rope.use(name)
+                        taken = [rope.step().seconds for _ in range(1 + TRIED)][1:]
+                        seconds[name] = self._slowest(statistics.median(taken))
+            except Exception as error:  # the engine may be left in the middle of a step
+                rejected[name] = reason(error)
+                self.say(f"RoPE cannot attend with {name}: {rejected[name]}")
+                if not seconds and name == untried[-1]:
+                    raise
+            untried = [name for name in untried if name not in seconds and name not in rejected]
+        self.result["rope_backends"] = {"seconds_per_step": seconds, "rejected": rejected}
+        self.backends["rope"] = min(seconds, key=seconds.__getitem__)
+        compared = ", ".join(f"{name} {taken:.4f} s" for name, taken in seconds.items())
+        self.say(f"RoPE attends with {self.backends['rope']}, the fastest here: {compared}")
+
+    def _check_parity(self) -> None:
+        """Exit without a figure if the models do not start out equal: with zero matrices, TAPE is RoPE.
+
+        In bf16 they may differ by twice of what rounding does to RoPE: its losses with another attention show that.
+        """
+        rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
+        difference = _distance(tape, rope)
+        allowed = EQUAL if self.arguments.precision == "fp32" else 2 * _distance(self.plain_losses, rope)
+        self.result["parity"] = {"difference": difference, "allowed": allowed}
+        if not difference <= allowed:
+            message = f"before the first step, the models' losses of a token differ by {difference:.2g}, more "
+            message += f"than {allowed:.2g}, so no figure is given"
+            sys.exit(f"error: {message}" if self.layout.rank == 0 else 1)
+        self.say(
+            f"before the first step, the models' losses of a token differ by {difference:.2g} (allowed: {allowed:.2g})"
+        )
+
+    def _any(self, flag: bool) -> bool:
+        return self.layout.any_rank(flag) if self.layout.world_size > 1 else flag
+
+    def _slowest(self, seconds: float) -> float:
+        """Return the longest time of all ranks, so that they choose alike."""
+        value = torch.tensor(seconds, dtype=torch.float64, device=self.layout.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+    def _profile(self) -> None:
+        found = self.result["profile"] = {}
+        for encoding in reversed(ENCODINGS):
+            path = self.record and self.record.path
+            trace = path.with_name(f"{path.stem}-{encoding}.trace.json.gz") if path else None
+            try:
+                with self._built(encoding) as contestant:
+                    contestant.step()
+                    contestant.step()
+                    found[encoding] = profiled(contestant, trace)
+            except Exception as error:  # what was measured stays
+                found[encoding] = {"failed": reason(error)}
+            self._write()
+
+    # The results.
+
+    def _new_block(self, contestant: Contestant) -> dict:
+        block = {
+            "encoding": contestant.config.model.position_encoding,
+            **contestant.description(),
+            "seconds": [],
+            "phases": {phase: [] for phase in PHASES},
+            "losses": [],
+            "memory": {},
+        }
+        self.result["blocks"].append(block)
+        return block
+
+    def _summarize(self) -> None:
+        """Calculate what the blocks so far say, and write it."""
+        result, blocks = self.result, self.result["blocks"]
+        for encoding in ENCODINGS:
+            if own := [block for block in blocks if block["encoding"] == encoding and block["seconds"]]:
+                result["encodings"][encoding] = self._summary(encoding, own)
+        rope, tape = (result["encodings"].get(encoding) for encoding in ENCODINGS)
+        if rope and tape:
+            tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
+            result["ratio_time"] = tape["seconds_per_step"] / rope["seconds_per_step"]
+            if self.arguments.order == "alternate":
+                pairs = zip(*(block["seconds"] for block in blocks))
+                result["ratio_time"] = statistics.median(t / r for r, t in pairs)
+            if rope["memory"] and tape["memory"]:
+                result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
+        self._write()
+
+    def _summary(self, encoding: str, blocks: list[dict]) -> dict:
+        model = self.config(encoding).model
+        all_seconds = [seconds for block in blocks for seconds in block["seconds"]]
+        seconds = statistics.median(all_seconds)
+        phases = {phase: [x for block in blocks for x in block["phases"][phase]] for phase in PHASES}
+        phases["other"] = [whole - sum(parts) for whole, *parts in zip(all_seconds, *phases.values())]
+        speed = self.result["run"]["tokens_per_step"] / seconds
+        medians = [statistics.median(block["seconds"]) for block in blocks]
+        memory = [block["memory"] for block in blocks if block["memory"]]
+        return {
+            **{key: value for key, value in blocks[0].items() if isinstance(value, str) and key != "encoding"},
+            "seconds_per_step": seconds,
+            "seconds_by_block": medians,
+            "tokens_per_second": speed,
+            **utilization(flops_per_token(model), speed, self.layout.world_size, self.peak, self.matmul),
+            "phases": {phase: statistics.median(taken) for phase, taken in phases.items()},
+            "memory": {key: max(peaks[key] for peaks in memory) for key in memory[0]} if memory else {},
+            "parameters": parameter_count(model),
+            "flops_per_token": flops_per_token(model),
+        }
+
+    def _write(self) -> None:
+        if self.record:
+            order = ("ratio_time", "ratio_memory", "encodings")
+            first = {key: self.result[key] for key in order if key in self.result}
+            arguments = {key: str(x) if isinstance(x, Path) else x for key, x in vars(self.arguments).items()}
+            self.record.write({**first, **self.result, "arguments": arguments})
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).square().mean().sqrt().item()
+
+
+def _add(block: dict, step: Step) -> None:
+    block["seconds"].append(step.seconds)
+    block["losses"].append(step.loss)
+    for phase, seconds in step.phases.items():
+        block["phases"][phase].append(seconds)
