@@ -46,15 +46,15 @@ from megatron_tape.files import write_whole
 LIMIT = 9.0
 """Minutes after which a slice's program is ended."""
 SHORTEST = 1.0
-"""Minutes below which a slice is not worth starting."""
+"""Minutes below which no slice is started; behind another one it must have those that it asks for."""
 TOY_OUTPUT = ROOT / "runs" / "check-gpu-toy"
 CODE = ("megatron_tape", "pretrain", "benchmarks")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run slices and print the goals; return 1 if a slice failed or was ended, 2 for a mistake, otherwise 0."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    started = time.monotonic()
+    arguments = _parser().parse_args(argv)
     if arguments.list:
         for number, part in enumerate(SLICES, 1):
             print(f"{number} {part.name:16} {part.purpose}")
@@ -71,11 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     check = _Check(machine, output, site, arguments.commit, arguments.profile)
     print("\n".join(check.introduction()), flush=True)
-    statuses = check.run(chosen, arguments.minutes)
-    print(flush=True)
-    lines = table(check.results(), machine)
-    write_whole(output / "goals.md", [("\n".join(lines) + "\n").encode()])
-    print("\n".join(lines))
+    statuses = check.run(chosen, None if arguments.minutes is None else started + 60 * arguments.minutes)
+    print("", *check.write_goals(), sep="\n")
     print(f"\nresults: {shown(output)}, this table: {shown(output / 'goals.md')}")
     check.update_measured()
     return int(any(status != DONE for status in statuses))
@@ -188,24 +185,34 @@ class _Check:
         found = described(differences(self.site))
         return [f"Not the tested versions, which may be why something fails: {found}"] if found else []
 
-    def run(self, chosen: list[Slice], minutes: float | None) -> list[str]:
-        """Run the chosen slices, or else all that are not done; return their statuses."""
-        started, statuses = time.monotonic(), []
+    def run(self, chosen: list[Slice], deadline: float | None) -> list[str]:
+        """Run the chosen slices, or else all that are not done; return their statuses.
+
+        All of it ends before `deadline`, as `time.monotonic` counts.
+        """
+        statuses: list[str] = []
         parts = chosen or [part for part in SLICES if not self.is_done(part)]
         parts = [part for part in parts if chosen or not part.why_not(self.machine)]
         for index, part in enumerate(parts, 1):
-            left = LIMIT if minutes is None else min(LIMIT, minutes - (time.monotonic() - started) / 60)
+            left = LIMIT if deadline is None else min(LIMIT, (deadline - time.monotonic()) / 60)
             if why := part.why_not(self.machine):
                 print(f"\n{part.name} {why}", file=sys.stderr)
                 statuses.append(FAILED)
                 continue
-            if left < SHORTEST:
+            if left < min(LIMIT, part.minutes if DONE in statuses else SHORTEST):
                 names = ", ".join(other.name for other in parts[index - 1 :])
                 print(f"\nthe time is used up; still to do: {names}. Run the same command again.")
                 statuses.append(STOPPED)
                 break
             statuses.append(self._run(part, f"{index} of {len(parts)}", left))
+            self.write_goals()  # at once, as this command may be ended during the next slice
         return statuses
+
+    def write_goals(self) -> list[str]:
+        """Write the table of goals as far as they are known; return its lines."""
+        lines = table(self.results(), self.machine)
+        write_whole(self.output / "goals.md", [("\n".join(lines) + "\n").encode()])
+        return lines
 
     def _run(self, part: Slice, place: str, minutes: float) -> str:
         path, log = self.path(part), self.output / f"{part.name}.log"

@@ -20,7 +20,7 @@ from benchmarks.programs import report
 
 PRECISIONS = ("bf16", "fp32", "fp16")
 LENGTHS = (1, 63, 1025, 4096)
-TOKENS = 20_000
+TOKENS = 10_000
 """Tokens of a large position update, of which every program takes many."""
 
 

@@ -37,6 +37,8 @@ class Slice:
     """What it imports besides torch."""
     every_gpu: bool = False
     """Whether torchrun starts one process for each GPU; such a slice needs at least two."""
+    minutes: float = 4.0
+    """What it should be given at least, unless it comes first; the programs that use up their time need more."""
     traces: bool = False
     """Whether it takes `--profile`."""
 
@@ -56,12 +58,14 @@ SLICES = (
         "kernels",
         "every fused kernel compiles and agrees with plain torch and float64",
         "check_kernels",
+        minutes=7.5,
     ),
     Slice(
         "training",
         "20 steps of TAPE and RoPE: losses, gradient norms and gradients against the CPU's",
         "check_training",
         packages=STACK,
+        minutes=8.5,
     ),
     Slice(
         "step-155m-1k",
@@ -77,6 +81,7 @@ SLICES = (
         "attention: ours, FlexAttention, cuDNN, flash-attn, beside the fastest RoPE",
         "attention",
         toy=("--toy",),
+        minutes=8.75,
     ),
     Slice(
         "position-update",

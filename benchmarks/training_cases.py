@@ -41,7 +41,7 @@ RUNS = {
     "tape bf16 ZeRO 2 overlapping": ("tape", ZERO(2), BF16, "--deepspeed.overlap_comm=true"),
     "tape packed bf16 recomputed": ("tape", ZERO(2), BF16, PACKED, RECOMPUTED),
     "rope bf16 ZeRO 2": ("rope", ZERO(2), BF16),
-    "tape recomputed fp32": ("tape", ZERO(1), RECOMPUTED),
+    "tape recomputed fp32": ("tape", ZERO(1), RECOMPUTED, "--logging.tensorboard=true"),
     "tape fp32 data parallel": ("tape", ZERO(2)),
     "tape fp32 tensor parallel": ("tape", ZERO(1), "--parallel.tensor_model_parallel_size=2"),
 }

@@ -1,9 +1,10 @@
-"""Lets autograd handle fake CUDA tensors in a torch that was built without CUDA.
+"""Lets autograd handle fake CUDA tensors on a machine without a GPU.
 
-In such a build a `torch._subclasses.FakeTensor` may name a CUDA device, but indexing it raises and the first backward
-pass ends the process, because two C++ tables are empty: the registry of device guards and the virtual table of CUDA's
-hooks. This module fills them through ctypes. Symbols and offsets belong to a version of torch, hence the list of known
-versions. Nothing runs on a device, and a torch that was built with CUDA is left as it is.
+There a `torch._subclasses.FakeTensor` may name a CUDA device, but the first backward pass fails or even ends the
+process: autograd asks two C++ tables for the device, the registry of device guards and the virtual table of CUDA's
+hooks. In a torch without CUDA they are empty, and in one with CUDA they ask the driver. This module fills them through
+ctypes. Symbols and offsets belong to a version of torch, hence the list of known versions. Nothing runs on a device.
+Where there is a GPU, everything is left as it is.
 """
 
 from ctypes import CDLL, CFUNCTYPE, POINTER, addressof, c_bool, c_int8, c_void_p, cast, py_object, pythonapi
@@ -13,7 +14,7 @@ import torch
 
 from megatron_tape.errors import refuse
 
-KNOWN_VERSIONS = ("2.13",)
+KNOWN_VERSIONS = ("2.11", "2.13")
 DEVICE_TYPES = 21  # of c10::DeviceType
 CUDA = 1  # among them
 GUARD_SLOTS = 64  # at least as many as DeviceGuardImplInterface has virtual functions
@@ -26,13 +27,13 @@ _filled = False
 def fill_cuda_hooks() -> None:
     """Fill the tables, once per process; `ConfigError` for a version of torch whose tables are not known."""
     global _filled
-    if torch.version.cuda is not None or _filled:
+    if _filled or torch.cuda.is_available():
         return
     version = torch.__version__
     refuse(
-        version.rsplit(".", 1)[0] not in KNOWN_VERSIONS,
-        f"torch {version} was built without CUDA; among such builds, rehearsals support only torch "
-        f"{' and '.join(KNOWN_VERSIONS)}; install that version, or a torch that was built with CUDA",
+        version.partition("+")[0].rsplit(".", 1)[0] not in KNOWN_VERSIONS,
+        f"this is torch {version}; without a GPU, rehearsals support only torch {' and '.join(KNOWN_VERSIONS)}; "
+        "install one of these versions",
     )
     _register_guard()
     _replace_hooks()

@@ -207,9 +207,10 @@ class Engine:
             tensors = zero.fp32_partitioned_groups_flat
         else:
             tensors = zero.single_partition_of_fp32_groups
+        fused = self._adam.defaults.get("fused", False)
         for tensor in tensors:
             self._adam.state[tensor] = {
-                "step": torch.tensor(float(steps)),
+                "step": torch.tensor(float(steps), device=tensor.device if fused else "cpu"),
                 **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
             }
         self._show_moments()

@@ -1,5 +1,6 @@
 """`benchmarks.check_gpu`: which slices run, what is kept of them, and what the table says."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -103,6 +104,20 @@ def test_when_the_time_is_used_up_the_next_call_continues(check, tmp_path):
     status, out = check("--minutes", "0.5")
     assert status == 1 and "still to do: first, second" in out and not (tmp_path / "first.json").exists()
     assert check()[0] == 0
+
+
+def test_a_slice_that_might_not_end_in_time_is_left_to_the_next_call(check, tmp_path, monkeypatch):
+    long = [dataclasses.replace(part, minutes=8.0) for part in (FIRST, SECOND)]
+    monkeypatch.setattr(check_gpu, "SLICES", tuple(long))
+    status, out = check("--minutes", "7")  # the first one starts all the same, or it never would
+    assert status == 1 and "still to do: second" in out and outcome(tmp_path, "first")["status"] == "done"
+    assert check("--minutes", "7")[0] == 0 and outcome(tmp_path, "second")["status"] == "done"
+
+
+def test_the_goals_are_written_after_every_slice(check, tmp_path):
+    seen = "import os, sys; assert os.path.exists(os.path.dirname(sys.argv[1]) + '/goals.md')"
+    assert check(second=f"{seen}; {WRITE}")[0] == 0
+    assert outcome(tmp_path, "second")["status"] == "done"
 
 
 def test_damaged_results_count_as_none(check, tmp_path):

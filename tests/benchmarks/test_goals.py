@@ -43,7 +43,10 @@ def rows(results, machine=H100):
             "in every shape",
             "**no**",
         ),
-        ("attention", {"results": [{"of_rope": {"ratio": 1.4}}, {}]}, "in every shape", ""),
+        ("attention", {"results": [{"of_rope": {"ratio": 1.4}}]}, "in every shape", "yes"),
+        ("attention", {"results": [{"of_rope": {"ratio": 1.4}}, {"rejected": {}}]}, "in every shape", "so far"),
+        ("attention", {"results": [{"of_rope": {"ratio": 1.6}}, {}]}, "in every shape", "**no**"),
+        ("attention", {"results": [{}]}, "in every shape", ""),
         ("attention", {"results": []}, "in every shape", ""),
         ("kernels", {"checks": [{"name": "a", "passed": True}]}, "exact", "yes"),
         ("kernels", {"checks": [{"name": "a", "passed": True}, {"name": "b", "passed": False}]}, "exact", "**no**"),
@@ -74,5 +77,6 @@ def test_slices_and_speeds_are_listed():
         table({"step-7b-8k": step(), "kernels": {"outcome": OUTCOME | {"status": "failed", "reason": "x"}}}, H100)
     )
     assert "| step-7b-8k | done | 12 |" in lines and "| kernels | failed: x | 12 |" in lines
+    assert "| attention | has not ended | |" in "\n".join(table({"attention": {"results": []}}, H100))
     assert "| all-gpus | needs two or more GPUs | |" in lines and "| decoding | not run | |" in lines
     assert "| step-7b-8k | rope | 123,456 | 50.0% | 49.0% | 1.0 | forward 10.0, backward 20.0 |" in lines
