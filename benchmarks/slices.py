@@ -154,6 +154,8 @@ def environment(machine: Machine, site: Path | None) -> dict[str, str]:
     found = dict(os.environ)
     paths = [str(ROOT), *([str(site)] if site else []), found.get("PYTHONPATH", "")]
     found |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"}
+    # Otherwise kernels would be compiled once for each program that chooses a place of its own.
+    found.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton-cache"))
     if machine.toy:
         found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
         found.setdefault("OMP_NUM_THREADS", "1")
