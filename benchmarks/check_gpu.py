@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the slice's program is ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the slice's program is ended, too
+        signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by))
     output = arguments.output or default_output(machine)
     output.mkdir(parents=True, exist_ok=True)
     check = _Check(machine, output, site, arguments.commit, arguments.profile)
