@@ -1,4 +1,4 @@
-"""Check and measure this project on the GPUs of this machine; every slice takes less than ten minutes.
+"""Check and measure this project on the GPUs of this machine; every slice takes less than nine minutes.
 
     make check-gpu                                     what has not been done yet, then the table of goals
     make check-gpu SLICE=attention                     only this slice, by its name or its number, even if it is done
@@ -69,10 +69,18 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the slice's program is ended, too
         signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by))
     output = arguments.output or default_output(machine)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: --output {output} cannot be made ({error.strerror}); give another folder", file=sys.stderr)
+        return 2
     check = _Check(machine, output, site, arguments.commit, arguments.profile)
-    print("\n".join(check.introduction()), flush=True)
-    statuses = check.run(chosen, None if arguments.minutes is None else started + 60 * arguments.minutes)
+    print("\n".join(check.introduction(chosen)), flush=True)
+    try:
+        statuses = check.run(chosen, None if arguments.minutes is None else started + 60 * arguments.minutes)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; results so far are in {shown(output)}, and the same command continues", file=sys.stderr)
+        return 130
     print("", *check.write_goals(), sep="\n")
     print(f"\nresults: {shown(output)}, this table: {shown(output / 'goals.md')}")
     check.update_measured()
@@ -86,12 +94,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slice", action="append", metavar="K", help="number or name; may be repeated (default: all)")
     parser.add_argument("--list", action="store_true", help="only list the slices")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: a folder of benchmarks/results per GPU")
-    parser.add_argument("--minutes", type=float, metavar="M", help="end within this time; call again to continue")
+    parser.add_argument("--minutes", type=_minutes, metavar="M", help="end within this time; call again to continue")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="folder of wheels to use, made by benchmarks.wheels")
     parser.add_argument("--profile", action="store_true", help="write a trace of a training step of every shape")
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, even where there is a GPU")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
     return parser
+
+
+def _minutes(text: str) -> float:
+    try:
+        if 0 < float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above zero")
 
 
 def _chosen(text: str) -> Slice:
@@ -153,6 +170,12 @@ class _Check:
                 found[part.name] = record
         return found
 
+    def _status(self, part: Slice) -> str | None:
+        try:
+            return (read_results(self.path(part)) or {}).get("outcome", {}).get("status")
+        except ValueError:
+            return None
+
     def is_done(self, part: Slice) -> bool:
         """Return whether the slice's results come from this code on these GPUs."""
         try:
@@ -162,7 +185,7 @@ class _Check:
         here = (DONE, self.code, list(self.machine.gpus))
         return (outcome.get("status"), outcome.get("code"), outcome.get("gpus")) == here
 
-    def introduction(self) -> list[str]:
+    def introduction(self, chosen: list[Slice]) -> list[str]:
         """Say what this machine is and what will be done."""
         machine = self.machine
         lines = [f"Python {machine.python}, torch {machine.torch}, triton {machine.triton or 'not installed'}"]
@@ -178,6 +201,7 @@ class _Check:
         for number, part in enumerate(SLICES, 1):
             why = part.why_not(machine)
             state = f"cannot run: {why}" if why else "done before" if self.is_done(part) else "to do"
+            state = "to do" if part in chosen and not why else "not chosen" if chosen else state
             lines.append(f"{number} {part.name:16} {part.purpose} [{state}]")
         return lines
 
@@ -219,9 +243,18 @@ class _Check:
         path, log = self.path(part), self.output / f"{part.name}.log"
         arguments = command(part, self.machine, path, self.commit, self.profile)
         print(f"\n=== {place}: {part.name} (at most {minutes:.0f} min): python {' '.join(arguments[1:])}", flush=True)
-        if path.exists():
+        if self._status(part) == DONE:
+            # A repetition that is interrupted does not replace it.
             os.replace(path, path.with_suffix(".previous.json"))
-        status, seconds = run(arguments, environment(self.machine, self.site), log, 60 * minutes)
+        path.unlink(missing_ok=True)
+        started = time.monotonic()
+        try:
+            status, seconds = run(arguments, environment(self.machine, self.site), log, 60 * minutes)
+        except BaseException:
+            seconds = round(time.monotonic() - started, 1)
+            write_outcome(path, Outcome(STOPPED, seconds, self.code, self.machine.gpus, "interrupted"))
+            self.write_goals()
+            raise
         outcome = Outcome(DONE, round(seconds, 1), self.code, self.machine.gpus)
         if status is None:
             outcome.status, outcome.reason = STOPPED, f"took more than {minutes:.1f} minutes"

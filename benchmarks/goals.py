@@ -28,7 +28,7 @@ class Goal:
 
 
 def _at_most(limit: float) -> dict[str, Callable]:
-    return {"met": lambda value: value <= limit, "shown": "{:.3f}".format}
+    return {"met": lambda value: value <= limit, "shown": "{:.3f} times".format}
 
 
 def _share(limit: float) -> dict[str, Callable]:
@@ -74,7 +74,7 @@ class _Worst:
 
     def __str__(self) -> str:
         where = "" if self.measured == self.shapes else f" ({self.measured} of {self.shapes} shapes)"
-        return f"{self.ratio:.3f}{where}"
+        return f"{self.ratio:.3f} times{where}"
 
 
 def _worst_shape(record: Record) -> _Worst:
@@ -135,7 +135,10 @@ def _goals(results: dict[str, Record], machine: Machine) -> Iterator[str]:
         measured, met = "not measured", ""
         try:
             value = goal.read(results[goal.slice])
-            measured, met = goal.shown(value), WORDS[goal.met(value)]
+            judged = goal.met(value)
+            if judged and results[goal.slice].get("outcome", {}).get("status") != DONE:
+                judged = None  # the slice has not come to its end
+            measured, met = goal.shown(value), WORDS[judged]
         except (KeyError, TypeError, ValueError):
             pass
         if goal.of_speed and machine.toy:

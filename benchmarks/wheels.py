@@ -92,9 +92,10 @@ def check(directory: Path, python: str | None = None) -> list[Path]:
     """
     wheels = sorted(directory.glob("*.whl"))
     python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
-    again = f"collect them again with: python -m benchmarks.wheels DIR --python {python}"
+    again = f"collect them in a new folder with: python -m benchmarks.wheels DIR --python {python}"
     if not wheels:
-        raise ValueError(f"{directory} holds no wheels; {again}")
+        state = "holds no wheels" if directory.is_dir() else "does not exist"
+        raise ValueError(f"{directory} {state}; {again}")
     packages: dict[str, Path] = {}
     for wheel in wheels:
         parts = wheel.stem.split("-")

@@ -157,7 +157,9 @@ def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> 
         yield f"{count:>6} times a step: launch of the kernel {kernel}"
     for fault, count in outcome.faults.items():
         yield f"FAULT  {fault} ({count} times)"
-    yield "no fault" if not outcome.faults else f"{len(outcome.faults)} faults"
+    differing = [row.name for row in rows if not row.agrees]
+    found = f"{len(outcome.faults)} faults" if outcome.faults else "no fault"
+    yield f"{found}, but these differ from the estimate: {', '.join(differing)}" if differing else found
 
 
 if __name__ == "__main__":

@@ -127,6 +127,32 @@ def test_damaged_results_count_as_none(check, tmp_path):
     assert status == 0 and out.count("    measured\n") == 1
 
 
+def test_an_interrupted_repetition_does_not_replace_results_that_were_complete(check, tmp_path, monkeypatch):
+    check()
+    whole = (tmp_path / "first.json").read_text()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(check_gpu, "run", interrupted)
+            assert check("--slice", "first")[0] == 130
+        assert (tmp_path / "first.previous.json").read_text() == whole
+        assert outcome(tmp_path, "first")["reason"] == "interrupted"
+    status, out = check()
+    assert status == 0 and out.count("    measured\n") == 1
+
+
+def test_an_unusable_output_and_time_are_refused(check, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert check_gpu.main(["--output", str(tmp_path / "file" / "folder")]) == 2
+    assert "cannot be made (Not a directory)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        check_gpu.main(["--minutes", "0"])
+    assert "0 is not a number of minutes above zero" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--slice", "third"], ["--slice", "0"]])
 def test_an_unknown_slice_is_refused(check, options, capsys):
     assert check_gpu.main(options) == 2

@@ -86,7 +86,7 @@ def test_what_pip_refuses_leaves_nothing_behind(folder, tmp_path):
 @pytest.mark.parametrize(
     "names, message",
     [
-        ([], "holds no wheels; collect them again with: python -m benchmarks.wheels DIR --python 3."),
+        ([], "holds no wheels; collect them in a new folder with: python -m benchmarks.wheels DIR --python 3."),
         (
             ["a_b-1.0-py3-none-any", "A.b-1.1-py3-none-any"],
             "holds two wheels of a-b, A.b-1.1-.* and a_b-1.0-.*; remove one",
