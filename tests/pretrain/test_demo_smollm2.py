@@ -45,7 +45,7 @@ def model(tmp_path_factory, texts):
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    config = LlamaConfig(vocab_size=len(fast), **sizes, **heads, bos_token_id=1, eos_token_id=2)
+    config = LlamaConfig(vocab_size=len(fast), **sizes, **heads, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -64,7 +64,7 @@ def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "demo" / "results").iterdir()}
     assert set(results) == {"before-2", "tape-2-2", "lora-2-2"}
     losses = {name: np.array(result["loss"]) for name, result in results.items()}
-    assert all(len(loss) == 1024 and 5 < loss.mean() < 7 for loss in losses.values())  # log(400) is 6
+    assert all(len(loss) == 1024 and 5 < loss.mean() < 10 for loss in losses.values())  # log(400) is 6
     assert abs(losses["tape-2-2"] - losses["before-2"]).max() > 1e-4
     assert abs(losses["lora-2-2"] - losses["before-2"]).max() > 1e-4
     summary = (tmp_path / "demo" / "summary.md").read_text()
