@@ -1,4 +1,5 @@
-"""The demo: from text to two trained models, their loss curves and generated text, with the commands used on a cluster.
+"""The demo: from text to two trained models, their loss curves and generated text, and both extended to four times the
+context, with the commands used on a cluster.
 
 A stage whose output already exists is skipped. Outputs appear complete or not at all, so an interrupted demo continues
 where it stopped.
@@ -15,10 +16,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.files import atomic_output
+from pretrain import held_out
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
+EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
+CONTEXT, EXTENDED, SPLIT = 256, 1024, "95,5,0"
+"""Of the recipes."""
+HELD_OUT, PARTS = 32, 32
 PROMPT = "def main("
 STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab:blue", "linestyle": "--"}}
 
@@ -35,12 +43,57 @@ def main() -> int:
     arguments.processes = arguments.processes or min(2, devices())
     started = time.monotonic()
     directory = arguments.directory
-    data = directory / "data"
-    python, bin_directory = sys.executable, Path(sys.executable).parent
-    corpus, tokenizer, prefix = data / "stdlib.jsonl", data / "tokenizer.model", data / "stdlib"
+    stages = preparation(directory) + training(arguments, directory == parser.get_default("directory"))
+    prefix, bin_directory = dataset(directory), Path(sys.executable).parent
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
-    launcher = [str(bin_directory / "torchrun"), "--standalone", "--nproc-per-node", str(arguments.processes)]
-    stages = [
+
+    print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir {directory}", flush=True)
+    for number, (name, output, command) in enumerate(stages, 1):
+        shown = shlex.join([Path(command[0]).name, *command[1:]])
+        print(f"\n[{number}/{len(stages)}] {name}: {shown}", flush=True)
+        if output is not None and output.exists():
+            if output.suffix != ".idx" or is_whole(prefix):
+                print(f"{output} exists already", flush=True)
+                continue
+            print(f"{prefix} is damaged and is made again", flush=True)
+            command = [*command, "--overwrite"]
+        if "to-hf" in command:
+            # An export of an earlier demo may be of fewer steps.
+            shutil.rmtree(command[-1], ignore_errors=True)
+        status = run(command, threads)
+        if status != 0:
+            print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
+            return 1
+
+    rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
+    write_curves(rows, directory / "curves.png")
+    exported, extended = (
+        {name: exported_from(run_of(directory, name, context)) for name in RECIPES} for context in (CONTEXT, EXTENDED)
+    )
+    print(f"\ncomparing the losses at each of {EXTENDED:,} positions of text held out", flush=True)
+    windows = held_out.held_out_windows(prefix, SPLIT, EXTENDED, HELD_OUT)
+    by_position = {
+        when: {
+            name: held_out.loss_by_position(held_out.load(source, own_export=True).model, windows).mean(0)
+            for name, source in sources.items()
+        }
+        for when, sources in (("before", exported), ("after", extended))
+    }
+    write_loss_by_position(by_position, directory / "extended.png")
+    write_summary(rows, by_position, directory / "summary.md")
+    minutes = (time.monotonic() - started) / 60
+    print(f"\n{(directory / 'summary.md').read_text()}")
+    print(f"The TAPE models for transformers: {exported['TAPE']}, {extended['TAPE']}")
+    print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, curves.png and extended.png")
+    print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
+    return 0
+
+
+def preparation(directory: Path) -> list[tuple[str, Path | None, list[str]]]:
+    """Return name, output and command of the stages from text to tokens."""
+    python, prefix = sys.executable, dataset(directory)
+    corpus, tokenizer = prefix.with_suffix(".jsonl"), prefix.with_name("tokenizer.model")
+    return [
         ("corpus", corpus, [python, "tools/make_corpus.py", "stdlib", "--output", str(corpus)]),
         (
             "tokenizer",
@@ -55,57 +108,56 @@ def main() -> int:
             + ["--output-prefix", str(prefix), "--workers", "2", "--append-eod"],
         ),
     ]
-    for name, recipe in RECIPES.items():
-        command = [*launcher, "-m", "pretrain.train", "--config", f"pretrain/recipes/{recipe}.yaml"]
-        command += ["--logging.directory", str(directory / name.lower())]
-        if directory != parser.get_default("directory"):
-            command += ["--data.prefix", str(prefix), "--data.tokenizer", str(tokenizer)]
-        if arguments.steps is not None:
-            command += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
-        stages.append((f"training {name}", None, command))
 
-    exported = directory / "tape-hf"
-    stages += [
-        (
-            "export to Hugging Face",
-            None,
-            [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(directory / "tape")]
-            + ["--output", str(exported)],
-        ),
-        (
-            "a continuation",
-            None,
-            [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"],
-        ),
-    ]
 
-    print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir {directory}", flush=True)
-    for number, (name, output, command) in enumerate(stages, 1):
-        shown = shlex.join([Path(command[0]).name, *command[1:]])
-        print(f"\n[{number}/{len(stages)}] {name}: {shown}", flush=True)
-        if output is not None and output.exists():
-            if output.suffix != ".idx" or is_whole(prefix):
-                print(f"{output} exists already", flush=True)
-                continue
-            print(f"{prefix} is damaged and is made again", flush=True)
-            command = [*command, "--overwrite"]
-        if "to-hf" in command:
-            # An export of an earlier demo may be of fewer steps.
-            shutil.rmtree(exported, ignore_errors=True)
-        status = run(command, threads)
-        if status != 0:
-            print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
-            return 1
+def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[tuple[str, None, list[str]]]:
+    """Return name, no output and command of the stages that train, export and extend; each knows what is done."""
+    python, directory = sys.executable, arguments.directory
+    prefix = dataset(directory)
+    launcher = [str(Path(python).parent / "torchrun"), "--standalone"]
+    launcher += ["--nproc-per-node", str(arguments.processes), "-m"]
+    steps = []
+    if arguments.steps is not None:
+        steps = ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
+    data = ["--data.prefix", str(prefix), "--data.tokenizer", str(prefix.with_name("tokenizer.model"))]
+    given = steps if as_in_recipes else [*data, *steps]
 
-    rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
-    write_curves(rows, directory / "curves.png")
-    write_summary(rows, directory / "summary.md")
-    minutes = (time.monotonic() - started) / 60
-    print(f"\n{(directory / 'summary.md').read_text()}")
-    print(f"The TAPE model for transformers: {exported}")
-    print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, {directory}/curves.png")
-    print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
-    return 0
+    def train(name: str, program: str, recipe: str, logs: Path) -> tuple[str, None, list[str]]:
+        command = [*launcher, program, "--config", f"pretrain/recipes/{recipe}.yaml", "--logging.directory", str(logs)]
+        return name, None, [*command, *given]
+
+    def export(name: str, logs: Path) -> tuple[str, None, list[str]]:
+        command = [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(logs)]
+        return f"export of {name} to Hugging Face", None, [*command, "--output", str(exported_from(logs))]
+
+    stages = [train(f"training {n}", "pretrain.train", RECIPES[n], run_of(directory, n, CONTEXT)) for n in RECIPES]
+    stages += [export(name, run_of(directory, name, CONTEXT)) for name in RECIPES]
+    exported = exported_from(run_of(directory, "TAPE", CONTEXT))
+    command = [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"]
+    stages.append(("a continuation", None, command))
+    for name, recipe in EXTENSIONS.items():
+        logs = run_of(directory, name, EXTENDED)
+        what = f"extending {name} to {EXTENDED:,} tokens"
+        stage, output, command = train(what, "pretrain.extend_context", recipe, logs)
+        if not as_in_recipes:
+            command += ["--extension.from", str(run_of(directory, name, CONTEXT))]
+        stages += [(stage, output, command), export(f"{name} with {EXTENDED:,} tokens", logs)]
+    return stages
+
+
+def dataset(directory: Path) -> Path:
+    """Return the prefix of the dataset; text and tokenizer lie beside it."""
+    return directory / "data" / "stdlib"
+
+
+def run_of(directory: Path, name: str, context: int) -> Path:
+    """Return where a model of this context is trained."""
+    return directory / (name.lower() if context == CONTEXT else f"{name.lower()}-{context}")
+
+
+def exported_from(run: Path) -> Path:
+    """Return where the model of a run goes, in the format of transformers."""
+    return run.with_name(f"{run.name}-hf")
 
 
 def run(command: list[str], threads: int) -> int:
@@ -165,14 +217,35 @@ def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
         figure.savefig(file, format="png", dpi=110)
 
 
+def write_loss_by_position(by_position: dict[str, dict[str, np.ndarray]], path: Path) -> None:
+    """Plot the losses on text held out by position, before and after the extension."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axes, (when, losses) in zip(panels, by_position.items()):
+        for name, loss in losses.items():
+            axes.plot(*held_out.averaged(loss, PARTS), **STYLES[name] | {"linewidth": 2}, label=name)
+        axes.axvline(CONTEXT, color="gray", linestyle=":")
+        axes.set(xlabel="position", title=f"{when} the extension from {CONTEXT} to {EXTENDED:,} tokens")
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="loss on text held out (nats per token)")
+    panels[0].legend()
+    figure.tight_layout()
+    with atomic_output(path, overwrite=True) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
 def columns(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of the rows that have `key`."""
     found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def write_summary(rows: dict[str, list[dict]], path: Path) -> None:
-    """Write the final figures of each run as a Markdown table."""
+def write_summary(rows: dict[str, list[dict]], by_position: dict[str, dict[str, np.ndarray]], path: Path) -> None:
+    """Write the final figures of each run, and those of the extensions, as Markdown tables."""
     lines = [
         "# Demo",
         "",
@@ -193,7 +266,20 @@ def write_summary(rows: dict[str, list[dict]], path: Path) -> None:
         "",
         "![curves](curves.png)",
         "",
+        f"Extended from {CONTEXT} to {EXTENDED:,} tokens, with positions divided by {EXTENDED // CONTEXT}: TAPE trains",
+        "its matrices, RoPE LoRA layers, and both the embeddings and norms. The loss on text held out:",
+        "",
+        f"| position encoding | first {CONTEXT} before | after | later ones before | after |",
+        "|---|---|---|---|---|",
     ]
+    for name in rows:
+        means = [
+            by_position[when][name][part].mean()
+            for part in (slice(CONTEXT), slice(CONTEXT, None))
+            for when in ("before", "after")
+        ]
+        lines.append(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+    lines += ["", "![loss by position](extended.png)", ""]
     with atomic_output(path, "w", overwrite=True) as file:
         file.write("\n".join(lines))
 

@@ -12,6 +12,7 @@ The output appears only when it is complete.
 import argparse
 import io
 import json
+import random
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def main() -> None:
     # Opened first, so that an existing output is rejected before anything is downloaded.
     with atomic_output(arguments.output, "w", overwrite=arguments.overwrite) as file:
         if arguments.source == "stdlib":
-            records, total = standard_library(), None
+            records, total = standard_library(arguments.shuffle), None
         else:
             records, total = hub_texts(arguments), arguments.max_documents
         progress = command_line.Progress(total)
@@ -43,11 +44,17 @@ def main() -> None:
     command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
 
 
-def standard_library() -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of the standard library's modules and tests, sorted by path; without empty ones."""
+def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
+    """Yield {"text", "path"} of the standard library's modules and tests, without empty ones.
+
+    They are sorted by path or, with a seed, shuffled by it.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    for name in sorted(files):
+    names = sorted(files)
+    if seed is not None:
+        random.Random(seed).shuffle(names)
+    for name in names:
         if _EXCLUDED.isdisjoint(name.split("/")) and (text := _source(files[name])):
             yield {"text": text, "path": name}
 
@@ -110,6 +117,12 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sources = result.add_subparsers(dest="source", required=True)
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
+    stdlib.add_argument(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="in a random order instead of by name, so that data.split holds out text of every kind",
+    )
     hub = sources.add_parser("hub", help="a data set of the Hugging Face Hub, or local files in its formats")
     hub.add_argument("name", help="data set, local directory, or format (json, parquet, text)")
     hub.add_argument("--config-name", help="the data set's configuration")

@@ -22,6 +22,9 @@ def test_standard_library_is_written_in_order_and_the_same_twice(tmp_path, run_t
     assert "exists; pass --overwrite" in run_tool("make_corpus", "stdlib", "--output", first, code=1).stderr
     run_tool("make_corpus", "stdlib", "--output", first, "--overwrite")
     assert first.read_bytes() == second.read_bytes()
+    run_tool("make_corpus", "stdlib", "--shuffle", 7, "--output", first, "--overwrite")
+    shuffled = [json.loads(line)["path"] for line in first.open(encoding="utf-8")]
+    assert shuffled != paths and sorted(shuffled) == paths
 
 
 @pytest.mark.parametrize("form, streaming", [("directory of jsonl", []), ("parquet files", ["--streaming"])])
