@@ -55,6 +55,7 @@ def demo(*arguments):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
     write_lines(tmp_path / "text.jsonl", texts)
     arguments = ["--directory", tmp_path / "demo", "--model", model, "--corpus", tmp_path / "text.jsonl"]
