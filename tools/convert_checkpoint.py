@@ -24,7 +24,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
     size = parse_size(arguments.max_shard_size)
     model = arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer
     if arguments.adapter:
-        from megatron_tape.huggingface.to_hf.adapter import export_adapter
+        from megatron_tape.huggingface.adapter import export_adapter
 
         export_adapter(*model, arguments.base)
         return

@@ -1,6 +1,7 @@
 """A model whose attention is shifted and sparse in training mode, as a run builds it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from models import build, random_tokens, small_model
 
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
-from megatron_tape.run.watch import Watch
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.trainer import build_model
 
@@ -75,7 +75,7 @@ def test_a_run_evaluates_with_full_attention():
     for attention in ("full", "shifted_sparse"):
         config.extension.attention = attention
         seed_everything(0, layout)
-        engine = Engine(build_model(config, layout, Watch(None)), config, layout)
+        engine = Engine(build_model(config, layout, SimpleNamespace(progress=lambda *_: None)), config, layout)
         evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss
         assert torch.equal(engine.logits(tokens[:, :13]), engine.module.eval()(tokens[:, :13]))
         losses[attention] = (evaluated, trained, engine.evaluate([batch]))
