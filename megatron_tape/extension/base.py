@@ -71,6 +71,8 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     base = base or find_base(values[KEY])
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
+    if values.get("model.rope_scaling_type", "linear") != "linear" and base.model.rope_scaling_factor == 1:
+        inherited["rope_original_seq_length"] = base.model.seq_length
     tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)

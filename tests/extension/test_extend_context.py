@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.config.parse import parse_run_config
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.extension import importing
-from megatron_tape.extension.base import with_base_settings
+from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 from megatron_tape.model.weights import part_of
 from megatron_tape.run.watch import Watch
@@ -404,3 +405,20 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
     ):
         assert part in refused(capfd, attempt.main, ["chain", "--", *first, *second, wrong])
     assert "--extend RECIPE is missing" in refused(capfd, attempt.main, ["chain", "--", *first])
+
+
+def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        seq_length=48,
+        vocab_size=64,
+        position_encoding="rope",
+    )
+    scaled = {"model.rope_scaling_type": "yarn", "model.rope_scaling_factor": 2.0, "extension.from": "somewhere"}
+    found = with_base_settings(scaled, Base(Path("somewhere"), model, None))
+    assert found["model.rope_original_seq_length"] == model.seq_length
+    given = scaled | {"model.rope_original_seq_length": 7}
+    assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
