@@ -26,10 +26,11 @@ ORDER = (
     ("rehearsal",),
     ("huggingface",),
     ("extension",),
+    ("evaluation",),
 )
 WITHOUT_TORCH = "errors files command_line config parameters costs data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.from_hf.llama_family".split()
-WITHOUT_TORCH += ["extension.base"]
+WITHOUT_TORCH += ["extension.base", "evaluation.base", "evaluation.tasks"]
 
 
 def imported_names(tree, package):
