@@ -1,13 +1,13 @@
 """What an evaluation task is: settings, independent units of work, and what their findings add up to.
 
-A task is one file with a subclass of `Task`, entered by name in `evaluation.tasks`. Its module imports neither torch nor
-transformers nor lm_eval at its top, so that wrong settings are rejected before those are loaded.
+A task is one file with a subclass of `Task`, entered by name in `evaluation.tasks`. Its module imports neither torch
+nor transformers nor lm_eval at its top, so that wrong settings are rejected before those are loaded.
 
-The way of the data: `check` refuses what cannot work; `units` cuts the work into pieces, the same ones in the same order
-on every rank; the runner shares the units among the ranks and keeps the value of each as soon as it is known, so that an
-interrupted evaluation continues there; `summarize` turns the values of all units into scores; `draw` makes pictures of
-the results of one model, or of several side by side. What `evaluate` returns is written as JSON and read back before
-`summarize` sees it, so it consists of plain numbers, texts, lists and dictionaries.
+The way of the data: `check` refuses what cannot work; `units` cuts the work into pieces, the same ones in the same
+order on every rank; the runner shares the units among the ranks and keeps the value of each as soon as it is known, so
+that an interrupted evaluation continues there; `summarize` turns the values of all units into scores; `draw` makes
+pictures of the results of one model, or of several side by side. What `evaluate` returns is written as JSON and read
+back before `summarize` sees it, so it consists of plain numbers, texts, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Score:
     length: int | None = None
     """Tokens of context that it is about; None if it is not about one length."""
     group: str = ""
-    """What else tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
+    """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
     low: float | None = None
     """The interval in which the value lies with 95 % confidence."""
     high: float | None = None
