@@ -49,7 +49,7 @@ def parse_run_config(argv: list[str] | None = None, complete: Complete = dict) -
 def fill_directories(config: RunConfig, name: str) -> None:
     """Set every directory that is not set to its default under `runs/<name>` or beside the data."""
     config.logging.directory = config.logging.directory or f"runs/{name}"
-    config.checkpoint.directory = config.checkpoint.directory or f"{config.logging.directory}/checkpoints"
+    config.checkpoint.directory = config.checkpoint.directory or config.default_checkpoint_directory
     config.data.cache_directory = config.data.resolved_cache_directory
 
 

@@ -298,10 +298,20 @@ class RunConfig:
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @property
+    def default_checkpoint_directory(self) -> str:
+        """Where checkpoints go unless `checkpoint.directory` says otherwise."""
+        return f"{self.logging.directory}/checkpoints"
+
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """Return every setting as nested plain dictionaries, by the keys that recipes use."""
+    """Return every setting as nested plain dictionaries, by the keys that recipes use.
+
+    A `checkpoint.directory` in its default place is null, so that it follows a changed `logging.directory`.
+    """
     sections = dataclasses.asdict(config)
+    if config.checkpoint.directory == config.default_checkpoint_directory:
+        sections["checkpoint"]["directory"] = None
     return {name: {key_of(field): value for field, value in section.items()} for name, section in sections.items()}
 
 

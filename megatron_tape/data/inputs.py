@@ -4,9 +4,10 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.config.values import shown
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
@@ -97,6 +98,7 @@ def check_inputs(config: RunConfig) -> None:
                 existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
                 f"{name} is {directory}, but {existing} is not a writable directory; choose another",
             )
+    _refuse_checkpoints_of_another_run(config)
     for prefix in blend(config.data.prefix)[0]:
         for suffix in (".idx", ".bin"):
             with _names_the_setting("data.prefix", prefix):
@@ -115,6 +117,27 @@ def check_inputs(config: RunConfig) -> None:
         refuse(
             resume not in ("auto", "none") and not Path(resume).is_dir(),
             f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
+        )
+
+
+def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
+    """Refuse a `checkpoint.directory` that another run, which still exists, uses; the default place is never refused.
+
+    It belongs to the run that it is inside, or else to the one that saved its newest checkpoint.
+    """
+    run, directory = config.logging.directory, config.checkpoint.directory
+    if not run or not directory or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents:
+        return
+    owners = [Path(directory).parent]
+    for _, newest in list_checkpoints(directory)[:1]:
+        with suppress(ValueError, FileNotFoundError):
+            owners.append(Path(read_state(newest)["config"].get("logging", {}).get("directory") or run))
+    for owner in owners:
+        refuse(
+            (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve(),
+            f"checkpoint.directory is {directory}, which belongs to the run {owner}, but logging.directory is {run}; "
+            "leave it out or set it to null for checkpoints in the run's own directory, and to begin with those of the "
+            "other run, give one as checkpoint.resume",
         )
 
 

@@ -68,6 +68,8 @@ def test_the_output_of_print_config_is_a_recipe_of_the_same_run(parse, tmp_path,
     config = parse_run_config(["--config", str(shown)])
     assert config == parse("--optimizer.lr", "3e-4")
     assert config.logging.directory == "runs/recipe"
+    other = parse_run_config(["--config", str(shown), "--logging.directory", "runs/other"])
+    assert other.checkpoint.directory == "runs/other/checkpoints"
 
 
 def test_print_config_refuses_what_would_not_run(parse, capsys):
