@@ -21,6 +21,9 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 
+Sections = dict[str, type]
+"""Documented dataclasses of settings, by the names of their sections."""
+
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the settings given, by `section.key`, together with others that follow from them; may raise ConfigError."""
 
@@ -55,8 +58,43 @@ def fill_directories(config: RunConfig, name: str) -> None:
 
 def _read(argv: list[str] | None, complete: Complete) -> tuple[RunConfig, bool]:
     """Return the configuration, and whether it is only to be printed."""
-    kinds = _kinds()
-    arguments, unknown = _parser(kinds).parse_known_args(argv)
+    sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
+    parser = settings_parser(
+        sections,
+        usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
+        description="Train one model. Settings come from --config and --section.key; later ones override earlier ones.",
+    )
+    arguments, values, places, files = read_settings(parser, sections, argv)
+    try:
+        missing = missing_settings(sections, completed := complete(values))
+        refuse(
+            bool(missing) and not files,
+            "settings without a default are missing; give --config RECIPE.yaml, such as "
+            "pretrain/recipes/tape_demo.yaml",
+        )
+        refuse(
+            bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value"
+        )
+        config = RunConfig(**{name: build_section(name, sections[name], completed) for name in sections})
+        fill_directories(config, Path(files[-1]).stem if files else "unnamed")
+        encoding_of(config.model)
+        if arguments.print_config:
+            validate(config, world_size=config.parallel.tensor_model_parallel_size)
+    except ConfigError as error:
+        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+    return config, arguments.print_config
+
+
+def read_settings(
+    parser: argparse.ArgumentParser, sections: Sections, argv: list[str] | None
+) -> tuple[argparse.Namespace, dict[str, Any], dict[str, str], list[str]]:
+    """Read a command line that `settings_parser` has made the parser of.
+
+    Returns the arguments; the settings given, by `section.key`; where each was given, as messages begin; and the files.
+    Raises ConfigError in one sentence.
+    """
+    kinds = _kinds(sections)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
         refuse(not name.startswith("--"), f"unexpected argument {name!r}; give settings as --section.key value")
@@ -70,33 +108,25 @@ def _read(argv: list[str] | None, complete: Complete) -> tuple[RunConfig, bool]:
             continue
         files.append(text)
         for given in read_recipe(text):
-            values[given.key], places[given.key] = _from_recipe(given, kinds), f"{given.place}: "
-    try:
-        config = _build(complete(values), kinds, files)
-        fill_directories(config, Path(files[-1]).stem if files else "unnamed")
-        encoding_of(config.model)
-        if arguments.print_config:
-            validate(config, world_size=config.parallel.tensor_model_parallel_size)
-    except ConfigError as error:
-        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
-    return config, arguments.print_config
+            values[given.key], places[given.key] = _from_recipe(given, kinds, sections), f"{given.place}: "
+    return arguments, values, places, files
 
 
-def _kinds() -> dict[str, Any]:
+def _kinds(sections: Sections) -> dict[str, Any]:
     """Return the type of every `section.key`."""
     return {
-        f"{section.name}.{key_of(item.name)}": get_type_hints(section.type)[item.name]
-        for section in dataclasses.fields(RunConfig)
-        for item in dataclasses.fields(section.type)
+        f"{name}.{key_of(item.name)}": get_type_hints(section)[item.name]
+        for name, section in sections.items()
+        for item in dataclasses.fields(section)
     }
 
 
-def _from_recipe(given: Given, kinds: dict[str, Any]) -> Any:
+def _from_recipe(given: Given, kinds: dict[str, Any], sections: Sections) -> Any:
     """Return the value of a recipe's key, or None for a section without keys."""
     try:
         if given.key in kinds:
             return _first_accepted(given.key, [given.value, *_as_yaml(given.value)], kinds[given.key])
-        if given.key not in {section.name for section in dataclasses.fields(RunConfig)}:
+        if given.key not in sections:
             raise _unknown_key(given.key, kinds)
         wrong = given.value != {}
         refuse(wrong, f"{given.key} is {shown(given.value)}; give it keys, or remove it to use the defaults")
@@ -122,30 +152,20 @@ def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
     return accept(key, readings[0], kind)
 
 
-def _build(values: dict[str, Any], kinds: dict[str, Any], files: list[str]) -> RunConfig:
-    """Return the configuration; raises `ConfigError` that names missing settings."""
-    sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
-    missing = [
-        f"{name}.{item.name}"
+def missing_settings(sections: Sections, values: dict[str, Any]) -> list[str]:
+    """Return every `section.key` that must be given and is not."""
+    return [
+        f"{name}.{key_of(item.name)}"
         for name, section in sections.items()
         for item in dataclasses.fields(section)
-        if _has_no_default(item) and f"{name}.{item.name}" not in values
+        if _has_no_default(item) and f"{name}.{key_of(item.name)}" not in values
     ]
-    refuse(
-        bool(missing) and not files,
-        "settings without a default are missing; give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml",
-    )
-    refuse(bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value")
-    fields = {
-        name: {key_of(item.name): item.name for item in dataclasses.fields(section)}
-        for name, section in sections.items()
-    }
-    given: dict[str, dict[str, Any]] = {name: {} for name in sections}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        if name:
-            given[section][fields[section][name]] = value
-    return RunConfig(**{name: section(**given[name]) for name, section in sections.items()})
+
+
+def build_section(name: str, section: type, values: dict[str, Any]) -> Any:
+    """Return a section with the `values` that are given for it, by `section.key`."""
+    fields = {f"{name}.{key_of(item.name)}": item.name for item in dataclasses.fields(section)}
+    return section(**{fields[key]: value for key, value in values.items() if key in fields})
 
 
 def _has_no_default(item: dataclasses.Field) -> bool:
@@ -168,12 +188,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parser(kinds: dict[str, Any]) -> _Parser:
-    """Return the command line, which collects settings and recipes in `given`, in order."""
+def settings_parser(sections: Sections, usage: str, description: str) -> argparse.ArgumentParser:
+    """Return a command line that collects settings and recipes in `given`, in order; it raises ConfigError."""
+    kinds = _kinds(sections)
     parser = _Parser(
-        usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
-        description="Train one model. Settings come from --config and --section.key; later ones override earlier ones.",
-        allow_abbrev=False,
+        usage=usage, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
     def add(group: Any, key: str, metavar: str, explanation: str) -> None:
@@ -189,11 +208,11 @@ def _parser(kinds: dict[str, Any]) -> _Parser:
 
     add(parser, "config", "RECIPE.yaml", "YAML file; may be given more than once.")
     parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
-    for section in dataclasses.fields(RunConfig):
-        explanations = _explanations(section.type)
-        group = parser.add_argument_group(section.name, inspect.getdoc(section.type))
-        for item in dataclasses.fields(section.type):
-            key = f"{section.name}.{key_of(item.name)}"
+    for name, section in sections.items():
+        explanations = _explanations(section)
+        group = parser.add_argument_group(name, inspect.getdoc(section))
+        for item in dataclasses.fields(section):
+            key = f"{name}.{key_of(item.name)}"
             default = "required" if _has_no_default(item) else f"default: {shown(_default(item))}"
             add(
                 group,
