@@ -5,21 +5,31 @@
 
 The second also shows how far into their documents training will reach: with --seq-length, what share of a run's
 positions have at least so many tokens of their own document before them in their sequence, for the datasets as they
-are and for a run with data.long_documents. It is computed from the lengths of all documents, without data.split.
+are and for a run with data.long_documents. It is computed from the lengths of all documents, without data.split. With
+--sequences, the number of a run's sequences, it says how many times the run would pass over the long documents and over
+the others.
 """
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.data.long_documents import share_past_in_mix, share_past_in_stream
+from megatron_tape.data.long_documents import (
+    divide,
+    drawn_from,
+    passes_in_words,
+    share_past_in_mix,
+    share_past_in_stream,
+)
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.files import atomic_output
 
 _PLOTTED = 65
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def main() -> None:
@@ -38,6 +48,8 @@ def main() -> None:
         # The units that training shuffles.
         sequences = [dataset.lengths for dataset in datasets]
         print("\n" + reach_table(sequences, arguments), end="")
+        if arguments.sequences is not None:
+            print("\n" + passes(sequences, arguments), end="")
         if arguments.plot:
             plot_reach(sequences, arguments)
     for prefix, dataset in zip(arguments.prefix, datasets):
@@ -53,6 +65,10 @@ def check(arguments: argparse.Namespace) -> None:
     for option, value in needing.items():
         if value is not None and arguments.seq_length is None:
             raise ValueError(f"{option} needs --seq-length; give the length of training sequences")
+    if arguments.sequences is not None and arguments.long_documents is None:
+        raise ValueError("--sequences needs --long-documents; give the minimum and the share")
+    if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in _PICTURES:
+        raise ValueError(f"--plot {arguments.plot} does not end in one of {', '.join(_PICTURES)}; rename it")
     if arguments.weights is not None and len(arguments.weights) != len(arguments.prefix):
         raise ValueError(
             f"--weights gives {len(arguments.weights)} for {len(arguments.prefix)} datasets; give one each"
@@ -144,6 +160,16 @@ def reach(
     return rows
 
 
+def passes(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> str:
+    """Return how many times a run passes over the long documents and over the others, with what to do if often."""
+    (minimum, share), seq_length = arguments.long_documents, arguments.seq_length
+    pools = drawn_from(divide(arguments.prefix, lengths, arguments.weights, minimum), share, seq_length)
+    lines = []
+    for sentence, warning in passes_in_words(pools, minimum, share, arguments.sequences * seq_length):
+        lines += [sentence, f"warning: {warning}"] if warning else [sentence]
+    return "\n".join(lines) + "\n"
+
+
 def plot_reach(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> None:
     """Write a picture of the reach by distance."""
     import matplotlib
@@ -166,7 +192,7 @@ def plot_reach(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> 
     axes.legend()
     figure.tight_layout()
     with atomic_output(arguments.plot, overwrite=True) as file:
-        figure.savefig(file, format="png", dpi=110)
+        figure.savefig(file, format=Path(arguments.plot).suffix[1:].lower(), dpi=110)
     plt.close(figure)
     command_line.say(f"{arguments.plot}: written")
 
@@ -218,9 +244,15 @@ def parser() -> argparse.ArgumentParser:
         action=_LongDocuments,
         help="show it also for data.long_documents: {minimum: MINIMUM, share: SHARE}",
     )
+    add(
+        "--sequences",
+        type=whole_number,
+        metavar="N",
+        help="say how often a run of N sequences, train.steps times train.global_batch_size, repeats the documents",
+    )
     add("--weights", nargs="+", type=positive, metavar="W", help="one per dataset (default: their tokens)")
     add("--past", nargs="+", type=whole_number, metavar="N", help="distances (default: 1/8, 1/4, 1/2 and 3/4 of L)")
-    add("--plot", metavar="F.png", help="also draw it for all distances")
+    add("--plot", metavar="F", help="also draw it for all distances; F ends in .png, .pdf or .svg")
     return result
 
 

@@ -4,7 +4,7 @@ A document is here what Megatron-core shuffles: a sequence of the indexed datase
 Megatron's make of every document.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,10 @@ import numpy as np
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import refuse
+
+MANY_PASSES = 4
+"""Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling
+Data-Constrained Language Models", 2023)."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Member:
     prefix: str
     weight: float
     tokens: int
+    documents: int
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,39 @@ class Pools:
     others: list[Member]
 
 
+def divide(
+    prefixes: Sequence[str], lengths: Sequence[np.ndarray], weights: Sequence[float] | None, minimum: int
+) -> Pools:
+    """Divide every dataset's documents, given their lengths in tokens, into the long ones and the others."""
+    long, others = [], []
+    for index, (prefix, values) in enumerate(zip(prefixes, lengths)):
+        for pool, part in ((long, values[values >= minimum]), (others, values[values < minimum])):
+            tokens = int(part.sum(dtype=np.int64))
+            weight = float(tokens) if weights is None else weights[index]
+            pool.append(Member(prefix, weight, tokens, len(part)))
+    return Pools(long, others)
+
+
+def drawn_from(pools: Pools, share: float, seq_length: int) -> Pools:
+    """Leave out what is less than a sequence and, if `share` is 1, the others."""
+    return Pools(
+        [member for member in pools.long if member.tokens > seq_length],
+        [member for member in pools.others if member.tokens > seq_length and share < 1],
+    )
+
+
 def find_pools(config: RunConfig) -> Pools:
     """Divide the training documents by `data.long_documents`; ConfigError if a needed pool is less than a sequence."""
     setting, seq_length = config.data.long_documents, config.model.seq_length
     minimum, share = setting["minimum"], setting["share"]
     prefixes, weights = blend(config.data.prefix)
-    long, others, all_lengths = [], [], []
-    for index, prefix in enumerate(prefixes):
-        lengths = training_lengths(prefix, config.data.split)
-        long_tokens = int(lengths[lengths >= minimum].sum(dtype=np.int64))
-        other_tokens = int(lengths.sum(dtype=np.int64)) - long_tokens
-        all_lengths.append(lengths)
-        for pool, tokens in ((long, long_tokens), (others, other_tokens)):
-            pool.append(Member(prefix, float(tokens) if weights is None else weights[index], tokens))
-    found = Pools(
-        [member for member in long if member.tokens > seq_length],
-        [member for member in others if member.tokens > seq_length and share < 1],
-    )
-    needed = [(found.long, long, f"minimum is {minimum}", "at least", "lower minimum, or add longer documents")]
+    all_lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
+    divided = divide(prefixes, all_lengths, weights, minimum)
+    found = drawn_from(divided, share, seq_length)
+    needed = [(found.long, divided.long, f"minimum is {minimum}", "at least", "lower minimum, or add longer documents")]
     if share < 1:
         fix = "set share to 1, or raise minimum"
-        needed.append((found.others, others, f"share is {share}", "less than", fix))
+        needed.append((found.others, divided.others, f"share is {share}", "less than", fix))
     for left, pool, value, relation, fix in needed:
         dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
         refuse(
@@ -65,6 +82,26 @@ def find_pools(config: RunConfig) -> Pools:
             f"{seq_length} ({_in_words(all_lengths)}); {fix}",
         )
     return found
+
+
+def passes_in_words(pools: Pools, minimum: int, share: float, tokens: int) -> Iterator[tuple[str, str | None]]:
+    """Yield how many times a run of `tokens` tokens passes over either part of each dataset, as a sentence.
+
+    Beside it is a warning with the fix if these are more than MANY_PASSES, else None.
+    """
+    for members, of_mix, relation, change in (
+        (pools.long, share if pools.others else 1.0, "at least", "lower the share or the minimum"),
+        (pools.others, 1 - share, "less than", "raise the share or the minimum"),
+    ):
+        for member in members:
+            passes = tokens * of_mix * member.weight / sum(each.weight for each in members) / member.tokens
+            part = f"the {member.documents:,} documents of {relation} {minimum:,} tokens in {member.prefix}"
+            warning = (
+                f"data.long_documents repeats {part} {passes:.1f} times, and beyond about {MANY_PASSES} times repeated "
+                f"text teaches little; {change}, train fewer steps, or add such documents"
+            )
+            sentence = f"the run passes {passes:.2f} times over {part}, which hold {member.tokens:,} tokens"
+            yield sentence, warning if passes > MANY_PASSES else None
 
 
 def training_lengths(prefix: str, split: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.data.long_documents import find_pools, share_past_in_mix, training_lengths
+from megatron_tape.data.long_documents import find_pools, passes_in_words, share_past_in_mix, training_lengths
 from megatron_tape.data.windows import DocumentWindows
 
 logger = logging.getLogger(__name__)
@@ -78,15 +78,10 @@ def mix_with_long_documents(config: RunConfig, settings: DatasetSettings, size: 
     pools = find_pools(config)
     mix = Mixed([share, 1 - share] if pools.others else [1.0], size)
     long = Mixed([member.weight for member in pools.long], mix.counts[0])
-    for member, count in zip(pools.long, long.counts):
+    for member in pools.long:
         documents = np.flatnonzero(lengths[member.prefix] >= minimum)
         windows = DocumentWindows(IndexedDataset(member.prefix), documents, config.model.seq_length, config.train.seed)
         long.datasets.append(windows)
-        if speaks:
-            logger.info(
-                f"{member.prefix}: {len(documents):,} of {len(lengths[member.prefix]):,} training documents have at "
-                f"least {minimum:,} tokens; the run draws them {count / windows.samples_per_epoch:.2f} times"
-            )
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
@@ -94,6 +89,10 @@ def mix_with_long_documents(config: RunConfig, settings: DatasetSettings, size: 
         shorter = replace(settings, blend=blend_of_others, documents_below=minimum)
         mix.datasets.append(build_split(ShorterDocuments, shorter, 0, mix.counts[1]))
     if speaks:
+        for sentence, warning in passes_in_words(pools, minimum, share, size * config.model.seq_length):
+            logger.info(sentence)
+            if warning:
+                logger.warning("warning: %s", warning)
         far = config.model.seq_length // 2
         mixed = share_past_in_mix(list(lengths.values()), weights, config.model.seq_length, [far], minimum, share)
         logger.info(

@@ -1,5 +1,7 @@
 """`data.long_documents`: what is drawn, from where in its document, in which order, and how far it reaches."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -211,11 +213,45 @@ def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, len
     assert computed == pytest.approx(share_past(rows, [1, 8, 16, 24]), abs=0.01)
 
 
-def test_what_is_drawn_is_said(configure, caplog):
+def messages(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+def test_the_run_says_how_often_it_passes_over_either_part(configure, lengths, caplog):
     caplog.set_level("INFO")
-    build(configure(["books"], 64, 0.5))
-    assert "of 180 training documents have at least 64 tokens; the run draws them" in caplog.text
+    build(configure(["books"], 64, 0.5, steps=100))
+    parts = [[n for n in lengths["books"][:180] if (n >= 64) == long] for long in (True, False)]
+    for part, relation in zip(parts, ("at least", "less than")):
+        passes = 0.5 * 400 * LENGTH / sum(part)
+        said = f"the run passes {passes:.2f} times over the {len(part)} documents of {relation} 64 tokens"
+        assert sum(message.startswith(said) for message in messages(caplog, "INFO")) == 1
     assert "% of training positions are 16 or more tokens into their document" in caplog.text
+    assert not messages(caplog, "WARNING")
+
+
+@pytest.mark.parametrize(
+    "minimum, share, repeated, fix",
+    [(140, 0.9, "at least 140", "lower the share or the minimum"),
+     (30, 0.1, "less than 30", "raise the share or the minimum")],
+)  # fmt: skip
+def test_a_part_that_is_repeated_often_is_warned_about_with_the_fix(configure, caplog, minimum, share, repeated, fix):
+    build(configure(["books"], minimum, share, steps=200))
+    (warning,) = messages(caplog, "WARNING")
+    assert re.search(rf"repeats the \d+ documents of {repeated} tokens in .*books \d+\.\d times", warning)
+    assert warning.endswith(f"{fix}, train fewer steps, or add such documents")
+
+
+def test_passes_are_those_of_the_batches(configure, lengths, caplog):
+    caplog.set_level("INFO")
+    rows = tokens_of(build(configure(["books", "web"], 40, 0.5, 100, weights=[0.3, 0.7])))
+    found = origins(rows, lengths)
+    for name in ("books", "web"):
+        for relation, long in (("at least", True), ("less than", False)):
+            drawn = sum(of == name and bool(sizes.min() >= 40) == long for of, _, sizes in found) * LENGTH
+            total = sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if (n >= 40) == long)
+            pattern = rf"passes (\S+) times over the \d+ documents of {relation} 40 tokens in \S*/{name},"
+            (said,) = re.findall(pattern, caplog.text)
+            assert float(said) == pytest.approx(drawn / total, abs=0.02)
 
 
 @pytest.mark.parametrize(

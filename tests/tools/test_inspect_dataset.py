@@ -79,11 +79,26 @@ def test_the_reach_of_a_mix_is_shown(tmp_path, run_tool):
     assert (tmp_path / "reach.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_passes_over_either_part_are_shown_and_many_warned_about(tmp_path, run_tool):
+    long, short = write(tmp_path / "long", [161] * 10), write(tmp_path / "short", [16] * 1000)
+    mix = ["--documents", 0, "--seq-length", 32, "--long-documents", 100, 0.5, "--sequences", 1000]
+    output = run_tool("inspect_dataset", long, short, *mix, "--plot", tmp_path / "reach.svg").stdout
+    said = output.splitlines()[-3:]
+    assert said[0].startswith(
+        f"the run passes {16000 / 1610:.2f} times over the 10 documents of at least 100 tokens in"
+    )
+    assert said[1].startswith(f"warning: data.long_documents repeats the 10 documents of at least 100 tokens in {long}")
+    assert said[2].startswith("the run passes 1.00 times over the 1,000 documents of less than 100 tokens in")
+    assert (tmp_path / "reach.svg").read_bytes().startswith(b"<?xml")
+
+
 def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
     long = write(tmp_path / "long", [161] * 10)
     for options, message in (
         (["--long-documents", 100, 0.5], "--long-documents needs --seq-length"),
         (["--seq-length", 32, "--past", 32], "--past 32 is not below --seq-length 32"),
+        (["--seq-length", 32, "--sequences", 100], "--sequences needs --long-documents"),
+        (["--seq-length", 32, "--plot", "reach.gif"], "--plot reach.gif does not end in one of .png, .pdf, .svg"),
         (["--weights", 1, 2], "--weights gives 2 for 1 datasets"),
         (["--seq-length", 32, "--long-documents", 200, 0.5], "documents of at least 200 tokens, but no dataset has"),
         (["--seq-length", 32, "--long-documents", 100, 0.5], "documents of less than 100 tokens, but no dataset has"),
