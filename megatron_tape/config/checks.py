@@ -12,6 +12,7 @@ from megatron_tape.config.schema import (
     OF_ENCODING,
     PARAMETER_KINDS,
     TRAINABLE,
+    ExtensionConfig,
     ModelConfig,
     RunConfig,
     blend,
@@ -310,6 +311,12 @@ def _validate_extension(config: RunConfig) -> None:
         f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
         "it to tape, or leave tape out",
     )
+    for key in ("lora_rank", "lora_alpha", "lora_targets") if not extension.adds_lora else ():
+        refuse(
+            getattr(extension, key) != getattr(ExtensionConfig(), key),
+            f"extension.{key} is {shown(getattr(extension, key))}, but extension.trains is {shown(extension.trains)}, "
+            "so there are no LoRA layers; add lora to it, or remove the setting",
+        )
     for target, widths in lora_widths(model).items() if extension.adds_lora else ():
         refuse(
             target in extension.lora_targets and extension.lora_rank > min(widths),

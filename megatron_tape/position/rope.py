@@ -49,8 +49,13 @@ class RotaryPosition(PositionEncoding):
     exports_to = "plain"
 
     def check(self) -> None:
-        """Reject bounds in the wrong order, and bases with which yarn's bounds do not exist."""
+        """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""
         model = self.model
+        refuse(
+            model.rope_scaling_factor < 1,
+            f"model.rope_scaling_factor is {model.rope_scaling_factor}, which would shorten the context; set it to at "
+            "least 1, the new length over the old",
+        )
         for lower, upper in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             low, high = (getattr(model, f"rope_{name}") for name in (lower, upper))
             refuse(
