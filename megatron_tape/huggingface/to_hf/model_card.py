@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from math import prod
 from pathlib import Path
 from typing import TypedDict
@@ -57,10 +58,10 @@ def model_card(
 ) -> str:
     """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`.
 
-    Without `with_lora`, LoRA layers that the run trained are not part of it.
+    Without `with_lora`, LoRA layers that the run trained are not part of it: it is the model that an adapter adds to.
     """
+    whole = with_lora or not saved.extension.adds_lora
     tape, model, state = kind == "tape", saved.model, saved.state
-    losses = final_losses(saved.path, state)
     origin = state["progress"].get("origin")
     parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
@@ -90,9 +91,9 @@ def model_card(
         "",
         "## Training",
         "",
-        *_training(saved),
-        *([] if with_lora else ["", "This is the model that an adapter adds to: the LoRA layers are not part of it."]),
-        *_results(losses),
+        *([] if with_lora else [_of_adapter(saved), ""]),
+        *_training(saved, () if whole else ("lora",)),
+        *(_results(final_losses(saved.path, state)) if whole else []),
         "",
         "## Use",
         "",
@@ -155,15 +156,39 @@ def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _training(saved: SavedWeights) -> list[str]:
-    """Return a table of what was trained, from what, and how; ValueError if the settings are not those of a run."""
+def _of_adapter(saved: SavedWeights) -> str:
+    """Say in what the model that an adapter adds to differs from the one that was trained."""
+    text = "This is the model that an adapter adds to."
+    if not saved.extension.adds_lora:
+        return text
+    if not (parts := ", ".join(_own_parts(saved))):
+        return f"{text} The LoRA layers are not part of it, and nothing else was trained."
+    return (
+        f"{text} The LoRA layers are not part of it, but what was trained beside them is ({parts}), so that it "
+        "computes what the run trained only with the adapter."
+    )
+
+
+def _own_parts(saved: SavedWeights) -> list[str]:
+    """Return which parts were trained, but for LoRA layers."""
+    return [part for part in dict.fromkeys(map(part_of, saved.trained)) if part != "lora"]
+
+
+def _training(saved: SavedWeights, without: Collection[str] = ()) -> list[str]:
+    """Return a table of what was trained but for the parts in `without`, from what, and how.
+
+    Raises ValueError if the settings are not those of a run.
+    """
     state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
     if "train" not in config:
         return [f"Imported from {origin}; not trained further."]
     try:
         start = {} if origin is None else {"Started from": origin}
-        return _table(start | _extension(config.get("extension", {})) | _trained(saved) | _settings(state, config))
+        start |= _extension(config.get("extension", {}))
+        if without and not _own_parts(saved):
+            return _table(start) if start else []
+        return _table(start | _trained(saved, without) | _settings(state, config))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
@@ -182,13 +207,15 @@ def _extension(extension: dict) -> dict[str, object]:
     return facts
 
 
-def _trained(saved: SavedWeights) -> dict[str, object]:
-    """Return how many parameters of each part were trained, if some were not."""
-    numbers = {name: prod(shape) for name, shape in parameter_shapes(saved.model, saved.extension).items()}
-    if len(saved.trained) == len(numbers):
+def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]:
+    """Return how many parameters of each part were trained, if some were not; parts in `without` count as absent."""
+    shapes = parameter_shapes(saved.model, saved.extension)
+    numbers = {name: prod(shape) for name, shape in shapes.items() if part_of(name) not in without}
+    trained = [name for name in saved.trained if name in numbers]
+    if len(trained) == len(numbers):
         return {}
     counts: Counter[str] = Counter()
-    for name in saved.trained:
+    for name in trained:
         counts[part_of(name)] += numbers[name]
     facts = {"Trained": ", ".join(f"{part} ({count:,})" for part, count in counts.items())}
     extension = saved.extension
