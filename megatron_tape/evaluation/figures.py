@@ -1,0 +1,220 @@
+"""How the pictures of evaluations look: one colour and one marker per model, heat maps, lengths on an axis.
+
+Tasks draw with matplotlib's objects (no pyplot, no global style). They set no background and leave lines and texts that
+belong to no model in matplotlib's own black, so that the report can show one picture on light and on dark pages.
+matplotlib is imported when the first figure is made.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b98300", "#4a9fd4", "#6e6e6e", "#882255")
+"""Colours of models, in order, that those who do not see red or green tell apart too; after Okabe and Ito."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
+"""Their markers. There are 11, so that together with the 8 colours 88 models look different."""
+LINES = ("-", "--", ":", "-.")
+COLOR_MAP = "cividis"
+"""Of heat maps: from dark blue to light yellow, alike to all kinds of eyes and in grey."""
+ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
+"""Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
+CELLS_WITH_TEXT = 144
+LONGEST_LABEL = 36
+DOTS_PER_INCH = 150
+
+
+def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return how each model is drawn: `axes.plot(x, y, **styles(results)[label])`.
+
+    The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth` and `label`. Use the latter as the text of a
+    legend or title: it is shortened if it is very long, and matplotlib shows it as it is.
+    """
+    drawn: dict[str, dict[str, Any]] = {}
+    taken: set[str] = set()
+    for index, label in enumerate(labels):
+        short = shorten(label)
+        while short in taken:
+            short = f"{shorten(label, LONGEST_LABEL - 6)} ({index + 1})"
+        taken.add(short)
+        drawn[label] = {
+            "color": COLORS[index % len(COLORS)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 5,
+            "linestyle": LINES[index // len(COLORS) % len(LINES)],
+            "linewidth": 1.6,
+            "label": plain(short),
+        }
+    return drawn
+
+
+def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
+    """Return a text on one line, with dots in its middle if it has more than `longest` characters."""
+    text = " ".join(text.split())
+    if len(text) <= longest:
+        return text
+    tail = (longest - 1) // 2
+    return text[: longest - 1 - tail] + "\N{HORIZONTAL ELLIPSIS}" + text[len(text) - tail :]
+
+
+def plain(text: str) -> str:
+    """Return what makes matplotlib show `text` as it is: dollar signs begin no formula, an underscore hides nothing."""
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def new_figure(
+    rows: int = 1, columns: int = 1, *, width: float = 4.6, height: float = 3.2, **subplots: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes in reading order; `width` and `height` are those of one of them, in inches.
+
+    Further arguments are those of `Figure.subplots`, such as `sharey=True`. More than three columns become narrow on a
+    page: put many models into several rows.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(True, linewidth=0.6, alpha=0.6)
+        one.set_axisbelow(True)
+        one.tick_params(labelsize=9)
+    return figure, axes
+
+
+def grid_shape(count: int, columns: int = 3) -> tuple[int, int]:
+    """Return rows and columns for `count` panels, at most `columns` side by side."""
+    columns = max(1, min(count, columns))
+    return -(-count // columns), columns
+
+
+def curve(
+    axes: Axes,
+    style: Mapping[str, Any],
+    x: Sequence[float],
+    y: Sequence[float | None],
+    low: Sequence[float | None] | None = None,
+    high: Sequence[float | None] | None = None,
+) -> None:
+    """Draw a model's values with their intervals as bars; None leaves a gap, or a point without an interval."""
+    values = np.array(_numbers(y))
+    axes.plot(x, values, **style)
+    if low is not None and high is not None:
+        distances = np.clip([values - _numbers(low), np.array(_numbers(high)) - values], 0, None)
+        axes.errorbar(x, values, distances, fmt="none", ecolor=style["color"], elinewidth=1, capsize=2.5, alpha=0.8)
+
+
+def length_axis(axes: Axes, lengths: Iterable[int], label: str = "context length (tokens)") -> None:
+    """Make the x axis one of lengths in tokens: logarithmic, with a tick at each length (at most about ten)."""
+    from matplotlib.ticker import NullLocator
+
+    shown = sorted(set(lengths))
+    shown = shown[:: -(-len(shown) // 10)] if shown else []
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [length_name(length) for length in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(label)
+
+
+def length_name(length: int) -> str:
+    """Return 1024 as 1K and 1000 as 1,000."""
+    return f"{length // 1024:,}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
+
+
+def legend(figure: Figure) -> None:
+    """Put one legend of everything that the figure's axes label under them."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        longest = max(map(len, found))
+        columns = max(1, min(len(found), int(figure.get_figwidth() * 12 / (longest + 6))))
+        look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
+        figure.legend(found.values(), found, loc="outside lower center", ncols=columns, **look)
+
+
+def heat_map(
+    axes: Axes,
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    *,
+    row_label: str = "",
+    column_label: str = "",
+    title: str = "",
+    low: float = 0.0,
+    high: float = 1.0,
+    form: str = "{:.2f}",
+    bar: str | None = None,
+    color_map: str = COLOR_MAP,
+) -> Any:
+    """Draw a matrix of values (rows from top to bottom) whose colours run from `low` to `high`; return the image.
+
+    None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values in `form`. `bar`
+    adds a colour bar with that label; of several panels with the same range, give one of them a bar.
+    """
+    matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
+    # Every cell has the pixels of its own: "none" embeds them as they are in an SVG file.
+    image = axes.imshow(matrix, vmin=low, vmax=high, cmap=color_map, aspect="auto", interpolation="none")
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=9)
+    for ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
+        step = max(1, -(-len(names) // 12))
+        shown = range(0, len(names), step)
+        ticks(list(shown), [plain(str(names[index])) for index in shown])
+    if sum(len(str(name)) for name in columns[:: max(1, -(-len(columns) // 12))]) > 44:
+        axes.tick_params(axis="x", rotation=45)
+    axes.set(xlabel=column_label, ylabel=row_label)
+    if title:
+        axes.set_title(title, fontsize=10)
+    for (row, column), value in np.ndenumerate(matrix):
+        if np.isnan(value):
+            if matrix.size <= CELLS_WITH_TEXT:
+                axes.text(column, row, "\N{MULTIPLICATION SIGN}", ha="center", va="center", fontsize=8)
+        elif matrix.size <= CELLS_WITH_TEXT:
+            light = sum(np.multiply(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))) > 0.5
+            color = ON_LIGHT if light else ON_DARK
+            axes.text(column, row, plain(form.format(value)), ha="center", va="center", fontsize=8, color=color)
+    if bar is not None:
+        drawn = axes.figure.colorbar(image, ax=axes, label=bar, pad=0.02)
+        drawn.outline.set_visible(False)
+        drawn.ax.tick_params(labelsize=8)
+    return image
+
+
+def save(picture: Picture, path: str | Path) -> None:
+    """Write a picture as a PNG file, dark on white, whole or not at all. Raises OSError."""
+    content = io.BytesIO()
+    with without_glyph_warnings():
+        picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
+    write_whole(path, [content.getvalue()])
+
+
+@contextmanager
+def without_glyph_warnings():
+    """Say nothing of characters, in somebody's label, that matplotlib's font does not have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")
+        yield
+
+
+def _numbers(values: Iterable[float | None]) -> list[float]:
+    return [float("nan") if value is None else float(value) for value in values]
