@@ -1,0 +1,144 @@
+"""A model as transformers runs it, with what evaluation tasks ask of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.huggingface.from_hf.settings import read_settings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK = 2048
+"""Tokens that go through the model at once; longer texts go through it chunk by chunk, with a cache."""
+_ROWS = 1024
+"""Tokens whose logits are held in float32 at once."""
+
+
+class HFModel:
+    """A causal model of transformers on one device; see `evaluation.base.HuggingFaceModel`."""
+
+    def __init__(self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK):
+        """Take a `PreTrainedModel` and its tokenizer, or None if it has none."""
+        self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.model.device
+
+    @property
+    def parameters(self) -> int:
+        """The number of its parameters; shared ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without tokens that mark its beginning or end."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    @cached_property
+    def bos(self) -> list[int]:
+        """What the tokenizer puts before a text: a list of one id, or an empty one."""
+        own = self.tokenizer.bos_token_id
+        ids = self.tokenizer("a", verbose=False)["input_ids"]
+        return ids[:1] if own is not None and ids[:1] == [own] else []
+
+    @torch.inference_mode()
+    def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on."""
+        if not 1 <= first <= len(tokens):
+            raise ValueError(f"first is {first}, but must lie between 1 and the {len(tokens)} tokens")
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
+        inputs, cache, parts = ids[None, :-1], None, []
+        length = inputs.shape[1]
+        if length > self.chunk:
+            from transformers import DynamicCache
+
+            cache = DynamicCache(config=self.model.config)
+        for start in range(0, length, self.chunk):
+            stop = min(start + self.chunk, length)
+            # The logits at position i predict token i + 1.
+            scored = max(0, stop - max(start, first - 1))
+            more = {} if cache is None else {"past_key_values": cache}
+            output = self.model(
+                inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **more
+            )
+            if scored:
+                parts.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
+        return torch.cat(parts).cpu().numpy() if parts else np.empty(0)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
+        return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
+
+    def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
+        """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
+        from megatron_tape.evaluation.harness import harness_model
+
+        return harness_model(self, batch_size, max_length)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses (N,), float64, of logits (N, V), whose float32 copy is made in pieces."""
+    losses = [
+        F.cross_entropy(part.float(), label, reduction="none")
+        for part, label in zip(logits.split(_ROWS), labels.split(_ROWS))
+    ]
+    return torch.cat(losses).double()
+
+
+def load_model(
+    info: ModelInfo, directory: str | Path, dtype: str, device: str, trust_remote_code: bool = False
+) -> HFModel:
+    """Load the model in a directory of transformers, from safetensors only; ConfigError if transformers cannot."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        tokenizer = None
+        if info.has_tokenizer:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
+            tokenizer.model_max_length = int(1e30)
+    except Exception as error:  # any error of the libraries below, often with many lines
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{directory} cannot be loaded: {reason or type(error).__name__}") from None
+    info = dataclasses.replace(
+        info, directory=Path(directory), config=read_settings(Path(directory) / "config.json"),
+        has_tokenizer=tokenizer is not None,
+    )  # fmt: skip
+    return HFModel(info, model.to(device), tokenizer)
+
+
+def choose_device(given: str) -> str:
+    """Return the device of this rank for `auto`, `cpu` or `cuda`; ConfigError if there is no GPU for it."""
+    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if given == "auto":
+        given = "cuda" if count else "cpu"
+    if given == "cpu":
+        return "cpu"
+    if rank >= count:
+        raise ConfigError(
+            f"--device cuda needs a GPU for each process, but this machine has {count} and this is process {rank} on "
+            "it; start fewer processes, or give --device cpu"
+        )
+    return f"cuda:{rank}"

@@ -1,0 +1,135 @@
+"""The model that a user wants to have evaluated: found and described without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.checkpoint.directories import MANIFEST, read_state
+from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.config.schema import BEFORE, ModelConfig
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.huggingface.from_hf.settings import read_settings
+
+_CODE = ("configuration_tape.py", "modeling_tape.py")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of this project, or a directory in the format of transformers."""
+
+    path: Path
+    info: ModelInfo
+    checkpoint: bool
+    run: dict[str, Any] | None
+    """The settings and the step of the checkpoint; None for a directory of transformers."""
+    default_output: Path
+    runs_own_code: bool
+    """Whether the directory brings Python files that transformers has to run, other than this project's."""
+
+    def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
+        """Return the SHA-256 of the weights and settings: of a checkpoint's manifest, or of the directory's files."""
+        if self.checkpoint:
+            return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+        whole, done = hashlib.sha256(), 0
+        for file in self.files():
+            one = hashlib.sha256()
+            with open(file, "rb") as content:
+                while block := content.read(1 << 22):
+                    one.update(block)
+                    done += len(block)
+                    progress(done)
+            whole.update(f"{file.name} {one.hexdigest()}\n".encode())
+        return whole.hexdigest()
+
+    def files(self) -> list[Path]:
+        """Return the files of a directory of transformers that decide what the model answers."""
+        names = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"}
+        names |= {"added_tokens.json", *_TOKENIZERS}
+        return sorted(
+            file
+            for file in self.path.iterdir()
+            if file.is_file() and (file.name in names or file.suffix in (".safetensors", ".py"))
+        )
+
+
+def find_model(given: str, label: str | None = None) -> Source:
+    """Return the model that `given` names: a run, its checkpoints, one step, or a directory in transformers' format.
+
+    Only sizes of a checkpoint's files are compared. Raises ConfigError, in one sentence, for what cannot be evaluated.
+    """
+    path = Path(given)
+    if not path.exists():
+        hub = f"; models of the hub come here with: hf download {given} --local-dir models/{path.name}"
+        raise ConfigError(
+            f"--model {given} does not exist; give a run, a checkpoint, or a directory in the format of transformers"
+            + (hub if given.count("/") == 1 and not given.startswith((".", "/")) else "")
+        )
+    try:
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                "it is an adapter; merge it with its base first (docs/extension.md shows how), and give the result"
+            )
+        if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+            return _from_transformers(path, label)
+        return _from_checkpoint(find_checkpoint(path, deep=False), label)
+    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise ConfigError(f"--model {given} cannot be evaluated: {error}") from None
+
+
+def _from_transformers(path: Path, label: str | None) -> Source:
+    settings = read_settings(path / "config.json")
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            "it holds no .safetensors files; other formats may run code when they are read: load it with transformers "
+            "and save it with save_pretrained, if you trust it"
+        )
+    text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
+    vocabulary, length = text.get("vocab_size"), text.get("max_position_embeddings")
+    if type(vocabulary) is not int or vocabulary < 1:
+        raise ValueError(f"vocab_size is {vocabulary!r} in its config.json, but must be a whole number above 0")
+    name = path.resolve().name
+    info = ModelInfo(
+        label=label or name,
+        vocab_size=vocabulary,
+        trained_length=length if type(length) is int and length > 0 else None,
+        config=settings,
+        directory=path,
+        has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
+    )
+    foreign = "auto_map" in settings and not _is_ours(path)
+    return Source(path, info, False, None, Path("evaluations") / name, foreign)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether the Python files of a directory are those that this project exports, byte for byte."""
+    ours = Path(__file__).parents[1] / "huggingface"
+    found = {file.name for file in path.glob("*.py")}
+    return found == set(_CODE) and all((path / name).read_bytes() == (ours / name).read_bytes() for name in _CODE)
+
+
+def _from_checkpoint(path: Path, label: str | None) -> Source:
+    state = read_state(path)
+    try:
+        model = ModelConfig(**{**BEFORE["model"], **state["config"]["model"]})
+    except TypeError as error:
+        raise ValueError(f"{path} was written by another version ({error})") from None
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    name = run.resolve().name
+    info = ModelInfo(
+        label=label or name,
+        vocab_size=model.unpadded_vocab_size or model.vocab_size,
+        trained_length=model.seq_length,
+        config={"model_type": model.position_encoding, **dataclasses.asdict(model)},
+        directory=None,
+        has_tokenizer=state["config"].get("data", {}).get("tokenizer") is not None or (path / "tokenizer").is_dir(),
+    )
+    facts = {"settings": state["config"], "step": state["step"]}
+    output = run / "evaluation" / path.name if run != path else Path("evaluations") / name
+    return Source(path, info, True, facts, output, False)

@@ -1,0 +1,246 @@
+"""Evaluate a model: `python -m pretrain.evaluate TASK... --model MODEL`, or under `torchrun --nproc-per-node N -m`.
+
+MODEL is a run of this project, one of its checkpoints, or a directory with a causal model in the format of
+transformers. The scores, the score of every example, and the settings, versions and digests behind them go to
+results.json in the output directory, with a picture of each task; pretrain.report makes one page of several models'
+results. The same command continues an evaluation that was interrupted, and does nothing for what is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tape import command_line
+from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import Task
+from megatron_tape.evaluation.source import Source, find_model
+from megatron_tape.evaluation.tasks import TASKS, task_class
+
+if TYPE_CHECKING:
+    from megatron_tape.evaluation.model import HFModel
+    from megatron_tape.evaluation.runner import Ranks
+
+EXIT_INTERRUPTED = 75
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _interrupt)
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    try:
+        options, tasks = read_command(argv)
+        source = find_model(options.model, options.label)
+        output = Path(options.output) if options.output else source.default_output
+        refuse(
+            source.runs_own_code and not options.trust_remote_code,
+            f"--model {options.model} includes Python code to run; read it, and pass --trust-remote-code",
+        )
+        for task in tasks:
+            check_task(task, source)
+        evaluate(options, tasks, source, output)
+    except command_line.Interrupted:
+        command_line.say("interrupted; run the same command to continue")
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        command_line.say("interrupted; run the same command to continue")
+        return 130
+    except ConfigError as error:
+        if is_rank_0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (ValueError, OSError) as error:
+        message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        print(
+            f"error{'' if is_rank_0 else ' (rank ' + os.environ['RANK'] + ')'}: {message}", file=sys.stderr, flush=True
+        )
+        return 1
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise command_line.Interrupted(number)
+
+
+def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
+    """Return the options and the tasks that a command line names. Raises ConfigError in one sentence."""
+    sections = {name: task_class(name).Settings for name in TASKS}
+    parser = settings_parser(
+        sections,
+        usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
+        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. Without any, those for which --config has a section.",
+    )
+    add = parser.add_argument
+    add("tasks", nargs="*", metavar="TASK", help="what to evaluate")
+    add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory in the format of transformers")
+    add("--output", metavar="DIR", help="where results go (default: RUN/evaluation/STEP or evaluations/NAME)")
+    add("--label", metavar="NAME", help="how results call the model (default: the directory's name)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
+    add("--dtype", choices=("fp32", "bf16"), help="number type of the model (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--trust-remote-code", action="store_true", help="run Python files in MODEL that this project has not written")
+    add("--overwrite", action="store_true", help="also evaluate what is finished")
+    options, values, places, files = read_settings(parser, sections, argv)
+    refuse(options.model is None, "--model is missing; give a run, a checkpoint, or a directory of transformers")
+    names = options.tasks or [name for name in TASKS if any(key.split(".")[0] == name for key in values)]
+    refuse(not names, f"no task is named; choose some of {', '.join(TASKS)}")
+    for name in names:
+        refuse(name not in TASKS, f"there is no task {name}; choose some of {', '.join(TASKS)}")
+    names = list(dict.fromkeys(names))
+    missing = missing_settings({name: sections[name] for name in names}, values)
+    refuse(bool(missing), f"{', '.join(missing)} must be set; give --TASK.setting value, or --config FILE.yaml")
+    try:
+        return options, [task_class(name)(build_section(name, sections[name], values)) for name in names]
+    except ConfigError as error:
+        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+
+
+def check_task(task: Task, source: Source) -> None:
+    """Raise ConfigError if a task cannot work with a model."""
+    refuse(
+        task.needs_tokenizer and not source.info.has_tokenizer,
+        f"{task.name} needs a tokenizer, and {source.path} has none; export the model with one: "
+        "tools/convert_checkpoint.py to-hf --tokenizer T",
+    )
+    if os.environ.get("RANK", "0") == "0":
+        task.check(source.info)
+
+
+def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
+    """Evaluate on all ranks, and write results and pictures on rank 0."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if os.environ.get("RANK", "0") == "0":
+        output.mkdir(parents=True, exist_ok=True)
+        command_line.say("loading torch and transformers")
+    from megatron_tape.evaluation.model import choose_device
+    from megatron_tape.evaluation.runner import Ranks, finished_tasks, identity_of, refuse_other_model
+
+    ranks = Ranks.join()
+    device = choose_device(options.device)
+    dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
+    todo, failure = None, None
+    if ranks.rank == 0:
+        # What fails on rank 0 must not leave the others waiting.
+        try:
+            digest = _digest_of_model(source)
+            refuse_other_model(output, digest)
+            data = {task.name: _digests(task) for task in tasks}
+            identities = {task.name: identity_of(task, digest, dtype, data[task.name]) for task in tasks}
+            finished = set() if options.overwrite else finished_tasks(output, identities)
+            for name in finished & {task.name for task in tasks}:
+                command_line.say(f"{name} is finished already; --overwrite evaluates it again")
+            todo = (
+                digest,
+                [(task.name, identities[task.name], data[task.name]) for task in tasks if task.name not in finished],
+            )
+        except Exception as error:
+            failure = error
+    todo = ranks.share(todo)
+    if failure is not None:
+        raise failure
+    refuse(todo is None, "rank 0 has refused to evaluate; see its message")
+    digest, planned = todo
+    if planned:
+        by_name = {task.name: task for task in tasks}
+        model = _load(options, source, output, device, dtype, ranks)
+        for name, identity, data_of_task in planned:
+            _run(by_name[name], model, ranks, output, identity, data_of_task, dtype, options, source, digest)
+        if ranks.rank == 0:
+            _remove_export(output)
+    if ranks.rank == 0:
+        command_line.say(f"results: {output / 'results.json'}")
+    ranks.leave()
+
+
+def _run(
+    task: Task,
+    model: HFModel,
+    ranks: Ranks,
+    output: Path,
+    identity: str,
+    data: dict[str, str],
+    dtype: str,
+    options: argparse.Namespace,
+    source: Source,
+    digest: str,
+) -> None:
+    from megatron_tape.evaluation.runner import draw, facts_of, record, run_task, shown_scores
+
+    started = time.monotonic()
+    result = run_task(task, model, ranks, output, identity, data, dtype)
+    if result is None:
+        return
+    facts = facts_of(model.info, options.model, digest, model.parameters, source.run)
+    results = record(output, model.info.label, facts, task.name, result)
+    pictures = draw(output, type(task), results)
+    print(f"{task.name}: {model.info.label}, {command_line.duration(time.monotonic() - started)}")
+    print("\n".join(shown_scores(result["scores"])))
+    for note in result["notes"]:
+        print(f"  note: {note}")
+    for picture in pictures:
+        print(f"  {picture}")
+    sys.stdout.flush()
+
+
+def _digest_of_model(source: Source) -> str:
+    if source.checkpoint:
+        return source.digest()
+    size = sum(file.stat().st_size for file in source.files())
+    progress = command_line.Progress(size)
+    digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
+    progress.end()
+    return digest
+
+
+def _digests(task: Task) -> dict[str, str]:
+    from megatron_tape.evaluation.runner import sha256
+
+    return {str(path): sha256(path) for path in task.inputs()}
+
+
+def _load(options: argparse.Namespace, source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
+    """Return the model; rank 0 exports a checkpoint for it first."""
+    from megatron_tape.evaluation.model import load_model
+
+    directory, failure = source.path, None
+    if source.checkpoint:
+        directory = output / "model"
+        if ranks.rank == 0:
+            try:
+                _export(source, directory, dtype)
+            except (ValueError, OSError) as error:
+                failure = ConfigError(f"--model {options.model} cannot be evaluated: {error}")
+        failed = ranks.share(failure is not None)
+        if failure is not None:
+            raise failure
+        refuse(failed, "rank 0 could not export the checkpoint; see its message")
+    trusted = source.checkpoint or "auto_map" in source.info.config
+    model = load_model(source.info, directory, dtype, device, trusted)
+    ranks.wait()
+    return model
+
+
+def _export(source: Source, directory: Path, dtype: str) -> None:
+    from megatron_tape.files import remove
+    from megatron_tape.huggingface.to_hf.export import NO_TOKENIZER, export
+
+    remove(directory)
+    export(source.path, directory, dtype, tokenizer=None if source.info.has_tokenizer else NO_TOKENIZER)
+
+
+def _remove_export(output: Path) -> None:
+    from megatron_tape.files import remove
+
+    remove(output / "model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
