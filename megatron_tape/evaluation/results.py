@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.files import write_whole
 from megatron_tape.records import read_record, write_record
 
 FORMAT = 1
@@ -85,7 +84,7 @@ def results_file(path: str | Path) -> Path:
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file, or that of a directory. Raises OSError, or ValueError in one sentence that names the file."""
+    """Read a results file, or that of a directory. Raises OSError, or ValueError that names the file."""
     file = results_file(path)
     results = read_record(file, Results, _BYTES)
     if results["format"] != FORMAT:
@@ -110,8 +109,3 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def write_picture(path: Path, content: bytes) -> None:
-    """Replace a picture, whole or not at all."""
-    write_whole(path, [content])

@@ -266,8 +266,11 @@ def draw(output: Path, task: type[Task], results: Results) -> list[Path]:
     """Draw the pictures of one task's results into the output directory; return their files."""
     from megatron_tape.evaluation.figures import save
 
-    pictures = task.draw({results["label"]: results["tasks"][task.name]})
-    return [save(picture, output / f"{picture.name}.png") for picture in pictures]
+    files = []
+    for picture in task.draw({results["label"]: results["tasks"][task.name]}):
+        files.append(output / f"{picture.name}.png")
+        save(picture, files[-1])
+    return files
 
 
 def shown_scores(scores: Iterable[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,208 @@
+"""The command itself, on a toy task: what is shared, resumed, recorded and refused."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_tape.evaluation import tasks
+from megatron_tape.evaluation.base import Score, Summary, Task, Unit
+from megatron_tape.evaluation.model import HFModel, load_model
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.runner import Parts, Ranks
+from megatron_tape.evaluation.source import find_model
+from pretrain import evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(kw_only=True)
+class ToySettings:
+    """Losses of random tokens."""
+
+    units: int = 4
+    """How many."""
+
+
+class Toy(Task):
+    """The loss of random tokens."""
+
+    name = "toy"
+    Settings = ToySettings
+    needs_tokenizer = False
+    evaluated = []
+
+    def units(self, model):
+        return [Unit(f"unit-{i}", cost=1 + i) for i in range(self.settings.units)]
+
+    def evaluate(self, unit, model):
+        index = int(unit.key.split("-")[1])
+        if index == int(os.environ.get("TOY_FAILS_AT", "-1")):
+            raise KeyboardInterrupt
+        self.evaluated.append(unit.key)
+        tokens = np.random.default_rng(index).integers(0, model.info.vocab_size, 40)
+        return {"loss": float(model.losses(tokens, 1).mean()), "rank": int(os.environ.get("RANK", "0"))}
+
+    def summarize(self, values, info):
+        return Summary([Score("loss", float(np.mean([value["loss"] for value in values.values()])), "lower")])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("models") / "llama", seed=0)
+
+
+def save_llama(directory, seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "toy", f"{__name__}:Toy")
+    monkeypatch.setattr(Toy, "evaluated", [])
+    monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+
+
+def run(*arguments):
+    return evaluate.main(["toy", "--device", "cpu", *map(str, arguments)])
+
+
+def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_path, monkeypatch, capsys):
+    assert run("--model", llama, "--output", tmp_path / "whole") == 0
+    assert Toy.evaluated == [f"unit-{i}" for i in range(4)]
+    monkeypatch.setenv("TOY_FAILS_AT", "2")
+    assert run("--model", llama, "--output", tmp_path / "cut") == 130
+    assert "run the same command to continue" in capsys.readouterr().err
+    part = next((tmp_path / "cut" / "parts").glob("toy-*/*.jsonl"))
+    part.write_bytes(part.read_bytes() + b'{"key": "unit-3", "val')  # what a killed process leaves
+    monkeypatch.delenv("TOY_FAILS_AT")
+    Toy.evaluated.clear()
+    assert run("--model", llama, "--output", tmp_path / "cut") == 0
+    assert Toy.evaluated == ["unit-2", "unit-3"]
+    whole, cut = (read_results(tmp_path / name)["tasks"]["toy"] for name in ("whole", "cut"))
+    for key in ("examples", "scores", "settings", "identity", "details", "notes"):
+        assert whole[key] == cut[key]
+    assert not list((tmp_path / "cut" / "parts").iterdir())
+    results = read_results(tmp_path / "whole")
+    assert results["label"] == "llama" and results["model"]["trained_length"] == 32
+    assert results["model"]["parameters"] == sum(
+        p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters()
+    )
+    assert results["versions"]["torch"] == torch.__version__ and len(results["model"]["digest"]) == 64
+
+
+def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, capsys):
+    assert run("--model", llama, "--output", tmp_path) == 0
+    Toy.evaluated.clear()
+    assert run("--model", llama, "--output", tmp_path) == 0 and not Toy.evaluated
+    assert "toy is finished already" in capsys.readouterr().err
+    assert run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
+    assert run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0 and len(Toy.evaluated) == 6
+    assert len(read_results(tmp_path)["tasks"]["toy"]["examples"]) == 2
+
+
+def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
+    other = save_llama(tmp_path / "other", seed=1)
+    assert run("--model", llama, "--output", tmp_path / "out") == 0
+    before = (tmp_path / "out" / "results.json").read_bytes()
+    assert run("--model", other, "--output", tmp_path / "out") == 1
+    assert "holds results of another model" in capsys.readouterr().err
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["toy"], "--model is missing"),
+        (["--model", "{llama}"], "no task is named"),
+        (["toys", "--model", "{llama}"], "there is no task toys"),
+        (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
+        (["toy", "--model", "{tmp}"], "holds no checkpoint"),
+        (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
+        (["toy", "--model", "{llama}", "--toy.unit", "1"], "unknown key toy.unit; did you mean toy.units?"),
+        (["toy", "--model", "{adapter}"], "it is an adapter"),
+        (["toy", "--model", "{pickle}"], "no .safetensors files"),
+        (["toy", "--model", "{code}"], "pass --trust-remote-code"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path, capsys, arguments, message):
+    config = (llama / "config.json").read_text()
+    places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp")}
+    for name, directory in places.items():
+        directory.mkdir()
+        if name in ("pickle", "code"):
+            (directory / "config.json").write_text(config)
+    (places["adapter"] / "adapter_config.json").write_text("{}")
+    (places["code"] / "config.json").write_text(json.dumps(json.loads(config) | {"auto_map": {"AutoConfig": "x.Y"}}))
+    (places["code"] / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    (places["code"] / "x.py").write_text("raise SystemExit('this must not run')")
+    filled = [argument.format(llama=llama, **places) for argument in arguments]
+    status = evaluate.main([*filled, "--device", "cpu", "--output", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert status == 2 and message in error and error.count("\n") == 1, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
+    source = find_model(str(llama))
+    model = load_model(source.info, llama, "fp32", "cpu").model
+    tokens = np.random.default_rng(0).integers(0, 64, 57)
+    ids = torch.from_numpy(tokens)[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none").numpy()
+    for chunk in (2048, 56, 20, 7):
+        for first in (1, 20, 21, 56, 57):
+            found = HFModel(source.info, model, None, chunk).losses(tokens, first)
+            assert found.shape == (57 - first,) and found.dtype == np.float64
+            np.testing.assert_allclose(found, expected[first - 1 :], atol=2e-6)
+    with pytest.raises(ValueError, match="first is 0"):
+        HFModel(source.info, model, None).losses(tokens, 0)
+
+
+def test_every_unit_goes_to_one_rank_and_the_loads_are_even():
+    units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
+    shares = Ranks(0, 3).shares(units)
+    assert sorted(unit.key for share in shares for unit in share) == sorted(unit.key for unit in units)
+    loads = [sum(unit.cost for unit in share) for share in shares]
+    assert max(loads) - min(loads) <= 1
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    with pytest.raises(ValueError):
+        Parts(tmp_path).append(0, "unit", {"loss": float("nan")})
+    assert not Parts(tmp_path).read()
+
+
+def test_two_processes_find_what_one_finds(llama, tmp_path):
+    assert run("--model", llama, "--output", tmp_path / "one") == 0
+    program = (
+        "import sys\n"
+        "from megatron_tape.evaluation import tasks\n"
+        "from pretrain import evaluate\n"
+        "tasks.TASKS['toy'] = 'tests.evaluation.test_evaluate:Toy'\n"
+        "sys.exit(evaluate.main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "program.py"), "toy", "--model", str(llama), "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([*command, "--output", str(tmp_path / "two")], env=environment, capture_output=True)
+    assert finished.returncode == 0, finished.stderr.decode()
+    one, two = (read_results(tmp_path / name)["tasks"]["toy"] for name in ("one", "two"))
+    assert two["processes"] == 2 and {value["rank"] for value in two["examples"].values()} == {0, 1}
+    for key, value in one["examples"].items():
+        assert abs(two["examples"][key]["loss"] - value["loss"]) < 1e-6
