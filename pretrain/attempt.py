@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import STATE, checkpointed_step, newest_whole, read_state, what_to_resume
-from megatron_tape.checkpoint.settings import check_same_model
+from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_state, what_to_resume
+from megatron_tape.checkpoint.settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
@@ -142,15 +142,14 @@ def begin(options: argparse.Namespace) -> None:
     validate(config, options.processes)
     check_inputs(config)
     check_datasets(config)
-    _check_directories(config)
     if begins_with_base(config):
         check_base(config)
-    start = _start(config)
+    start = check_start(config)
     if start is not None and (start / STATE).is_file():
-        check_same_model(start, config)
         state, tokenizer = read_state(start), load_run_tokenizer(config)
         if tokenizer is not None and state["step"] < config.train.steps:
             check_same_vocabulary(start, state, tokenizer, config)
+    _check_directories(config)
     _refuse_other_job(run, attempts, options.job)
     if of_job:
         last = of_job[-1]
@@ -221,13 +220,6 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
         if scratch:
             before += ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"]
     return [*before, *rest]
-
-
-def _start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that the run will start from, judged by the sizes of its files."""
-    if config.checkpoint.resume != "auto":
-        return None if config.checkpoint.resume == "none" else Path(config.checkpoint.resume)
-    return newest_whole(config.checkpoint.directory, deep=False)
 
 
 def _check_directories(config: RunConfig) -> None:

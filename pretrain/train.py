@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tape.checkpoint.settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
@@ -71,6 +72,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
         check_inputs(config)
         if is_rank_0:
             check(config)
+            check_start(config)
             check_datasets(config)
     except ConfigError as error:
         if is_rank_0:

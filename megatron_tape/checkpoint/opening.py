@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.frozen import find_source
-from megatron_tape.checkpoint.settings import check_same_model
+from megatron_tape.checkpoint.settings import check_same_model, problem_of_resume
 from megatron_tape.checkpoint.shares import Shares, check_shares
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
@@ -127,14 +127,9 @@ def _choose(resume: str, directory: Path) -> str | None:
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(f"no checkpoint in {directory} is whole; move them away to start afresh")
         return None if path is None else str(path)
-    path = Path(resume)
-    found = files.problems(path) if path.is_dir() else ["it is not a directory"]
-    if found:
-        advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
-        inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
-        advice = f"; give one of its checkpoints, such as {inside[0]}" if inside else advice
-        raise CheckpointError(f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice}")
-    return str(path)
+    if problem := problem_of_resume(Path(resume)):
+        raise CheckpointError(problem)
+    return resume
 
 
 def _check_ranks_files(path: Path, state: dict) -> None:

@@ -5,9 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import read_state
+from megatron_tape.checkpoint.directories import (
+    STATE,
+    list_checkpoints,
+    newest_whole,
+    problems,
+    read_state,
+    what_to_resume,
+)
 from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict, key_of
-from megatron_tape.errors import refuse
+from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
 FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
 """Settings of a model that may change while its weights stay the same."""
@@ -21,6 +28,8 @@ ORDER_KEYS = (
     "model.seq_length",
 )
 """Settings that determine the order of the tokens."""
+LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
+"""Settings of a context extension that describe its LoRA layers."""
 WITHOUT_EFFECT = (
     "logging.",
     "checkpoint.",
@@ -35,7 +44,8 @@ WITHOUT_EFFECT = (
 def check_same_model(path: Path, config: RunConfig) -> None:
     """Raise `ConfigError` if the checkpoint at `path` is of another model; the settings FREE_IN_A_MODEL may differ.
 
-    Also raises it if it is of a context extension and the run is not, or the reverse.
+    Also raises it if it is of a context extension and the run is not, or the reverse, or if it extends another model or
+    trains other parameters.
     """
     sections = read_state(path)["config"]
     base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
@@ -49,6 +59,8 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         f"checkpoint {path} does not extend the context of another model; give it as extension.from in place of "
         "checkpoint.resume, or choose another checkpoint.directory",
     )
+    if extends:
+        _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
     now = dataclasses.asdict(config.model)
     # A model saved before a setting existed has that setting's default.
@@ -61,6 +73,64 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         f"checkpoint {path} is of another model: {'; '.join(differences)}; {settings}, or choose another "
         "checkpoint.directory",
     )
+
+
+def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
+    now = json.loads(json.dumps(config_dict(config)["extension"]))
+    defaults = {key_of(field.name): _default(field) for field in dataclasses.fields(config.extension)}
+    before = {key: saved.get(key, defaults[key]) for key in now}
+    keys = ["trains", *LORA_KEYS] if "lora" in before["trains"] and "lora" in now["trains"] else ["trains"]
+    found = [key for key in keys if _in_order(before[key]) != _in_order(now[key])]
+    # A run that is named as the model to extend stands for its newest checkpoint, which may be another one by now.
+    a, b = (Path(value).resolve() for value in (before["from"], now["from"]))
+    if a != b and not (a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")):
+        found.insert(0, "from")
+    shown = "; ".join(f"extension.{key}: was {_shown(before[key])}, is now {_shown(now[key])}" for key in found)
+    without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"
+    refuse(
+        bool(found),
+        f"checkpoint {path} was made with other settings ({shown}); restore them, as in config.yaml in its run's "
+        f"directory, or begin another run with a new logging.directory{without}",
+    )
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def check_start(config: RunConfig) -> Path | None:
+    """Return the checkpoint that a run will continue, judged by the sizes of its files, or None.
+
+    Raises ConfigError if one that is given is not whole, or if it is not of the same model (see `check_same_model`).
+    """
+    directory = config.checkpoint.directory
+    resume = what_to_resume(config.checkpoint.resume, directory)
+    try:
+        start = newest_whole(directory, deep=False) if resume == "auto" else Path(resume)
+        if resume == "none" or start is None:
+            return None
+        problem = None if resume == "auto" else problem_of_resume(start, deep=False)
+        refuse(problem is not None, str(problem))
+        if (start / STATE).is_file():
+            check_same_model(start, config)
+        return start
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def problem_of_resume(path: Path, deep: bool = True) -> str | None:
+    """Return in one sentence why a path given as `checkpoint.resume` is not a whole checkpoint; None if it is one.
+
+    Only `deep` reads the files' bytes.
+    """
+    found = problems(path, deep) if path.is_dir() else ["it is not a directory"]
+    if not found:
+        return None
+    advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
+    inside = [path for folder in (path, path / "checkpoints") for _, path in list_checkpoints(folder)]
+    if inside:
+        return f"checkpoint.resume {path} is a directory of checkpoints; give one of them, such as {inside[0]}"
+    return f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice or '; give another'}"
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:

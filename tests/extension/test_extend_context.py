@@ -254,14 +254,14 @@ def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
     assert "28,528" in capsys.readouterr().out
 
 
-def refused(capfd, act, *arguments):
+def refused(capfd, act, *arguments, statuses=(1, 2)):
     """Return the one sentence with which a command ends."""
     try:
         status = act(*arguments)
     except SystemExit as stop:
         status = stop.code
     errors = capfd.readouterr().err.splitlines()
-    assert status in (1, 2) and not any(line.startswith("Traceback") for line in errors)
+    assert status in statuses and not any(line.startswith("Traceback") for line in errors)
     (sentence,) = [line for line in errors if line.startswith("error: ")]
     return sentence
 
@@ -355,7 +355,8 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     tiny = ["--config", str(REPOSITORY / "tests/recipes/tiny.yaml"), f"--data.prefix={data}/a", *model]
     for where in (f"--logging.directory={tmp_path}/run", f"--checkpoint.resume={extended_step}"):
         chosen = [*tiny, f"--logging.directory={tmp_path}/other", where, "--train.steps=10"]
-        assert "continue it with pretrain.extend_context" in refused(capfd, train.main, chosen)
+        assert "continue it with pretrain.extend_context" in refused(capfd, train.main, chosen, statuses=[2])
+    assert not (tmp_path / "other").exists()
     assert "run pretrain.extend_context" in refused(capfd, train.main, [*tiny, f"--extension.from={base_step}"])
     assert "which pretrain.train does not use" in refused(capfd, train.main, [*tiny, "--extension.trains=[norms]"])
     chosen = arguments(tmp_path, data, bases["rope"], "new", f"--checkpoint.resume={base_step}")
@@ -368,6 +369,32 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     assert "it has LoRA layers; merge them first" in refused(
         capfd, extend_context.main, arguments(tmp_path, data, lora, "again", *ROPE)
     )
+
+
+def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capfd):
+    shutil.copytree(bases["rope"], tmp_path / "copy")
+    lora = ["--model.position_encoding=rope", "--extension.trains=[norms,lora]", "--train.steps=1"]
+    extend("rope", *lora)
+    (_, step), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
+    capfd.readouterr()
+    for base, changed, part in (
+        (bases["rope"], "--extension.trains=[lora]", 'extension.trains: was ["norms", "lora"], is now ["lora"]'),
+        (bases["rope"], "--extension.lora_rank=4", "extension.lora_rank: was 8, is now 4"),
+        (tmp_path / "copy", "--train.steps=2", f"extension.from: was {json.dumps(bases['rope'])[:-1]}/checkpoints/"),
+    ):
+        chosen = arguments(tmp_path, data, base, "run", *lora, changed)
+        sentence = refused(capfd, extend_context.main, chosen, statuses=[2])
+        assert part in sentence and sentence.endswith("or begin another run with a new logging.directory")
+        elsewhere = [
+            f"--checkpoint.resume={tmp_path}/run/checkpoints/step-00000001",
+            f"--logging.directory={tmp_path}/x",
+        ]
+        assert "and without checkpoint.resume" in refused(capfd, extend_context.main, [*chosen, *elsewhere])
+    whole_run = [*arguments(tmp_path, data, bases["rope"], "x", *lora), f"--checkpoint.resume={tmp_path}/run"]
+    sentence = refused(capfd, extend_context.main, whole_run, statuses=[2])
+    assert sentence.endswith(f"give one of them, such as {step}")
+    assert not (tmp_path / "x").exists()
+    extend("rope", *lora, "--extension.trains=[lora,norms]", "--extension.attention=shifted_sparse", "--train.steps=2")
 
 
 def test_a_requeued_job_needs_no_settings_of_its_base(bases, data, tmp_path, monkeypatch, capfd):
