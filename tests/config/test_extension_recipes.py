@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets_for_tests import write_all
 from safetensors.torch import save_file
 
 from megatron_tape.checkpoint.settings import ORDER_KEYS
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ModelConfig, config_dict
+from megatron_tape.data.batches import build_batches
 from megatron_tape.extension.base import check_base, with_base_settings
 from megatron_tape.huggingface.to_hf.export import huggingface_config
+from megatron_tape.parallel.layout import initialize_distributed
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
 LLAMA2_7B = ModelConfig(
@@ -89,6 +92,28 @@ def test_methods_differ_only_in_what_they_are(methods, name):
     assert all(flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS)
     for world_size in (8, 1, 64):
         validate(methods[name], world_size)
+
+
+def test_every_method_is_given_the_same_batches(methods, tmp_path):
+    folder, layout = write_all(tmp_path), initialize_distributed(1)
+
+    def tokens(config):
+        small = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, seq_length=32),
+            data=dataclasses.replace(config.data, prefix=f"{folder}/a", split="90,10,0", cache_directory=str(tmp_path)),
+            train=dataclasses.replace(config.train, steps=5, global_batch_size=4),
+        )
+        return torch.cat([batch["tokens"] for batch in build_batches(small, layout).training(1)])
+
+    found = {name: tokens(config) for name, config in methods.items()}
+    assert found["lora"].shape == (20, 32) and len(found["lora"].unique()) > 10
+    assert all(torch.equal(batches, found["lora"]) for batches in found.values())
+
+
+def test_the_documentation_lists_every_recipe():
+    page = (RECIPES.parents[1] / "docs" / "extension.md").read_text(encoding="utf-8")
+    assert [path.stem for path in (RECIPES / "extend").glob("*.yaml") if f"`{path.stem}`" not in page] == []
 
 
 def test_the_experiment_is_the_papers(methods):

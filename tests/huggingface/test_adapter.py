@@ -158,7 +158,7 @@ def test_the_card_of_a_base_describes_what_it_holds(exported):
     assert "lora" not in trained and "LoRA layers |" not in card and "Final losses" not in card
     assert "embeddings (2,048)" in trained and "norms (224)" in trained
     assert counts.endswith(f" of {sum(weight.numel() for weight in weights.values()):,}")
-    assert "The LoRA layers are not part of it, but what was trained beside them is (" in card
+    assert "It holds the parts that were trained beside the LoRA layers (embeddings, " in card
     card = (exported / "rope_biased" / "base" / "README.md").read_text()
     assert "nothing else was trained" in card and "| Steps |" not in card and "| Trained" not in card
     without_lora = next(name for name in CASES if "without_lora" in name)

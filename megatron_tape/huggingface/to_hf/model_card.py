@@ -164,8 +164,8 @@ def _of_adapter(saved: SavedWeights) -> str:
     if not (parts := ", ".join(_own_parts(saved))):
         return f"{text} The LoRA layers are not part of it, and nothing else was trained."
     return (
-        f"{text} The LoRA layers are not part of it, but what was trained beside them is ({parts}), so that it "
-        "computes what the run trained only with the adapter."
+        f"{text} It holds the parts that were trained beside the LoRA layers ({parts}), but not these layers: only "
+        "together with the adapter is it the model that was trained."
     )
 
 
@@ -229,6 +229,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
     tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
+    processes = "1 process" if tensor * data == 1 else f"{tensor * data} processes"
     prefixes, weights = blend(config["data"]["prefix"])
     names = [Path(prefix).name for prefix in prefixes]
     shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
@@ -240,7 +241,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
         "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
         "Arithmetic": train["precision"],
-        "Layout": f"{tensor * data} processes: tensor parallel {tensor}, data parallel {data}, "
+        "Layout": f"{processes}: tensor parallel {tensor}, data parallel {data}, "
         f"ZeRO stage {config['deepspeed']['zero_stage']}",
         "Seed": train["seed"],
     }
