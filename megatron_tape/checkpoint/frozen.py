@@ -5,6 +5,9 @@ from pathlib import Path
 from megatron_tape.checkpoint.directories import MANIFEST, Source, State, digest
 from megatron_tape.errors import CheckpointError
 
+IMPORTED = "base"
+"""Where a run that extends a model of transformers keeps its import, within the run's directory."""
+
 
 def source_record(checkpoint: Path) -> Source:
     """Return the record in `state.json` of the complete checkpoint that holds the frozen weights."""
@@ -14,15 +17,17 @@ def source_record(checkpoint: Path) -> Source:
 def find_source(checkpoint: Path, state: State) -> Path | None:
     """Return the checkpoint with the weights that `checkpoint` leaves out, or None if it leaves none out.
 
-    Raises CheckpointError if that checkpoint is gone, or its manifest has changed since `checkpoint` was saved.
+    It is where it was, or it is the model that the run imported, which has moved with the run's directory. Raises
+    CheckpointError if it is gone, or its manifest has changed since `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
         return None
     source = Path(record["path"])
+    for place in (source, checkpoint.resolve().parent.parent / IMPORTED):
+        if (place / MANIFEST).is_file() and digest(place / MANIFEST)[1] == record["manifest_sha256"]:
+            return place
     left_out = f"{checkpoint} holds only the trained parameters, and the frozen ones are in {source}"
     if not (source / MANIFEST).is_file():
         raise CheckpointError(f"{left_out}, which is gone; put it back")
-    if digest(source / MANIFEST)[1] != record["manifest_sha256"]:
-        raise CheckpointError(f"{left_out}, which has changed since then; put the original checkpoint back")
-    return source
+    raise CheckpointError(f"{left_out}, which has changed since then; put the original checkpoint back")

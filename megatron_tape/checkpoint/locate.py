@@ -16,6 +16,10 @@ class _Config(TypedDict):
     checkpoint: _Checkpoints
 
 
+class NoCheckpoint(ValueError):
+    """A directory that holds no checkpoint, be it whole or broken."""
+
+
 def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True) -> Path:
     """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
 
@@ -32,7 +36,7 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda messa
     if not files.list_checkpoints(root):
         root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
     if not files.list_checkpoints(root):
-        raise ValueError(f"{path} holds no checkpoint; give a run, its checkpoints or one step")
+        raise NoCheckpoint(f"{path} holds no checkpoint; give a run, its checkpoints or one step")
     newest = files.newest_whole(root, warn, deep)
     if newest is None:
         raise ValueError(f"no checkpoint in {root} is whole; write or fetch it again")

@@ -103,7 +103,10 @@ def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
     checkpoint = None
     with Agreement(layout) as agreement:
         if layout.rank == 0 and (found := files.problems(path)):
-            raise CheckpointError(f"{path}, whose weights the run begins with, is not whole: {'; '.join(found)}")
+            raise CheckpointError(
+                f"{path}, whose weights the run begins with, is not whole: {'; '.join(found)}; fetch or write it "
+                "again, or choose another"
+            )
         checkpoint = _open(path, deep=layout.rank == 0)
     agreement.check("cannot begin")
     return checkpoint
@@ -117,7 +120,10 @@ def _open(path: Path, deep: bool) -> Checkpoint:
     if source is None:
         return Checkpoint(path, state)
     if deep and (found := files.problems(source)):
-        raise CheckpointError(f"{source}, which has the frozen parameters of {path}, is not whole: {'; '.join(found)}")
+        raise CheckpointError(
+            f"{source}, which has the frozen parameters of {path}, is not whole: {'; '.join(found)}; put the original "
+            "checkpoint back"
+        )
     return Checkpoint(path, state, _open(source, deep))
 
 

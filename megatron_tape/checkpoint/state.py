@@ -176,7 +176,7 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
                 f"checkpoint.frozen is false, and {checkpoint.path} was saved with other frozen parameters "
                 f"({min(changed)}); train what it trained, or set checkpoint.frozen to true"
             )
-        return checkpoint.state["frozen_from"]
+        return source_record(checkpoint.source.path)
     refuse(
         own or checkpoint is None,
         "checkpoint.frozen is false, but the run did not begin with a checkpoint outside checkpoint.directory "

@@ -321,7 +321,7 @@ def _validate_extension(config: RunConfig) -> None:
         refuse(
             target in extension.lora_targets and extension.lora_rank > min(widths),
             f"extension.lora_rank is {extension.lora_rank}, but the projection {target} is only {min(widths)} wide; "
-            "choose a smaller rank, or leave it out of extension.lora_targets",
+            f"choose a smaller rank, or leave {target} out of extension.lora_targets",
         )
     if extension.attention == "shifted_sparse":
         refuse(

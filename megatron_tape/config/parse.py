@@ -28,16 +28,19 @@ Complete = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the settings given, by `section.key`, together with others that follow from them; may raise ConfigError."""
 
 
-def parse_run_config(argv: list[str] | None = None, complete: Complete = dict) -> RunConfig:
+def parse_run_config(
+    argv: list[str] | None = None, complete: Complete = dict, purpose: str = "Train one model."
+) -> RunConfig:
     """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
 
-    `complete` may add settings that neither gives, such as those of the model that a run extends.
+    `complete` may add settings that neither gives, such as those of the model that a run extends. `purpose` begins the
+    text of `--help`.
 
     Ends the process with one line `error: ...` and status 2 if a key is unknown, missing or of the wrong type, and with
     status 0 after `--help` or `--print_config`. Directories that are not set get defaults from the recipe's name.
     """
     try:
-        config, print_only = _read(argv, complete)
+        config, print_only = _read(argv, complete, purpose)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -56,15 +59,17 @@ def fill_directories(config: RunConfig, name: str) -> None:
     config.data.cache_directory = config.data.resolved_cache_directory
 
 
-def _read(argv: list[str] | None, complete: Complete) -> tuple[RunConfig, bool]:
+def _read(argv: list[str] | None, complete: Complete, purpose: str) -> tuple[RunConfig, bool]:
     """Return the configuration, and whether it is only to be printed."""
     sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
     parser = settings_parser(
         sections,
         usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
-        description="Train one model. Settings come from --config and --section.key; later ones override earlier ones.",
+        description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
     )
     arguments, values, places, files = read_settings(parser, sections, argv)
+    name = Path(files[-1]).stem if files else "unnamed"
+    values["logging.directory"] = values.get("logging.directory") or f"runs/{name}"
     try:
         missing = missing_settings(sections, completed := complete(values))
         refuse(
@@ -76,7 +81,7 @@ def _read(argv: list[str] | None, complete: Complete) -> tuple[RunConfig, bool]:
             bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value"
         )
         config = RunConfig(**{name: build_section(name, sections[name], completed) for name in sections})
-        fill_directories(config, Path(files[-1]).stem if files else "unnamed")
+        fill_directories(config, name)
         encoding_of(config.model)
         if arguments.print_config:
             validate(config, world_size=config.parallel.tensor_model_parallel_size)

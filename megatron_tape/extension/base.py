@@ -2,13 +2,14 @@
 
 import dataclasses
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
-from megatron_tape.checkpoint.frozen import find_source
-from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.checkpoint.frozen import IMPORTED, find_source
+from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.checkpoint.settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
@@ -19,6 +20,7 @@ from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_e
 from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.from_hf.weight_files import open_directory
 from megatron_tape.position import ENCODINGS, setting_names
+from megatron_tape.records import read_yaml
 
 KEY = "extension.from"
 _REQUIRED = {
@@ -26,6 +28,16 @@ _REQUIRED = {
     for item in dataclasses.fields(ModelConfig)
     if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 }
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+_Extension = TypedDict("_Extension", {"from": str})
+
+
+class _Config(TypedDict):
+    """What is read of a run's `config.yaml`."""
+
+    extension: _Extension
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Base:
     model: ModelConfig
     state: State | None
     """The checkpoint's state; None for a directory in the format of transformers."""
+    is_import_of_run: bool = False
+    """Whether it stands for a directory in the format of transformers that is gone, and that the run had imported."""
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
@@ -68,7 +82,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     )
     if values.get(KEY) is None or described:
         return dict(values)
-    base = base or find_base(values[KEY])
+    base = base or find_base(values[KEY], values.get("logging.directory"))
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
     if values.get("model.rope_scaling_type", "linear") != "linear" and base.model.rope_scaling_factor == 1:
@@ -76,27 +90,50 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
-    return {f"model.{key}": value for key, value in inherited.items()} | values | {KEY: str(base.path)}
+    named = values[KEY] if base.is_import_of_run else str(base.path)
+    return {f"model.{key}": value for key, value in inherited.items()} | values | {KEY: named}
 
 
-def find_base(given: str) -> Base:
+def find_base(given: str, run: str | None = None) -> Base:
     """Return the model to extend: a run's newest checkpoint, one checkpoint, or a directory of transformers.
 
-    Looks at the sizes of a checkpoint's files, not at their bytes. Raises ConfigError, in one sentence, for what is
-    damaged, incomplete or cannot be extended.
+    If such a directory is gone, that is its import in the directory `run` of a run that has begun. Looks at the sizes
+    of a checkpoint's files, not at their bytes. Raises ConfigError, in one sentence, for what is damaged, incomplete or
+    cannot be extended.
     """
     path = Path(given)
+    if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
+        return imported
+    hub = f"; a model of that name on the Hugging Face hub is fetched with: hf download {given} --local-dir DIR"
     refuse(
         not path.is_dir(),
         f"{KEY} is {given}, which is not a directory; give a run, one of its checkpoints, or a directory in the format "
-        "of transformers, or continue a run that has begun with --config RUN/config.yaml",
+        "of transformers, or continue a run that has begun with --config RUN/config.yaml"
+        + (hub if _HUB_NAME.fullmatch(given) and not path.parent.exists() else ""),
     )
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
+    except NoCheckpoint:
+        raise ConfigError(
+            f"{KEY} is {given}, which holds neither a checkpoint nor a config.json; give a run, one of its "
+            "checkpoints, or the complete directory of a model in the format of transformers"
+        ) from None
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(f"{KEY} {given} cannot be extended: {error}") from None
+
+
+def _imported_by(run: Path, source: Path) -> Base | None:
+    """Return what a run that has begun imported from `source`; None if it extends another model or imported none."""
+    try:
+        extended = read_yaml(run / "config.yaml", _Config)["extension"]["from"]
+    except (OSError, ValueError):
+        return None
+    imported = run / IMPORTED
+    if Path(extended) != source or not (imported / MANIFEST).is_file():
+        return None
+    return dataclasses.replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
 
 
 def _from_transformers(path: Path) -> Base:
@@ -154,7 +191,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 
     By default, that is what `extension.from` says.
     """
-    base = base or find_base(config.extension.from_)
+    base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope")}
@@ -194,10 +231,11 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
             own = load_tokenizer(source).vocabulary_digest()
         except (ValueError, OSError):
             return
+    beside = "" if str(source) == str(base.path) else f" ({source})"
     refuse(
         own is not None and own != tokenizer.vocabulary_digest(),
-        f"data.tokenizer {config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path} "
-        f"({source}); preprocess the data with that one, and name it",
+        f"data.tokenizer {config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path}"
+        f"{beside}; preprocess the data with that one, and name it",
     )
 
 

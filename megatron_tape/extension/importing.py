@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.checkpoint.directories import read_state
+from megatron_tape.checkpoint.frozen import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.extension.base import Base, find_base
@@ -32,10 +33,10 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
 
 def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
-    base = find_base(config.extension.from_)
+    base = find_base(config.extension.from_, config.logging.directory)
     if base.state is not None:
         return base.path
-    target = Path(config.logging.directory) / "base"
+    target = Path(config.logging.directory) / IMPORTED
     if target.exists():
         _check_imported(target, base, config)
         logger.info("beginning with %s, which was imported from %s before", target, base.path)

@@ -131,7 +131,9 @@ class Trainer:
         elif self.base is not None:
             self.watch.progress("loading the weights to begin with")
             new = checkpoints.load_base_weights(self.base, self.model, layout)
-            begins = f"; {len(new)} parameters, such as {new[0]}, are new" if new else ""
+            begins = ""
+            if new:
+                begins = f"; {len(new)} parameters, such as {new[0]}, are new" if len(new) > 1 else f"; {new[0]} is new"
             logger.info("beginning with the weights of %s%s", self.base.path, begins)
         self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
         if frozen or config.extension.from_ is not None:

@@ -195,6 +195,23 @@ def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bas
     assert f"{base} was not imported from {source} as it is now; move {base} away" in sentence
 
 
+def test_a_run_goes_on_with_what_it_imported_when_both_have_moved(extend, bases, data, tmp_path, capfd):
+    source, lean = tmp_path / "source", "--checkpoint.frozen=false"
+    shutil.copytree(bases["llama"], source)
+    first = extend(str(source), lean, "--train.steps=2", "--checkpoint.interval=1")
+    source.rename(tmp_path / "gone")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    extend(str(source), lean, name="moved")
+    (_, newest), *_ = list_checkpoints(tmp_path / "moved" / "checkpoints")
+    assert read_state(newest)["frozen_from"]["path"] == str(tmp_path / "moved" / "base")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints")
+    again = extend(str(source), lean, "--train.steps=2", "--checkpoint.interval=1", name="moved")
+    assert [row["loss"] for row in again] == [row["loss"] for row in first]
+    capfd.readouterr()
+    sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, source, "run"), statuses=[2])
+    assert "is not a directory; give a run" in sentence and "hf download" not in sentence
+
+
 def test_an_import_that_fails_leaves_nothing(bases, data, tmp_path, capfd):
     source = tmp_path / "source"
     shutil.copytree(bases["llama"], source)
@@ -286,6 +303,8 @@ def damaged(folder, bases, name):
     elif name == "tokenizer":
         text = (path / "tokenizer.json").read_text()
         (path / "tokenizer.json").write_text(text.replace('"w1"', '"changed"'))
+    elif name == "no_settings":
+        (path / "config.json").unlink()
     elif name == "empty":
         shutil.rmtree(path)
         path.mkdir()
@@ -296,7 +315,9 @@ def damaged(folder, bases, name):
     "base, overrides, part",
     [
         ("nowhere", [], "extension.from is nowhere, which is not a directory; give a run"),
-        ("empty", [], "holds no checkpoint; give a run"),
+        ("owner/name", [], "is fetched with: hf download owner/name --local-dir DIR"),
+        ("empty", [], "holds neither a checkpoint nor a config.json; give a run"),
+        ("no_settings", [], "no_settings, which holds neither a checkpoint nor a config.json; give a run"),
         ("checkpoint", [], "no checkpoint in"),
         ("weights", [], "is not a complete safetensors file"),
         ("settings", [], "config.json cannot be used"),
@@ -312,14 +333,18 @@ def damaged(folder, bases, name):
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),
         ("tape", ["--model.gate_input=attention"], "model.gate_input: checkpoint mlp, configuration attention"),
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
-        ("rope", ["--extension.trains=[lora,tape]", "--extension.lora_rank=64"], "extension.lora_rank is 64"),
+        (
+            "rope",
+            ["--extension.trains=[lora,tape]", "--extension.lora_rank=17"],
+            "or leave k out of extension.lora_targets",
+        ),
         ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
     extend, bases, data, monkeypatch, capfd, base, overrides, part
 ):
-    if base not in bases and base != "nowhere":
+    if base not in bases and base not in ("nowhere", "owner/name"):
         base = str(damaged(extend.folder, bases, base))
     monkeypatch.setattr(train, "_load_libraries", lambda *_: pytest.fail("torch would be loaded"))
     overrides = [override.replace("TOKENIZER", f"{data}/tokenizer.json") for override in overrides]
@@ -344,7 +369,11 @@ def test_damage_that_only_every_byte_shows_is_refused_before_training(bases, dat
     file = next((tmp_path / "base").glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, tmp_path / "base", "run"))
-    assert "has sha256" in sentence and not list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert (
+        "has sha256" in sentence
+        and sentence.endswith("; fetch or write it again, or choose another")
+        and not list_checkpoints(tmp_path / "run" / "checkpoints")
+    )
 
 
 def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, tmp_path, capfd):
