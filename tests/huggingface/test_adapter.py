@@ -86,6 +86,17 @@ def test_peft_adds_the_adapter_and_merges_it_to_the_trained_model(exported, expe
         torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=1e-6)
 
 
+def test_the_base_of_a_tape_adapter_brings_its_own_code(exported, expected, monkeypatch):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})  # what other tests have registered
+    folder = exported / "tape_tp2_zero3"
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", trust_remote_code=True)
+    assert type(base).__module__.startswith("transformers_modules.")
+    torch.testing.assert_close(logits(with_adapter(base, folder)), expected["tape_tp2_zero3"], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_peft_would_save_the_same_adapter(exported, tmp_path, name):
     with_adapter(load(exported / name / "base"), exported / name).save_pretrained(tmp_path)
