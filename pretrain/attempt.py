@@ -2,19 +2,20 @@
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
     python -m pretrain.attempt chain -- RECIPE [--section.key value ...] --extend RECIPE [--section.key value ...]
+        [--evaluate TASK... [--TASK.setting value ...]]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
-`check` refuses settings that cannot work. `chain` does so for a run and for the extension of the model that this run
-will make, and prints the run's directory. `begin` also refuses, copies the code and the resolved configuration into
-RUN/jobs/ID (a requeued job continues with that copy), takes the run over, and prints shell variables. `decide` prints
-`done`, `again` or `stop` with the reason, and which nodes to `exclude` from the next attempt.
+`check` refuses settings that cannot work. `chain` does so for a run, for the extension of the model that this run will
+make, and for the evaluation of what the extension makes, and prints the directories of both runs. `begin` also
+refuses, copies the code and the resolved configuration into RUN/jobs/ID (a requeued job continues with that copy),
+takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop` with the reason, and which
+nodes to `exclude` from the next attempt.
 """
 
 import argparse
 import contextlib
 import errno
-import importlib.util
 import os
 import random
 import shlex
@@ -33,15 +34,16 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.source import made_by
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
 from megatron_tape.files import SUFFIX, atomic_directory, remove
 from megatron_tape.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
+from pretrain.evaluate import check_evaluation
 
 EXIT_TRY_AGAIN = 75
 """Exit status if the file system does not answer; for a configuration that cannot work it is 2."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
-COMES_LATER = {"pretrain.evaluate": "evaluation"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
     check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
     check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
-    chain_parser = verbs.add_parser("chain", help="refuse a run and its extension if they cannot work")
+    chain_parser = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation if they cannot work")
     chain_parser.add_argument("--scratch", default="", help="as for begin")
-    chain_parser.add_argument("arguments", nargs="*", help="after --: RECIPE, overrides, --extend, RECIPE, overrides")
+    chain_parser.add_argument("arguments", nargs="*", help="after --: as above")
     decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes have ended")
     decide_parser.add_argument("--run", required=True, help="the run's directory")
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             validate(config, config.parallel.tensor_model_parallel_size)
             check_inputs(config)
         elif options.verb == "chain":
-            print(check_chain(options.arguments, options.scratch))
+            print(*check_chain(options.arguments, options.scratch), sep="\n")
         elif options.verb == "decide":
             judge(Path(options.run), options.checkpoints, options.attempt)
         else:
@@ -89,13 +91,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def check_chain(arguments: list[str], scratch: str) -> str:
-    """Check a run and the extension of the model that it will make; return the run's directory.
+def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
+    """Check a run, the extension of the model that it will make, and the evaluation; return the runs' directories.
 
-    The arguments are those of the run, `--extend`, and those of the extension. Raises ConfigError in one sentence.
+    The arguments are those of the run, `--extend`, those of the extension and, if anything is to be evaluated,
+    `--evaluate` and its arguments. Raises ConfigError in one sentence.
     """
     refuse("--extend" not in arguments, "--extend RECIPE is missing; name the recipe of the extension")
-    at = arguments.index("--extend")
+    at, evaluation = arguments.index("--extend"), []
+    if "--evaluate" in arguments[at:]:
+        end = at + arguments[at:].index("--evaluate")
+        arguments, evaluation = arguments[:end], arguments[end + 1 :]
     first = parse_run_config(_arguments(arguments[:at], scratch), with_base_settings)
     check_command(first, extends=False)
     base = Base.made_by(first)
@@ -114,16 +120,13 @@ def check_chain(arguments: list[str], scratch: str) -> str:
         Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve(),
         f"logging.directory is {first.logging.directory} for both pretraining and extension; choose another for one",
     )
-    return first.logging.directory
+    if evaluation:
+        check_evaluation(evaluation, made_by(second))
+    return first.logging.directory, second.logging.directory
 
 
 def begin(options: argparse.Namespace) -> None:
     """Claim the next attempt for a job. Raises ConfigError if there should not be one."""
-    refuse(
-        importlib.util.find_spec(options.module) is None,
-        f"{COMES_LATER.get(options.module, options.module)} is not part of this version: {options.module} does not "
-        "exist; update the code",
-    )
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
     if requeued:

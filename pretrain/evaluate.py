@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         for task in tasks:
             check_task(task, source)
-        evaluate(options, tasks, source, output)
+        if not options.check:
+            evaluate(options, tasks, source, output)
     except command_line.Interrupted:
         command_line.say("interrupted; run the same command to continue")
         return EXIT_INTERRUPTED
@@ -86,6 +87,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
     add("--dtype", choices=("fp32", "bf16"), help="number type of the model (default: bf16 on a GPU, fp32 on a CPU)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that this project has not written")
+    add("--check", action="store_true", help="only check the command")
     add("--overwrite", action="store_true", help="also evaluate what is finished")
     options, values, places, files = read_settings(parser, sections, argv)
     refuse(options.model is None, "--model is missing; give a run, a checkpoint, or a directory of transformers")
@@ -100,6 +102,13 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
         return options, [task_class(name)(build_section(name, sections[name], values)) for name in names]
     except ConfigError as error:
         raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+
+
+def check_evaluation(arguments: list[str], source: Source) -> None:
+    """Raise ConfigError if tasks and settings cannot work together with a model that is yet to be made."""
+    _, tasks = read_command([*arguments, "--model", str(source.path)])
+    for task in tasks:
+        check_task(task, source)
 
 
 def check_task(task: Task, source: Source) -> None:

@@ -39,9 +39,6 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 
 run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
 
-# has_module MODULE: whether this version of the code has the module.
-has_module() { [ -f "$ROOT/${1//.//}.py" ]; }
-
 say() { echo "$(date +%T) $*"; }
 
 fail() {
@@ -75,13 +72,7 @@ run_job() {
   with_recipe "$@"
   set -- "${ARGUMENTS[@]}"
   local nodes gpus tasks job_link requeued=()
-  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
-  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST prints nothing; check that scontrol works here"
-  gpus=${SLURM_GPUS_ON_NODE:-0}
-  # One task per GPU; on nodes without GPUs, one per node. srun starts them, gives each its rank, and ends all when one
-  # dies. A second launcher (torchrun) below it would only intercept Slurm's signals to the training processes.
-  tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+  look_at_job
   job_link=$PWD/runs/.jobs/$SLURM_JOB_ID
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     requeued=(--requeued)
@@ -92,7 +83,6 @@ run_job() {
     say "warning: the time limit is ${left} s away, and Slurm sends its warning 180 s before it, unless --signal says" \
       "otherwise; give the job more time if that is too little to start and take a step"
   fi
-  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
 
   local variables
   patiently variables run_module pretrain.attempt begin --module "$module" --job "$SLURM_JOB_ID" --source "$ROOT" \
@@ -113,6 +103,39 @@ run_job() {
     fi
   fi
   conclude
+}
+
+# look_at_job: set nodes, gpus (of each) and tasks (on each), and print them.
+look_at_job() {
+  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array; submit it without --array"
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST prints nothing; check that scontrol works here"
+  gpus=${SLURM_GPUS_ON_NODE:-0}
+  # One task per GPU; on nodes without GPUs, one per node. srun starts them, gives each its rank, and ends all when one
+  # dies. A second launcher (torchrun) below it would only intercept Slurm's signals to the processes.
+  tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $tasks task(s) on each of $nodes"
+}
+
+# run_evaluation ARGS...: run pretrain.evaluate on every rank. It keeps what it has finished, so that the job may end at
+# any moment: it is requeued after a warning and, three times, after a crash.
+run_evaluation() {
+  local nodes gpus tasks
+  look_at_job
+  export MASTER_ADDR MASTER_PORT
+  MASTER_ADDR=$(head_address "${nodes%%,*}")
+  MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} * 1009) % 12000))
+  STEP_STATUS=75
+  [ -n "$SIGNALED" ] || step pretrain.evaluate "$@"
+  [ "$STEP_STATUS" = 0 ] && exit 0
+  [ "$SIGNALED" = TERM ] && exit 1
+  if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
+  # 1 is an error and 2 a mistake in the command; both have said what is wrong.
+  if [ "$STEP_STATUS" -gt 2 ]; then
+    [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || requeue
+    fail "the evaluation has crashed again; see above, and submit the same command to continue"
+  fi
+  exit 1
 }
 
 # patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the
@@ -146,7 +169,8 @@ step() {
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
     $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
   local srun=$!
-  end_with_ranks $srun &
+  SRUN=$srun
+  [ -z "${ATTEMPT_DIRECTORY:-}" ] || end_with_ranks $srun &
   local watcher=$!
   while :; do
     wait $srun
@@ -155,6 +179,7 @@ step() {
     [ $STEP_STATUS -gt 128 ] && kill -0 $srun 2>/dev/null || break
   done
   kill $watcher 2>/dev/null
+  SRUN=
 }
 
 # end_with_ranks PID: end an srun that still waits for tasks that no longer exist, which happens when a node comes back
@@ -265,6 +290,8 @@ on_signal() {
   SIGNALED=$1
   if [ "$1" = USR1 ]; then say "$1: the run saves and is requeued"; else say "$1: the run saves, if it can, and ends"; fi
   [ -n "${ATTEMPT_DIRECTORY:-}" ] && echo "$1" >"$ATTEMPT_DIRECTORY/stop"
+  # An evaluation has no attempts; srun passes the signal on.
+  [ -z "${ATTEMPT_DIRECTORY:-}" ] && [ -n "${SRUN:-}" ] && kill -TERM "$SRUN" 2>/dev/null
   # If the time limit is near and the ranks may not reach their next step before it, requeue the job anyway.
   local left
   left=$(seconds_left)

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Evaluate a model; the job is requeued after preemption, crashes and lost nodes until it is finished.
-# pretrain.evaluate is not part of this version yet; the job ends at once with an error that says so.
+# Evaluate a model on all GPUs of the nodes; the job is requeued after preemption and crashes until it is finished.
 #
-#   sbatch [sbatch options] slurm/evaluate_tape.sh [RECIPE] [--section.key value ...]
-#   slurm/evaluate_tape.sh [RECIPE] ...     the same, after reading slurm/site.env for account and partition
+#   sbatch [sbatch options] slurm/evaluate_tape.sh TASK... --model MODEL [--output DIR] [--TASK.setting value ...]
+#   slurm/evaluate_tape.sh TASK... --model MODEL ...     the same, after reading slurm/site.env for account and partition
 #
-# sbatch options, directories and settings: as slurm/pretrain_tape.sh explains.
+# The processes share the work; each holds the whole model. MODEL, tasks and settings: python -m pretrain.evaluate --help.
+# sbatch options and site.env: as slurm/pretrain_tape.sh explains.
 
 #SBATCH --job-name=tape-evaluate
-#SBATCH --nodes=2
+#SBATCH --nodes=1
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -23,15 +23,13 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
+  run_module pretrain.evaluate "$@" --check || exit
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi
-# Slurm runs a copy of this file. The code is in the repository it was submitted from or, after a requeue, in the job's
-# copy in the run directory.
+# Slurm runs a copy of this file; the code is in the repository it was submitted from.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/slurm/evaluate_tape\.sh.*|\1|p')
-link=$PWD/runs/.jobs/$SLURM_JOB_ID
-[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
 load_site "$root"
-run_job pretrain.evaluate pretrain/recipes/tape_155m.yaml "$@"
+run_evaluation "$@"

@@ -2,10 +2,12 @@
 # Submit pretraining, context extension and evaluation as a chain: each starts when the previous one has finished.
 #
 #   slurm/run_all.sh [--sbatch "OPTIONS"] [RECIPE] [--section.key value ...] --extend RECIPE [--section.key value ...]
+#     [--evaluate TASK... [--TASK.setting value ...]]
 #
 # What stands before --extend is for pretraining (default: pretrain/recipes/tape_155m.yaml), what follows is for the
-# extension of the model that it makes. --sbatch gives options to all three submissions, such as "--nodes=4". If a job
-# fails, the ones after it are removed from the queue. Reads slurm/site.env.
+# extension of the model that it makes, and what follows --evaluate for the evaluation of the extended model
+# (python -m pretrain.evaluate --help). --sbatch gives options to all submissions, such as "--nodes=4". If a job fails,
+# the ones after it are removed from the queue. Reads slurm/site.env.
 
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
@@ -27,20 +29,27 @@ submit() {
   sbatch --parsable "${options[@]}" "${after[@]}" "$root/slurm/$script" "$@" | cut -d';' -f1
 }
 
-pretrain=()
-while [ $# -gt 0 ] && [ "$1" != --extend ]; do
-  pretrain+=("$1")
-  shift
+pretrain=() extend=() evaluate=() part=pretrain
+for argument in "$@"; do
+  case $part$argument in
+    pretrain--extend) part=extend ;;
+    extend--evaluate) part=evaluate ;;
+    pretrain*) pretrain+=("$argument") ;;
+    extend*) extend+=("$argument") ;;
+    *) evaluate+=("$argument") ;;
+  esac
 done
-[ $# -gt 1 ] || fail "--extend RECIPE is missing; name the recipe of the extension after the settings of pretraining"
-shift
+[ ${#extend[@]} -gt 0 ] ||
+  fail "--extend RECIPE is missing; name the recipe of the extension after the settings of pretraining"
+[ $part != evaluate ] || [ ${#evaluate[@]} -gt 0 ] || fail "--evaluate names no task; name some, or leave it out"
 with_recipe pretrain/recipes/tape_155m.yaml "${pretrain[@]}"
-run=$(run_module pretrain.attempt chain --scratch "${TAPE_SCRATCH:-}" -- "${ARGUMENTS[@]}" --extend "$@") || exit
+runs=$(run_module pretrain.attempt chain --scratch "${TAPE_SCRATCH:-}" -- "${ARGUMENTS[@]}" --extend "${extend[@]}" \
+  ${evaluate[@]:+--evaluate "${evaluate[@]}"}) || exit
+{ read -r pretrained && read -r extended; } <<<"$runs"
 pretraining=$(submit pretrain_tape.sh -- "${ARGUMENTS[@]}")
-extension=$(submit extend_tape.sh "$pretraining" -- "$@" --extension.from "$run")
-evaluation=$(submit evaluate_tape.sh "$extension" --)
-echo "pretraining  job $pretraining, in $run"
-echo "extension    job $extension, after $pretraining"
-echo "evaluation   job $evaluation, after $extension"
-has_module pretrain.evaluate ||
-  echo "note: pretrain.evaluate is not part of this version: its job ends at once"
+echo "pretraining  job $pretraining, in $pretrained"
+extension=$(submit extend_tape.sh "$pretraining" -- "${extend[@]}" --extension.from "$pretrained")
+echo "extension    job $extension, after $pretraining, in $extended"
+[ ${#evaluate[@]} -gt 0 ] || exit 0
+evaluation=$(submit evaluate_tape.sh "$extension" -- "${evaluate[@]}" --model "$extended")
+echo "evaluation   job $evaluation, after $extension, in $extended/evaluation"

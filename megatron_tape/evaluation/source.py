@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.locate import find_checkpoint
-from megatron_tape.config.schema import BEFORE, ModelConfig
+from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.from_hf.settings import read_settings
@@ -114,6 +114,13 @@ def _is_ours(path: Path) -> bool:
     return found == set(_CODE) and all((path / name).read_bytes() == (ours / name).read_bytes() for name in _CODE)
 
 
+def made_by(config: RunConfig) -> Source:
+    """Return the model that a run will have made when it is finished."""
+    run, has_tokenizer = Path(config.logging.directory), config.data.tokenizer is not None
+    facts = {"settings": config_dict(config), "step": config.train.steps}
+    return Source(run, _info(config.model, run.name, has_tokenizer), True, facts, run / "evaluation", False)
+
+
 def _from_checkpoint(path: Path, label: str | None) -> Source:
     state = read_state(path)
     try:
@@ -122,14 +129,18 @@ def _from_checkpoint(path: Path, label: str | None) -> Source:
         raise ValueError(f"{path} was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
-    info = ModelInfo(
-        label=label or name,
+    has_tokenizer = state["config"].get("data", {}).get("tokenizer") is not None or (path / "tokenizer").is_dir()
+    facts = {"settings": state["config"], "step": state["step"]}
+    output = run / "evaluation" / path.name if run != path else Path("evaluations") / name
+    return Source(path, _info(model, label or name, has_tokenizer), True, facts, output, False)
+
+
+def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
+    return ModelInfo(
+        label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
         config={"model_type": model.position_encoding, **dataclasses.asdict(model)},
         directory=None,
-        has_tokenizer=state["config"].get("data", {}).get("tokenizer") is not None or (path / "tokenizer").is_dir(),
+        has_tokenizer=has_tokenizer,
     )
-    facts = {"settings": state["config"], "step": state["step"]}
-    output = run / "evaluation" / path.name if run != path else Path("evaluations") / name
-    return Source(path, info, True, facts, output, False)

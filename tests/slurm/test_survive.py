@@ -346,9 +346,3 @@ def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster
     assert errors == [next(line for line in errors if "model.num_attention_heads 5" in line)]
     assert not (start.run / "attempts").exists()
     assert float(time.time() - began) < 60
-
-
-def test_a_job_of_a_later_version_says_so(cluster):
-    job = cluster.submit("evaluate_tape.sh", options=("--nodes=1",))
-    assert cluster.wait(job, 60) == "FAILED"
-    assert "error: evaluation is not part of this version" in cluster.log(job)
