@@ -233,7 +233,8 @@ def _check_directories(config: RunConfig) -> None:
         ("data.cache_directory", config.data.cache_directory),
     ):
         try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
+            if directory is not None:
+                Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise ConfigError(

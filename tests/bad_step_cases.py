@@ -35,7 +35,7 @@ def engine(tp, stage, precision, clip_grad=1.0, **zero):
 def batches(engine, seed, mask=1.0):
     for i in range(engine.micro_batches):
         tokens = random_tokens(batch=1, length=17, seed=seed + i + 100 * engine.layout.data_parallel_rank)
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.full((1, 16), mask)}
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.full((1, 16), mask / 16)}
 
 
 def weights(engine):

@@ -16,6 +16,7 @@ ORDER = (
     ("ops",),
     ("parallel",),
     ("position",),
+    ("synthetic",),
     ("config", "parameters", "costs", "communication"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
@@ -28,7 +29,7 @@ ORDER = (
     ("extension",),
     ("evaluation",),
 )
-WITHOUT_TORCH = "errors files command_line config parameters costs data.inputs checkpoint.directories".split()
+WITHOUT_TORCH = "errors files command_line synthetic config parameters costs data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.from_hf.llama_family".split()
 WITHOUT_TORCH += ["extension.base", "evaluation.base", "evaluation.tasks"]
 

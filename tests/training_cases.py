@@ -63,6 +63,9 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
     rows["blend"] = run(folder, "blend", blend, tp(last))
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
+    # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
+    for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3)):
+        rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
@@ -78,6 +81,10 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
 def many_samples():
     """More than one pass over the data, 330 sequences of 16 tokens: 64 in each step."""
     return [option("train.global_batch_size", 64), option("train.micro_batch_size", 8)]
+
+
+def generated():
+    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
 
 
 def packed(data):
@@ -143,6 +150,8 @@ def main(folder, data, what):
     results["offload"] = resumed_run(folder, "offload", *offload)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
+    before, after = [*generated(), tp(1), zero(1)], [*generated(), tp(2), zero(3)]
+    results["generated"] = resumed_run(folder, "generated", *before, then=after)
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)

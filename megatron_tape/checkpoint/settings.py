@@ -22,12 +22,15 @@ ORDER_KEYS = (
     "data.prefix",
     "data.split",
     "data.long_documents",
+    "data.generator",
     "train.seed",
     "train.steps",
     "train.global_batch_size",
     "model.seq_length",
 )
 """Settings that determine the order of the tokens."""
+ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps")
+"""Those of them that other sources of samples do not depend on."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of a context extension that describe its LoRA layers."""
 WITHOUT_EFFECT = (
@@ -150,7 +153,8 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
             if before != value and not same_model and not key.startswith(WITHOUT_EFFECT):
                 found.append((key, f"{key}: was {_shown(before)}, is now {_shown(value)}"))
     sentences = [sentence for _, sentence in found]
-    if reordered := [key for key, _ in found if key in ORDER_KEYS]:
+    of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
+    if reordered := [key for key, _ in found if key in ORDER_KEYS and key not in of_datasets]:
         sentences.append(f"{', '.join(reordered)}: the data comes in another order than in an uninterrupted run")
     return sentences
 

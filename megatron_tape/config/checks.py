@@ -6,11 +6,13 @@ Each error is one sentence that names the key, its value and the fix. No file is
 from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
+from megatron_tape.config.generators import generator_of
 from megatron_tape.config.lora import lora_widths
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
     PARAMETER_KINDS,
+    SAMPLE_SOURCES,
     TRAINABLE,
     ExtensionConfig,
     ModelConfig,
@@ -226,10 +228,13 @@ def _validate_optimizer(config: RunConfig) -> None:
 
 def _validate_data(config: RunConfig) -> None:
     data, interval = config.data, config.train.eval_interval
+    if data.source in SAMPLE_SOURCES:
+        _validate_samples(config)
     blend(data.prefix)
     validation_share = split_shares(data.split)[1]
+    validates = interval is not None and bool(ON_VALIDATION_DATA & set(config.train.evaluations))
     refuse(
-        interval is not None and bool(ON_VALIDATION_DATA & set(config.train.evaluations)) and validation_share == 0,
+        data.source == "prefix" and validates and validation_share == 0,
         f"train.eval_interval is {interval}, but data.split {data.split} leaves nothing for validation; raise its "
         "second share, or set eval_interval to null",
     )
@@ -246,6 +251,34 @@ def _validate_data(config: RunConfig) -> None:
         "is null; set it or set sample_tokens to 0",
     )
     refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
+
+
+def _validate_samples(config: RunConfig) -> None:
+    """Check a source of samples that stands in place of indexed datasets."""
+    data, model = config.data, config.model
+    for key, unset in (("long_documents", None), ("reset_attention_mask", False)):
+        value = getattr(data, key)
+        refuse(
+            value != unset,
+            f"data.{key} is {shown(value)}, but data.{data.source} makes samples that are not cut from documents; "
+            f"set it to {shown(unset)}",
+        )
+    if data.source == "generator":
+        generator = generator_of(data.generator)
+        refuse(
+            data.tokenizer is not None,
+            f"data.tokenizer is {data.tokenizer}, but data.generator makes tokens that are no text; set it to null",
+        )
+        refuse(
+            generator.vocab_size > model.vocab_size,
+            f"data.generator makes {generator.vocab_size} different tokens, but model.vocab_size is "
+            f"{model.vocab_size}; raise it",
+        )
+        refuse(
+            generator.length > model.seq_length + 1,
+            f"data.generator makes sequences of up to {generator.length} tokens, but model.seq_length is "
+            f"{model.seq_length}; raise it to at least {generator.length - 1}",
+        )
 
 
 def _validate_long_documents(config: RunConfig) -> None:

@@ -81,6 +81,7 @@ def _read(argv: list[str] | None, complete: Complete, purpose: str) -> tuple[Run
             bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value"
         )
         config = RunConfig(**{name: build_section(name, sections[name], completed) for name in sections})
+        _ = config.data.source
         fill_directories(config, name)
         encoding_of(config.model)
         if arguments.print_config:

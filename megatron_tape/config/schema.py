@@ -22,6 +22,9 @@ OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
+SAMPLE_SOURCES = ("generator",)
+"""Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
+DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
 BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
 """What runs in bf16 did before there was a setting for it, where that is not its default."""
 
@@ -77,11 +80,18 @@ class ModelConfig(*setting_classes()):
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """The tokens to train on, as Megatron's indexed datasets."""
+    """What to train on: Megatron's indexed datasets (prefix), or samples that are generated."""
 
-    prefix: dict[str, float] | list[float | str] | str
+    prefix: dict[str, float] | list[float | str] | str | None = None
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
     that gives a split less than one sequence is left out of that split, with a warning."""
+    generator: dict[str, int | float | str] | None = None
+    """Train on sequences of a synthetic task in place of a dataset: {task: addition}, {task: selective_copy} or {task:
+    grid_navigation}, and settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples
+    never repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """Which tokens of a generator's sequences enter the loss, which is their mean over the global batch: those that are
+    answers, or all. Of indexed datasets, all do."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str | None = None
@@ -99,9 +109,22 @@ class DataConfig:
     """Where Megatron's index maps are kept between runs; null means index_cache beside the first dataset."""
 
     @property
-    def resolved_cache_directory(self) -> str:
-        """Directory of the index maps."""
-        return self.cache_directory or str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
+    def source(self) -> str:
+        """The key that says what to train on; raises ConfigError unless exactly one does."""
+        given = [key for key in DATA_SOURCES if getattr(self, key) is not None]
+        if len(given) != 1:
+            keys = " and ".join(f"data.{key}" for key in given)
+            both = f"{keys} are set together; keep one of them"
+            instead = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
+            raise ConfigError(both if given else f"data.prefix must be set; or set {instead} in its place")
+        return given[0]
+
+    @property
+    def resolved_cache_directory(self) -> str | None:
+        """Directory of the index maps; None without indexed datasets."""
+        if self.cache_directory is not None or self.prefix is None:
+            return self.cache_directory
+        return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
 @dataclass(kw_only=True)
@@ -327,8 +350,10 @@ def to_yaml(config: RunConfig) -> str:
     return dump(config_dict(config))
 
 
-def blend(prefix: dict[str, float] | list[float | str] | str) -> tuple[list[str], list[float] | None]:
-    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size)."""
+def blend(prefix: dict[str, float] | list[float | str] | str | None) -> tuple[list[str], list[float] | None]:
+    """Normalise the four spellings of `data.prefix` to prefixes and their weights (None: by size); none for null."""
+    if prefix is None:
+        return [], None
     if isinstance(prefix, str):
         prefixes, weights = [prefix], None
     elif isinstance(prefix, dict):

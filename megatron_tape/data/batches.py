@@ -1,5 +1,9 @@
-"""Batches of packed tokens from Megatron's indexed datasets, in an order that only the seed decides."""
+"""Batches of packed tokens from Megatron's indexed datasets, or of samples of another source.
 
+Only the seed decides their order.
+"""
+
+import itertools
 import logging
 import os
 import signal
@@ -16,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.evaluations import ON_VALIDATION_DATA
-from megatron_tape.config.schema import RunConfig, blend, split_shares
+from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, blend, split_shares
 from megatron_tape.data.mixing import DatasetSettings, build_split, mix_with_long_documents
+from megatron_tape.data.samples import SampleSource, sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -61,26 +66,49 @@ class Batches:
 
         The `data.num_workers` loader processes start here and begin to load.
         """
-        return self._load(self.train, first_step, self.config.train.steps, self.config.data.num_workers)
+        train = self.config.train
+        steps = range(first_step, train.steps + 1)
+        return self._load(self.train, steps, self.config.data.num_workers, train.global_batch_size)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
         # Loaded in the training process: the same few sequences are used every time and stay in the page cache. Workers
         # would either be forked while NCCL threads are running, or be idle between evaluations.
-        return self._load(self.validation, 1, self.config.train.eval_steps, num_workers=0)
+        train = self.config.train
+        steps = range(1, train.eval_steps + 1)
+        return self._load(self.validation, steps, 0, train.eval_steps * train.global_batch_size)
 
-    def _load(self, dataset: Dataset, first_step: int, last_step: int, num_workers: int) -> Iterator[dict[str, Tensor]]:
+    def _load(self, dataset: Dataset, steps: range, num_workers: int, mean_over: int) -> Iterator[dict[str, Tensor]]:
+        """Load the global batches of `steps`; a masked loss is the mean over every `mean_over` consecutive samples."""
         train, tokens = self.config.train, self.layout.tokens
-        first, stop = (first_step - 1) * train.global_batch_size, last_step * train.global_batch_size
+        first, stop = (steps.start - 1) * train.global_batch_size, (steps.stop - 1) * train.global_batch_size
+        masked = isinstance(dataset, SampleSource)
+        if not masked:
+            dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
-            _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None),
+            dataset,
             batch_sampler=tokens.micro_batches(first, stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
             generator=torch.Generator(),  # otherwise each loader would draw a number from the run's random stream
         )
-        return self._on_device(_start_workers(loader))
+        batches = self._on_device(_start_workers(loader))
+        return (
+            self._weighted(batches, mean_over // (train.micro_batch_size * tokens.data_shards)) if masked else batches
+        )
+
+    def _weighted(self, batches: Iterator[dict[str, Tensor]], together: int) -> Iterator[dict[str, Tensor]]:
+        """Turn the `loss_mask` of each `together` micro-batches into `loss_weights`.
+
+        With these, the mean of the losses of all ranks' micro-batches is the mean over the tokens in all their masks.
+        """
+        while group := list(itertools.islice(batches, together)):
+            in_loss = self.layout.tokens.total(torch.stack([batch["loss_mask"].sum() for batch in group]).sum())
+            weight = together * self.layout.tokens.data_shards / in_loss.clamp(min=1)
+            for batch in group:
+                mask = batch.pop("loss_mask")
+                yield batch | {"loss_weights": mask * weight.float()}
 
     def _on_device(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         tokens, device = self.layout.tokens, self.layout.device
@@ -96,8 +124,8 @@ class Batches:
         largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
         if largest >= vocab_size:
             raise ConfigError(
-                f"data.prefix holds the token {largest}, but model.vocab_size is {vocab_size}; raise it, or use "
-                "data made with the model's tokenizer"
+                f"data.{self.config.data.source} holds the token {largest}, but model.vocab_size is {vocab_size}; "
+                "raise it, or use data made with the model's tokenizer"
             )
 
 
@@ -197,7 +225,7 @@ def _large_enough(
 
 
 def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = None) -> Batches:
-    """Open the datasets and build (or read from `data.cache_directory`) their shuffled indices.
+    """Open the source of samples, or the datasets with their shuffled indices, built or from `data.cache_directory`.
 
     `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for
     a split is left out of that split, and the others keep their proportions. Raises ConfigError if a split that is
@@ -209,6 +237,9 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
         )
     train = config.train
     evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
+    if config.data.source in SAMPLE_SOURCES:
+        validation = sample_source(config, validation=True) if evaluates else None
+        return Batches(sample_source(config, validation=False), validation, config, layout, eod)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
     sizes = {"training": train.steps * train.global_batch_size}
     if evaluates:

@@ -64,7 +64,7 @@ def transformer_config(
 
 
 class LanguageModel(torch.nn.Module):
-    """A decoder that returns logits or, given labels, the mean next-token loss.
+    """A decoder that returns logits or, given labels, the next-token loss.
 
     Every rank draws whole weights from torch's CPU generator and then cuts them, so they do not depend on the parallel
     layout if the generator has the same seed on all ranks. Those of the positional encoding are drawn with `seed`.
@@ -103,11 +103,13 @@ class LanguageModel(torch.nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
+        loss_weights: Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return logits (B, S, V) for token ids (B, S), or the scalar mean loss over `loss_mask` given `labels`.
+        """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
+
+        This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
         defaults to 0, 1, ...; shifting all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
@@ -127,7 +129,7 @@ class LanguageModel(torch.nn.Module):
         )
         if labels is None:
             return forward(runtime_gather_output=True)
-        return self.tokens.mean_loss(forward(labels=labels), loss_mask)
+        return self.tokens.loss(forward(labels=labels), loss_weights)
 
     def record_position_norms(self, record: bool) -> None:
         """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""

@@ -51,18 +51,25 @@ class TokenLayout:
         by_rank = x_SBn.unflatten(0, (self.sequence_shards, -1))
         return all_to_all(self.model_group, by_rank.contiguous()).movedim(0, 2).flatten(2, 3)
 
-    def mean_loss(self, losses_BS: Tensor, mask_BS: Tensor | None = None) -> Tensor:
-        """Return the mean of next-token losses, over `mask_BS` if given; this rank differentiates it."""
+    def loss(self, losses_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+        """Return the mean of next-token losses, or their sum weighted by `weights_BS`; this rank differentiates it."""
         losses_BS = losses_BS.float()
-        if mask_BS is None:
-            return losses_BS.mean()
-        return (losses_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1)
+        return losses_BS.mean() if weights_BS is None else (losses_BS * weights_BS).sum()
+
+    @property
+    def data_shards(self) -> int:
+        """Over how many ranks the sequences of a batch are distributed."""
+        return self.data_group.size()
 
     def average(self, value: Tensor) -> Tensor:
         """Return the mean of a detached value over the ranks that hold different sequences; all call it together."""
+        return self.total(value) / self.data_group.size()
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the sum of a detached value over the ranks that hold different sequences; all call it together."""
         value = value.detach().clone()
         dist.all_reduce(value, group=self.data_group)
-        return value / self.data_group.size()
+        return value
 
     def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
         """Yield the sample indices of this rank's micro-batches of `size` among the samples from `first` up to `stop`.

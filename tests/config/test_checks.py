@@ -56,6 +56,8 @@ def test_a_malformed_split_is_refused(split):
         (1, {"data__reset_attention_mask": True, "data__long_documents": {"minimum": 8192, "share": 1}}),
         (1, {"data__reset_attention_mask": True, "deepspeed__offload_optimizer": True}),
         (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
+        (1, {"data__prefix": None, "data__tokenizer": None, "data__generator": {"task": "addition", "digits": 9},
+             "data__split": "1,0,0", "logging__sample_tokens": 0}),
     ],
 )  # fmt: skip
 def test_what_can_run_is_accepted(world_size, changes):
@@ -143,6 +145,24 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("checkpoint.keep is 0", 1, {"checkpoint__keep": 0}),
         ("checkpoint.resume is empty", 1, {"checkpoint__resume": ""}),
         ("data.prefix is []", 1, {"data__prefix": []}),
+        ("data.prefix and data.generator are set together; keep one", 1, {"data__generator": {"task": "addition"}}),
+        ("data.generator is {'digits': 3}; give it the key task, one of addition, selective_copy", 1,
+         {"data__prefix": None, "data__generator": {"digits": 3}}),
+        ("data.generator names digit, which is not a setting of addition; choose from digits", 1,
+         {"data__prefix": None, "data__generator": {"task": "addition", "digit": 3}}),
+        ("data.generator of addition: digits is 'many'; set it to a whole number", 1,
+         {"data__prefix": None, "data__generator": {"task": "addition", "digits": "many"}}),
+        ("data.generator of addition: digits is 0; set it to at least 1", 1,
+         {"data__prefix": None, "data__generator": {"task": "addition", "digits": 0}}),
+        ("data.generator makes sequences of up to 124 tokens, but model.seq_length is 32; raise it to at least 123", 1,
+         {"data__prefix": None, "data__tokenizer": None, "data__generator": {"task": "addition"}}),
+        ("data.generator makes 202 different tokens, but model.vocab_size is 128; raise it", 1,
+         {"data__prefix": None, "data__tokenizer": None,
+          "data__generator": {"task": "selective_copy", "symbols": 200}}),
+        ("data.tokenizer is somewhere/tokenizer.model, but data.generator makes tokens that are no text", 1,
+         {"data__prefix": None, "data__generator": {"task": "addition", "digits": 4}}),
+        ("data.reset_attention_mask is true, but data.generator makes samples that are not cut from documents", 1,
+         {"data__prefix": None, "data__reset_attention_mask": True, "data__generator": {"task": "addition"}}),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(message, world_size, changes):

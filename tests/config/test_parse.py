@@ -119,7 +119,7 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--model.position_encoding", "sine"], "model.position_encoding is 'sine'; choose one of tape, rope, nope"),
         (["--deepspeed.zero_stage", "4"], "deepspeed.zero_stage is 4; choose one of 0, 1, 2, 3"),
         (["--logging.tensorboard", "maybe"], "logging.tensorboard is 'maybe'; set it to true or false"),
-        (["--data.prefix", ""], "data.prefix is ''"),
+        (["--data.prefix", ""], "data.prefix must be set; "),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "train: {steps: 3}"], "--config train: {steps: 3} does not exist; give the path of a YAML file"),
     ],
@@ -165,7 +165,7 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes, so it is not a recipe"),
         (
             b"data: {prefix: {a: b}}",
-            ":1: data.prefix is {'a': 'b'}; set it to a mapping of names to numbers, a list or text",
+            ":1: data.prefix is {'a': 'b'}; set it to a mapping of names to numbers, a list, text or null",
         ),
         (b"data: {prefix: []}", ":1: data.prefix is []; give a path"),
     ],

@@ -91,7 +91,7 @@ def test_each_kind_decays_at_its_own_rate(stage):
     before = engine.training_state(lambda index: True)
     tokens = random_tokens(batch=1, length=17)
     # Nothing is predicted, so gradients are zero and only weight decay changes the weights.
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16)}
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.zeros(1, 16)}
     assert not engine.train_step([batch], lr=0.5).skipped
     after = engine.training_state(lambda index: True)
     kept = {"matrices": 1 - 0.5 * 0.1, "embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}

@@ -35,5 +35,6 @@ def test_saving_changes_nothing(resumed):
     assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
 
 
-def test_a_run_continues_under_another_layout(resumed):
-    assert_close(resumed["another_layout"]["continued"], resumed["another_layout"]["whole"], RESUMED_STEPS)
+@pytest.mark.parametrize("case", ["another_layout", "generated"])
+def test_a_run_continues_under_another_layout(resumed, case):
+    assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)

@@ -8,7 +8,7 @@ from datasets_for_tests import write_all
 from launch import run_group
 from training_cases import LAYOUTS, assert_close
 
-VARIANTS = ["blend", "accumulation", "packed", "sampled", "epochs"]
+VARIANTS = ["blend", "accumulation", "packed", "sampled", "epochs", "generated", "generated_zero3"]
 OF_TWO_PROCESSES = ["recompute", "tied", "rope"]
 
 

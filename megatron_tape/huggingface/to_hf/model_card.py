@@ -230,13 +230,10 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
     tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
     processes = "1 process" if tensor * data == 1 else f"{tensor * data} processes"
-    prefixes, weights = blend(config["data"]["prefix"])
-    names = [Path(prefix).name for prefix in prefixes]
-    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
-        "Data": ", ".join(shares),
+        "Data": _data(config["data"]),
         "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
         "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
@@ -245,6 +242,16 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
         f"ZeRO stage {config['deepspeed']['zero_stage']}",
         "Seed": train["seed"],
     }
+
+
+def _data(data: dict) -> str:
+    """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
+    if data["prefix"] is None:
+        return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
+    prefixes, weights = blend(data["prefix"])
+    names = [Path(prefix).name for prefix in prefixes]
+    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
+    return ", ".join(shares)
 
 
 def _results(losses: dict[str, tuple[int, float]]) -> list[str]:

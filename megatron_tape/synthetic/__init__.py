@@ -1,0 +1,21 @@
+"""Synthetic tasks, one file each, behind `Generator`; `data.generator` and the evaluations choose by name."""
+
+from megatron_tape.synthetic.addition import Addition
+from megatron_tape.synthetic.base import EVALUATION, TRAINING, VALIDATION, Generator, random_of
+from megatron_tape.synthetic.grid_navigation import GridNavigation
+from megatron_tape.synthetic.selective_copy import SelectiveCopy
+
+GENERATORS: dict[str, type[Generator]] = {task.name: task for task in (Addition, SelectiveCopy, GridNavigation)}
+"""Add the class of a new file here."""
+
+__all__ = [
+    "EVALUATION",
+    "GENERATORS",
+    "TRAINING",
+    "VALIDATION",
+    "Addition",
+    "Generator",
+    "GridNavigation",
+    "SelectiveCopy",
+    "random_of",
+]

@@ -1,0 +1,77 @@
+"""Addition of two numbers, digit by digit, all written with the lowest digit first.
+
+As in "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al., 2024), which the TAPE paper follows:
+every pair of operand lengths is equally likely, and numbers do not begin with zero.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_tape.errors import refuse
+from megatron_tape.synthetic.base import Generator
+
+
+@dataclass(kw_only=True)
+class Addition(Generator):
+    """`a+b=c` and an end mark; the answer is the sum with the end mark.
+
+    Tokens: the digits 0 to 9, then `+`, `=` and the end mark.
+    """
+
+    name: ClassVar[str] = "addition"
+
+    digits: int = 40
+    """Digits of the longest operand."""
+
+    PLUS: ClassVar[int] = 10
+    EQUALS: ClassVar[int] = 11
+    END: ClassVar[int] = 12
+
+    def check(self) -> None:
+        """Raise ConfigError unless there are digits."""
+        refuse(self.digits < 1, f"digits is {self.digits}; set it to at least 1")
+
+    @property
+    def vocab_size(self) -> int:
+        """Digits and three marks."""
+        return 13
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sum."""
+        return 3 * self.digits + 4
+
+    def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a sum; every pair of operand lengths is equally likely."""
+        first, second = random.integers(1, self.digits + 1, size=2)
+        return self.problem(random, int(first), int(second))
+
+    def problem(self, random: np.random.Generator, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the sum of two operands of `first` and `second` digits; return tokens and answer as `sequence` does."""
+        a, b = _number(random, first), _number(random, second)
+        prompt = np.concatenate([a, [self.PLUS], b, [self.EQUALS]])
+        tokens = np.concatenate([prompt, add(a, b), [self.END]])
+        return tokens, np.arange(len(tokens)) >= len(prompt)
+
+
+def _number(random: np.random.Generator, digits: int) -> np.ndarray:
+    """Draw a number of exactly so many digits, lowest first."""
+    number = random.integers(10, size=digits)
+    number[-1] = random.integers(1, 10)
+    return number
+
+
+def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the digits of the sum of two numbers given by their digits, lowest first."""
+    columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
+    columns[: len(a)] += a
+    columns[: len(b)] += b
+    # A column hands on a carry if it makes one itself (10 or more), or is 9 and gets one: what counts is the last
+    # column up to it that is not 9.
+    decides = np.maximum.accumulate(np.where(columns != 9, np.arange(len(columns)), -1))
+    carries = (decides >= 0) & (columns[decides] > 9)
+    columns[1:] += carries[:-1]
+    total = columns % 10
+    return total if total[-1] else total[:-1]

@@ -1,0 +1,60 @@
+"""Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols alone in the same order."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_tape.errors import refuse
+from megatron_tape.synthetic.base import Generator
+
+
+@dataclass(kw_only=True)
+class SelectiveCopy(Generator):
+    """`copied` symbols at random places among `blanks`, a mark, and the symbols again, which are the answer.
+
+    Tokens: the symbols from 0 on, then the blank, then the mark.
+    """
+
+    name: ClassVar[str] = "selective_copy"
+
+    copied: int = 128
+    """Symbols to copy."""
+    blanks: int = 128
+    """Blanks among them."""
+    symbols: int = 16
+    """Different symbols."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a setting that cannot work."""
+        for key in ("copied", "symbols"):
+            refuse(getattr(self, key) < 1, f"{key} is {getattr(self, key)}; set it to at least 1")
+        refuse(self.blanks < 0, f"blanks is {self.blanks}; set it to at least 0")
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols, blank and mark."""
+        return self.symbols + 2
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence."""
+        return 2 * self.copied + self.blanks + 1
+
+    @property
+    def blank(self) -> int:
+        """The token that is not copied."""
+        return self.symbols
+
+    @property
+    def mark(self) -> int:
+        """The token after which the copy begins."""
+        return self.symbols + 1
+
+    def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a sequence; the copy is the answer."""
+        symbols = random.integers(self.symbols, size=self.copied)
+        among = np.full(self.copied + self.blanks, self.blank)
+        among[np.sort(random.permutation(len(among))[: self.copied])] = symbols
+        tokens = np.concatenate([among, [self.mark], symbols])
+        return tokens, np.arange(self.length) >= self.length - self.copied

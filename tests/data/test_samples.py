@@ -1,0 +1,87 @@
+"""Sources of samples in place of indexed datasets: which tokens enter the loss, and that it is their mean."""
+
+import numpy as np
+import pytest
+import torch
+from models import build, small_model
+
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.data.batches import build_batches
+from megatron_tape.data.samples import padded_sample, sample_source
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.synthetic import Addition, random_of
+
+
+def settings(**data):
+    return RunConfig(
+        model=small_model(),
+        data=DataConfig(**{"generator": {"task": "addition", "digits": 4}, **data}),
+        train=TrainConfig(
+            steps=3, global_batch_size=8, micro_batch_size=2, eval_interval=1, eval_steps=2, precision="fp32"
+        ),
+    )
+
+
+def batches(**data):
+    return build_batches(settings(**data), initialize_distributed(1))
+
+
+def test_labels_are_the_next_tokens_and_padding_is_never_in_the_loss():
+    sample = padded_sample(np.array([3, 1, 2, 5]), np.array([True, False, True, True]), 6)
+    assert sample["tokens"].tolist() == [3, 1, 2, 5, 0, 0]
+    assert sample["labels"].tolist() == [1, 2, 5, 0, 0, 0]
+    assert sample["loss_mask"].tolist() == [False, True, True, False, False, False]
+
+
+def test_samples_are_those_of_the_generator_and_validation_has_others():
+    config = settings()
+    source = sample_source(config, validation=False)
+    tokens, answers = Addition(digits=4).sequence(random_of(config.train.seed, 0, 5))
+    sample = source[5]
+    assert sample["tokens"][: len(tokens)].tolist() == tokens.tolist()
+    assert sample["labels"][sample["loss_mask"]].tolist() == tokens[answers].tolist()
+    everything = sample_source(settings(loss_on="all"), validation=False)[5]
+    assert everything["labels"][everything["loss_mask"]].tolist() == tokens[1:].tolist()
+    assert sample_source(config, validation=True)[5]["tokens"].tolist() != sample["tokens"].tolist()
+
+
+def test_the_loss_is_the_mean_over_the_tokens_in_the_masks_of_the_global_batch():
+    model, layout = build(small_model())
+    built = build_batches(settings(), layout)
+    source = sample_source(settings(), validation=False)
+    loader = built.training(2)
+    losses, tokens = [], []
+    for _ in range(4):
+        batch = next(loader)
+        tokens += batch["tokens"].tolist()
+        losses.append(model(**batch))
+    samples = [source[i] for i in range(8, 16)]
+    assert tokens == [sample["tokens"].tolist() for sample in samples]
+    together = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    assert len(set(together["loss_mask"].sum(1).tolist())) > 1
+    logits = model(together["tokens"])
+    expected = torch.nn.functional.cross_entropy(
+        logits[together["loss_mask"]], together["labels"][together["loss_mask"]]
+    )
+    torch.testing.assert_close(torch.stack(losses).mean(), expected)
+
+
+def test_validation_is_the_mean_over_all_its_tokens_and_the_same_every_time():
+    first, again = ([batch["loss_weights"] for batch in batches().evaluation()] for _ in range(2))
+    assert len(first) == 8 and all(map(torch.equal, first, again))
+    weights = torch.cat(first)
+    assert weights.sum() / len(first) == pytest.approx(1)
+    assert len(weights[weights > 0].unique()) == 1
+
+
+def test_loader_processes_make_the_same_samples():
+    alone, workers = ([batch["tokens"].tolist() for batch in batches(num_workers=n).training(1)] for n in (0, 2))
+    assert alone == workers and len(alone) == 12
+
+
+def test_tokens_outside_the_vocabulary_are_refused_by_the_name_of_their_source():
+    built = batches()
+    built.config.model.vocab_size = 12
+    with pytest.raises(ConfigError, match="^data.generator holds the token 12, but model.vocab_size is 12; "):
+        list(built.training(1))

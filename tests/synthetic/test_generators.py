@@ -1,0 +1,125 @@
+"""What the sequences of synthetic tasks consist of."""
+
+import numpy as np
+import pytest
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.synthetic import EVALUATION, GENERATORS, TRAINING, Addition, GridNavigation, SelectiveCopy, random_of
+from megatron_tape.synthetic.addition import add
+
+SMALL = [
+    Addition(digits=5),
+    SelectiveCopy(copied=6, blanks=9, symbols=4),
+    GridNavigation(dimensions=1, steps=20, width=6),
+    GridNavigation(dimensions=2, steps=20, width=4, longest_run=2),
+]
+
+
+def draw(generator, count, seed=0):
+    return [generator.sequence(random_of(seed, TRAINING, i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("generator", SMALL)
+def test_a_sample_depends_on_seed_purpose_and_number_alone(generator):
+    def tokens(*place):
+        return generator.sequence(random_of(*place))[0].tolist()
+
+    first = tokens(1, TRAINING, 7)
+    draw(generator, 3)
+    assert tokens(1, TRAINING, 7) == first
+    others = [tokens(*place) for place in ((2, TRAINING, 7), (1, EVALUATION, 7), (1, TRAINING, 8))]
+    assert first not in others and len(set(map(tuple, others))) == 3
+
+
+@pytest.mark.parametrize("generator", SMALL)
+def test_sequences_keep_to_their_length_and_vocabulary(generator):
+    drawn = draw(generator, 300)
+    used = np.unique(np.concatenate([tokens for tokens, _ in drawn]))
+    assert used.tolist() == list(range(generator.vocab_size))
+    assert max(len(tokens) for tokens, _ in drawn) == generator.length
+    for tokens, answers in drawn:
+        assert tokens.dtype == np.int64 and answers.dtype == bool and tokens.shape == answers.shape
+
+
+def test_sums_are_right_and_all_numbers_reversed():
+    lengths = set()
+    for tokens, answers in draw(Addition(digits=4), 2000):
+        text = "".join("0123456789+=."[token] for token in tokens)
+        prompt, total = text.removesuffix(".").split("=")
+        numbers = prompt.split("+")
+        assert sum(int(number[::-1]) for number in numbers) == int(total[::-1])
+        assert not any(number.endswith("0") for number in [*numbers, total])
+        assert answers.sum() == len(total) + 1 and answers[-len(total) - 1 :].all()
+        lengths.add(tuple(map(len, numbers)))
+    assert len(lengths) == 16
+
+
+@pytest.mark.parametrize("a, b", [(999, 1), (999, 999), (5, 95), (12345, 54321), (1, 2), (909, 191), (10**40 - 1, 1)])
+def test_carries_run_through(a, b):
+    digits = [np.array([int(digit) for digit in str(number)[::-1]]) for number in (a, b)]
+    assert "".join(map(str, add(*digits)))[::-1] == str(a + b)
+
+
+def test_pairs_of_operand_lengths_are_equally_likely():
+    lengths = [len(tokens) for tokens, _ in draw(Addition(digits=2), 4000)]
+    # Of four pairs one has two numbers of one digit each: `a+b=c.`, or 7 tokens if the sum has two digits.
+    pairs = [(np.flatnonzero(t == 10)[0], np.flatnonzero(t == 11)[0]) for t, _ in draw(Addition(digits=2), 4000)]
+    counts = np.unique([(p, e - p - 1) for p, e in pairs], axis=0, return_counts=True)[1]
+    assert len(lengths) == 4000 and (abs(counts - 1000) < 5 * np.sqrt(750)).all()
+
+
+def test_symbols_are_copied_in_order_and_blanks_left_out():
+    task = SelectiveCopy(copied=6, blanks=9, symbols=4)
+    places = np.zeros(15)
+    for tokens, answers in draw(task, 500):
+        among, mark, copy = tokens[:15], tokens[15], tokens[16:]
+        assert mark == task.mark and (among == task.blank).sum() == 9
+        assert among[among != task.blank].tolist() == copy.tolist()
+        assert np.flatnonzero(answers).tolist() == list(range(16, 22))
+        places += among != task.blank
+    assert (abs(places - 200) < 5 * np.sqrt(500 * 0.4 * 0.6)).all()
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_revisited_cells_hold_what_was_seen_there_and_only_they_are_scored(dimensions):
+    task = GridNavigation(dimensions=dimensions, steps=40, width=5, objects=7, longest_run=3)
+    scored = 0
+    for tokens, answers in draw(task, 200):
+        assert not answers[::2].any()
+        place, seen = [0] * dimensions, {}
+        for action, observation, scored_here in zip(tokens[::2], tokens[1::2], answers[1::2]):
+            axis, back = divmod(action - task.blank - 1, 2)
+            place[axis] = (place[axis] + (-1 if back else 1)) % 5
+            assert scored_here == (tuple(place) in seen)
+            assert seen.setdefault(tuple(place), observation) == observation
+        scored += answers.sum()
+    assert 0.3 < scored / (200 * 40) < 1
+
+
+def test_a_direction_is_held_and_blanks_are_as_frequent_as_set():
+    task = GridNavigation(dimensions=2, steps=400, width=32, blank_probability=0.8, longest_run=3)
+    drawn = draw(task, 100)
+    held = np.concatenate([tokens[1::2] for tokens, _ in drawn])
+    assert (held == task.blank).mean() == pytest.approx(0.8, abs=0.03)
+    assert len(np.unique(held)) == 17
+    # Runs last 2 steps on average, and a quarter of the time the next goes on in the same direction.
+    same = np.concatenate([tokens[2::2] == tokens[:-2:2] for tokens, _ in drawn])
+    assert same.mean() == pytest.approx(0.5 + 0.5 * 0.25, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "task, settings",
+    [
+        ("addition", {"digits": 0}),
+        ("selective_copy", {"copied": 0}),
+        ("selective_copy", {"blanks": -1}),
+        ("grid_navigation", {"dimensions": 3}),
+        ("grid_navigation", {"width": 1}),
+        ("grid_navigation", {"blank_probability": 1.5}),
+        ("grid_navigation", {"longest_run": 0}),
+    ],
+)
+def test_sizes_that_make_no_task_are_refused(task, settings):
+    (key, value), *_ = settings.items()
+    with pytest.raises(ConfigError, match=f"^{key} is {value}; set it to"):
+        GENERATORS[task](**settings).check()
