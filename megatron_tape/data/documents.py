@@ -124,7 +124,7 @@ def find_inputs(patterns: list[str]) -> list[str]:
             if path != first:
                 command_line.say(f"warning: {path} is the same file as {first}, so it is read once")
     for path in files.values():
-        if not _is_known(path):
+        if not is_text_file(path):
             raise ValueError(
                 f"the format of {path} is unknown; name it .jsonl, .json, .txt (also .gz, .zst) or .parquet"
             )
@@ -176,7 +176,8 @@ def read_texts(paths: list[str], text_key: str) -> Iterator[tuple[str, int]]:
             yield text, chunk.position
 
 
-def _is_known(path: str) -> bool:
+def is_text_file(path: str) -> bool:
+    """Return whether the ending of a file's name is that of a known format."""
     return _format(path) in (".jsonl", ".json", ".txt") or path.endswith(".parquet")
 
 

@@ -101,6 +101,9 @@ class LanguageModel(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens that mark its beginning or end."""
 
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of ids, with special tokens and all spaces."""
+
     @property
     def bos(self) -> list[int]:
         """What the model's tokenizer puts before a text: a list of one id, or an empty one."""

@@ -45,9 +45,15 @@ class HFModel:
         """Return the ids of a text, without tokens that mark its beginning or end."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of ids, with special tokens and all spaces."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @cached_property
     def bos(self) -> list[int]:
         """What the tokenizer puts before a text: a list of one id, or an empty one."""
+        if self.tokenizer is None:
+            return []
         own = self.tokenizer.bos_token_id
         ids = self.tokenizer("a", verbose=False)["input_ids"]
         return ids[:1] if own is not None and ids[:1] == [own] else []

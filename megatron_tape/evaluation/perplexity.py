@@ -1,0 +1,284 @@
+"""Perplexity by context length, on the same tokens at every length; or as published tables have measured it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_tape.config.values import shown
+from megatron_tape.errors import refuse
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.documents import (
+    DOCUMENTS,
+    STRIDE,
+    WINDOWS,
+    Document,
+    DocumentSettings,
+    Source,
+    Window,
+    by_source_and_length,
+    check_positive,
+    check_sources,
+    chosen_lengths,
+    cut_windows,
+    find_sources,
+    first_scored,
+    long_documents,
+    text_bytes,
+    window_losses,
+)
+from megatron_tape.evaluation.statistics import bootstrap_ratio
+
+NATS = "nats per token"
+POSITION_BINS = 64
+WINDOWS_PER_UNIT = 32
+NOTES = {
+    "longlora": (
+        "Protocol longlora: windows run across documents and begin in the middle of a text, without the token that "
+        "marks a beginning. All their positions are scored, so that a length's average context is half of it, and "
+        "tokens are counted several times. Longer windows differ in their tokens, too. The end of the data is not "
+        "scored. Good for comparison with tables measured in this way, and for nothing else."
+    ),
+    "yarn": (
+        "Protocol yarn: the mean of the windows' means. The first window of a document scores all its tokens, and "
+        "each later one only its last ones, but they count alike, so that a document's beginning hardly counts. "
+        "Longer contexts score other tokens. Good for comparison with tables measured in this way, and for nothing "
+        "else."
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class PerplexitySettings(DocumentSettings):
+    """Losses of documents' tokens by context length."""
+
+    protocol: Literal["documents", "longlora", "yarn"] = "documents"
+    """documents: the same tokens are scored at every length, each once, within their document. longlora and yarn
+    measure what the tables of these two papers show; the notes in the results say what is wrong with that."""
+    stride: int = STRIDE
+    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
+    its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
+    windows: int | None = None
+    """At most so many times stride tokens are scored of each document. With longlora and yarn, at most so many windows
+    (yarn 1 is what its --truncate does). null means 8, or all with longlora and yarn."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a unit evaluates."""
+
+    document: Document
+    length: int
+    windows: Sequence[Window]
+    by_position: bool = False
+
+
+class Perplexity(Task):
+    """Nats per token, perplexity and bits per byte, with intervals over documents, and the loss by position.
+
+    The values: `nats` and `tokens` of a document at a length, `bytes` if they are known, and `positions` at the longest
+    length, the sums of the losses of a document's first window over `POSITION_BINS` ranges of positions. With longlora
+    and yarn: `means`, of the windows.
+    """
+
+    name = "perplexity"
+    Settings = PerplexitySettings
+    needs_tokenizer = False
+
+    def __init__(self, settings: PerplexitySettings):
+        super().__init__(settings)
+        self._work: dict[str, _Work] = {}
+        self._left_out: dict[str, int] = {}
+
+    @property
+    def _most(self) -> int | None:
+        by_default = DOCUMENTS if self.settings.protocol == "documents" else None
+        return self.settings.documents or by_default
+
+    def _sources(self) -> list[Source]:
+        return find_sources(self.settings.data, "perplexity.data")
+
+    def _needed(self, lengths: list[int]) -> tuple[int, int]:
+        """Return the longest context that scored tokens are placed for, and the tokens that a document must have."""
+        minimum = self.settings.minimum_length
+        if self.settings.protocol == "documents":
+            longest = minimum or max(lengths)
+            return longest, longest + 1
+        return max(lengths), 2 if minimum is None or self.settings.protocol == "longlora" else minimum + 1
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for sizes that do not fit together, and for bad data by file and line."""
+        settings = self.settings
+        check_positive("perplexity", settings, "stride", "windows", "documents", "minimum_length")
+        lengths = chosen_lengths(settings.lengths, info, "perplexity.lengths")
+        refuse(
+            settings.protocol == "documents" and (settings.minimum_length or max(lengths)) < max(lengths),
+            f"perplexity.minimum_length is {settings.minimum_length}, less than the longest of perplexity.lengths "
+            f"{shown(lengths)}; raise it, or leave it null",
+        )
+        needed = self._needed(lengths)[1]
+        check_sources(self._sources(), info, settings.text_key, needed, self._most, "perplexity.data")
+
+    def inputs(self) -> list[Path]:
+        """Return the files of `data`."""
+        return [file for source in self._sources() for file in source.files]
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        """Return one unit for each document and length; with longlora, for some windows of a length."""
+        settings = self.settings
+        lengths = chosen_lengths(settings.lengths, model.info, "perplexity.lengths")
+        longest, needed = self._needed(lengths)
+        self._work, self._left_out = {}, {}
+        for source in self._sources():
+            documents, short = long_documents(source, model, settings.text_key, needed, self._most)
+            self._left_out[source.name] = short
+            if settings.protocol == "longlora":
+                self._plan_longlora(source, documents, lengths)
+                continue
+            for document in documents:
+                for length in lengths:
+                    if settings.protocol == "yarn":
+                        windows = _yarn_windows(len(document.tokens), length, settings.stride, len(model.bos))
+                        windows = list(windows)[: settings.windows]
+                    else:
+                        windows = self._windows(document, longest, length, len(model.bos))
+                    at_longest = settings.protocol == "documents" and length == max(lengths)
+                    self._work[f"{document.key}/{length}"] = _Work(document, length, windows, at_longest)
+        return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self._work.items()]
+
+    def _windows(self, document: Document, longest: int, length: int, marks: int) -> list[Window]:
+        stride, windows = self.settings.stride, self.settings.windows or WINDOWS
+        start = first_scored(longest, stride)
+        stop = min(start + windows * stride, len(document.tokens))
+        return cut_windows(start, stop, length, stride, marks)
+
+    def _plan_longlora(self, source: Source, documents: list[Document], lengths: list[int]) -> None:
+        # A single document is not copied: it may be a large file, mapped into memory.
+        tokens = [document.tokens for document in documents]
+        stream = Document(source.name, tokens[0] if len(tokens) == 1 else np.concatenate(tokens), documents[0].is_text)
+        for length in lengths:
+            starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][: self.settings.windows]
+            refuse(
+                not starts,
+                f"{source.path} has {len(stream.tokens):,} tokens, too few for windows of {length:,} with protocol "
+                "longlora; give more data, or shorten perplexity.lengths",
+            )
+            for first in range(0, len(starts), WINDOWS_PER_UNIT):
+                some = [Window(start, start + length, length - 1) for start in starts[first : first + WINDOWS_PER_UNIT]]
+                self._work[f"{source.name}/{first}/{length}"] = _Work(stream, length, some)
+
+    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
+        """Return the sum of the losses and what they are to be divided by, or the windows' means."""
+        work, marks = self._work[unit.key], [] if self.settings.protocol == "longlora" else model.bos
+        if self.settings.protocol != "documents":
+            losses = (window_losses(model, work.document, window, marks) for window in work.windows)
+            return {"means": [float(found.mean()) for found in losses]}
+        value: dict[str, Any] = {"nats": 0.0, "tokens": sum(window.scored for window in work.windows)}
+        for number, window in enumerate(work.windows):
+            whole = work.by_position and number == 0
+            losses = window_losses(model, work.document, window, marks, whole=whole)
+            value["nats"] += float(losses[-window.scored :].sum())
+            if whole:
+                value["positions"] = [float(part.sum()) for part in _by_position(losses)]
+        if work.document.is_text:
+            first = work.windows[0].stop - work.windows[0].scored
+            value["bytes"] = text_bytes(model, work.document.tokens, first, work.windows[-1].stop)
+        return value
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return the scores by source and length."""
+        protocol = self.settings.protocol
+        scores, positions, counts = [], {}, {}
+        for (name, length), found in by_source_and_length(values).items():
+            if protocol != "documents":
+                scores += _scores_of_means(found, length, f"{name} ({protocol})", protocol == "yarn")
+                continue
+            scores += _scores_of_documents(found, length, name)
+            counts[name] = (sum(value["tokens"] for value in found), len(found))
+            if "positions" in found[0]:
+                positions[name] = _mean_by_position([value["positions"] for value in found], length)
+        notes = [
+            f"{name}: the same {tokens:,} tokens of {documents:,} document{'s' if documents > 1 else ''} are scored at "
+            "every length" + ("" if documents > 1 else ", and one document gives no interval") + "."
+            for name, (tokens, documents) in counts.items()
+        ]
+        notes += [
+            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
+            for name, short in self._left_out.items()
+            if short
+        ]
+        notes += [NOTES[protocol]] if protocol in NOTES else []
+        return Summary(scores, {"loss_by_position": positions} if positions else {}, notes)
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return pictures of the perplexity by length and of the loss by position, one panel for each source."""
+        from megatron_tape.evaluation.pictures_of_losses import by_length, by_position
+
+        return [
+            *by_length(results, "perplexity", "perplexity", "perplexity"),
+            *by_position(results, "perplexity-by-position"),
+        ]
+
+
+def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[Window]:
+    """Yield the windows of YaRN's program: whole windows every `stride` tokens that score what is new in them."""
+    done = 0
+    for start in range(0, count, stride):
+        stop = min(start + length - marks, count)
+        # Without a mark, the first token of a document is no label.
+        yield Window(start, stop, stop - done - (1 if done == 0 and not marks else 0))
+        done = stop
+        if stop == count:
+            return
+
+
+def _by_position(losses: np.ndarray) -> list[np.ndarray]:
+    return np.array_split(losses, min(POSITION_BINS, len(losses)))
+
+
+def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[float]]:
+    """Return the mean losses of ranges of positions, with how many tokens come before those in their middle."""
+    parts = _by_position(np.arange(1, length + 1))
+    counts = np.array([len(part) for part in parts]) * len(sums)
+    return {
+        "tokens_before": [float(part.mean()) for part in parts],
+        "loss": (np.sum(sums, axis=0) / counts).tolist(),
+    }
+
+
+def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) -> list[Score]:
+    nats, tokens = ([value[key] for value in values] for key in ("nats", "tokens"))
+    place = {"length": length, "group": group, "count": len(values)}
+    scores = _losses(sum(nats) / sum(tokens), bootstrap_ratio(nats, tokens), place)
+    if all("bytes" in value for value in values):
+        bits, sizes = [value / math.log(2) for value in nats], [value["bytes"] for value in values]
+        low, high = bootstrap_ratio(bits, sizes)
+        ratio = sum(bits) / max(1, sum(sizes))
+        scores.append(Score("bits_per_byte", ratio, "lower", low=low, high=high, unit="bits per byte", **place))
+    return scores
+
+
+def _scores_of_means(values: list[dict[str, Any]], length: int, group: str, by_document: bool) -> list[Score]:
+    sums, counts = [sum(value["means"]) for value in values], [len(value["means"]) for value in values]
+    interval = bootstrap_ratio(sums, counts) if by_document else (None, None)
+    return _losses(sum(sums) / sum(counts), interval, {"length": length, "group": group, "count": sum(counts)})
+
+
+def _losses(loss: float, interval: tuple[float | None, float | None], place: dict[str, Any]) -> list[Score]:
+    low, high = interval
+    raised = {"low": _exp(low), "high": _exp(high)}
+    return [
+        Score("loss", loss, "lower", low=low, high=high, unit=NATS, **place),
+        Score("perplexity", _exp(loss), "lower", **raised, **place),
+    ]
+
+
+def _exp(value: float | None) -> float | None:
+    """Return the perplexity of a loss, at most the largest number there is."""
+    return None if value is None else math.exp(min(value, 700.0))

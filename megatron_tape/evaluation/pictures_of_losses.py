@@ -1,0 +1,82 @@
+"""Pictures of what tasks measure by context length or by position, one panel for each source of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.figures import curve, grid_shape, legend, length_axis, new_figure, plain, styles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Results = dict[str, dict[str, Any]]
+"""The results of one task by the models' labels."""
+
+
+def by_length(results: Results, metric: str, name: str, axis: str) -> list[Picture]:
+    """Return a picture of a metric by context length with its intervals; none if no model has it."""
+    found = {
+        label: [score for score in result["scores"] if score["metric"] == metric and score["length"] is not None]
+        for label, result in results.items()
+    }
+    groups = list(dict.fromkeys(score["group"] for scores in found.values() for score in scores))
+
+    def draw(axes: Axes, group: str) -> list[str]:
+        sentences, lengths = [], set()
+        for label, scores in found.items():
+            rows = sorted((score for score in scores if score["group"] == group), key=lambda score: score["length"])
+            if not rows:
+                continue
+            x, y, low, high = ([row[key] for row in rows] for key in ("length", "value", "low", "high"))
+            curve(axes, styles(results)[label], x, y, low, high)
+            lengths |= set(x)
+            sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
+        length_axis(axes, lengths)
+        return sentences
+
+    return _panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)
+
+
+def by_position(results: Results, name: str) -> list[Picture]:
+    """Return a picture of the mean losses by position in the first window of every document; none if none has them."""
+    found = {label: result["details"].get("loss_by_position", {}) for label, result in results.items()}
+    groups = list(dict.fromkeys(group for curves in found.values() for group in curves))
+
+    def draw(axes: Axes, group: str) -> list[str]:
+        sentences = []
+        for label, curves in found.items():
+            if group not in curves:
+                continue
+            x, y = curves[group]["tokens_before"], curves[group]["loss"]
+            # Many points: a marker at each would hide the curve.
+            style = {**styles(results)[label], "markevery": max(1, len(x) // 8)}
+            axes.plot(x, y, **style)
+            ends = [np.mean(part) for part in (y[: max(1, len(y) // 4)], y[-max(1, len(y) // 4) :])]
+            sentences.append(f"{label}: {ends[0]:.3f} over the first quarter of positions, {ends[1]:.3f} over the last")
+        axes.set_xlabel("tokens before")
+        return sentences
+
+    return _panels(groups, name, "Loss by position", "loss (nats per token)", draw)
+
+
+def _panels(
+    groups: list[str], name: str, title: str, axis: str, draw: Callable[[Axes, str], list[str]]
+) -> list[Picture]:
+    """Return a picture with a panel for each group; `draw` fills one, and returns sentences that describe it."""
+    if not groups:
+        return []
+    figure, panels = new_figure(*grid_shape(len(groups)))
+    described = []
+    for axes, group in zip(panels, groups):
+        sentences = draw(axes, group)
+        axes.set_title(plain(group), fontsize=10)
+        axes.set_ylabel(axis)
+        described.append(f"On {group}: {'; '.join(sentences)}.")
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    legend(figure)
+    return [Picture(name, f"{title}. {' '.join(described)}", figure)]

@@ -1,0 +1,72 @@
+"""Models with known losses, and what the tests of tasks about losses share."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from megatron_tape.evaluation.base import ModelInfo
+
+
+class ByteModel:
+    """A model on bytes whose losses a function of (tokens before, token) gives; remembers which tokens it scored."""
+
+    def __init__(self, loss, vocab_size=256, trained_length=64, bos=()):
+        self.info = ModelInfo("byte model", vocab_size, trained_length, {}, None, has_tokenizer=True)
+        self.bos, self.tokenizer, self._loss = list(bos), object(), loss
+        self.scored, self.longest = [], 0
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+    def losses(self, tokens, first):
+        assert first >= 1 and list(tokens[: len(self.bos)]) == self.bos
+        self.scored.append(list(tokens[first:]))
+        self.longest = max(self.longest, len(tokens) - 1)
+        return np.array([self._loss(tokens[:i], tokens[i]) for i in range(first, len(tokens))], np.float64)
+
+
+def uniform(vocab_size):
+    return lambda before, token: np.log(vocab_size)
+
+
+def copies(distance, vocab_size=256, sure=0.99):
+    """Expect the token that stands `distance` tokens back, if the context reaches that far."""
+
+    def loss(before, token):
+        if len(before) < distance:
+            return np.log(vocab_size)
+        return -np.log(sure if before[-distance] == token else (1 - sure) / (vocab_size - 1))
+
+    return loss
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def run(task_class, model, **settings):
+    """Check, evaluate and summarize as the runner does; return the task's entry of results.json."""
+    task = task_class(task_class.Settings(**settings))
+    task.check(model.info)
+    assert all(path.is_file() for path in map(Path, task.inputs()))
+    units = task.units(model)
+    assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
+    values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
+    summary = task.summarize(values, model.info)
+    scores = [asdict(score) for score in summary.scores]
+    return {"scores": scores, "details": summary.details, "notes": summary.notes, "examples": values}
+
+
+def score(result, metric, length=None, group=None):
+    (found,) = [
+        one
+        for one in result["scores"]
+        if one["metric"] == metric and length in (None, one["length"]) and group in (None, one["group"])
+    ]
+    return found

@@ -1,0 +1,278 @@
+"""Perplexity: known answers, which tokens are scored, equality with plain loops, and what is refused."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets_for_tests import write_dataset
+from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_jsonl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.perplexity import Perplexity
+
+RANDOM = np.random.default_rng(0)
+TEXTS = ["".join(map(chr, RANDOM.integers(32, 127, size))) for size in (150, 40, 260, 200)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(texts):
+    result = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 64], stride=8)
+    for length in (16, 64):
+        perplexity = score(result, "perplexity", length)
+        assert perplexity["value"] == pytest.approx(100, rel=1e-12) and perplexity["count"] == 3
+        assert perplexity["low"] == pytest.approx(100, rel=1e-12) == perplexity["high"]
+        assert score(result, "loss", length)["value"] == pytest.approx(math.log(100), rel=1e-12)
+        # ASCII: one byte per token.
+        assert score(result, "bits_per_byte", length)["value"] == pytest.approx(math.log2(100), rel=1e-12)
+    assert np.allclose(result["details"]["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
+    assert result["notes"] == [
+        "texts: the same 192 tokens of 3 documents are scored at every length.",
+        "texts: 1 document was too short and left out.",
+    ]
+
+
+def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):
+    texts = ["\N{BLACK STAR}\N{GREEK SMALL LETTER ALPHA}" * 40, "\N{GREEK SMALL LETTER ALPHA}" * 90]
+
+    class Letters(ByteModel):
+        def encode(self, text):
+            return [ord(letter) % 256 for letter in text]
+
+        def decode(self, tokens):
+            return "".join("\N{BLACK STAR}" if token == 5 else "\N{GREEK SMALL LETTER ALPHA}" for token in tokens)
+
+    data = write_jsonl(tmp_path / "texts.jsonl", texts)
+    result = run(Perplexity, Letters(uniform(256)), data=data, lengths=[40], stride=8, windows=2)
+    # 16 tokens of each: 8 stars of 3 bytes, the rest letters of 2.
+    assert score(result, "bits_per_byte")["value"] == pytest.approx(8 * 32 / (8 * 3 + 8 * 2 + 16 * 2))
+
+
+def record_scored(monkeypatch, model, **settings):
+    """Return the tokens that the task counts, by unit."""
+    counted = {}
+    evaluate = Perplexity.evaluate
+
+    def record(self, unit, model):
+        model.scored.clear()
+        value = evaluate(self, unit, model)
+        windows = self._work[unit.key].windows
+        counted[unit.key] = [list(all_[-w.scored :]) for all_, w in zip(model.scored, windows, strict=True)]
+        return value
+
+    monkeypatch.setattr(Perplexity, "evaluate", record)
+    run(Perplexity, model, **settings)
+    return counted
+
+
+@pytest.mark.parametrize("bos", [(), (7,)])
+@pytest.mark.parametrize("stride", [5, 8, 50])
+def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, monkeypatch, bos, stride):
+    np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
+    model = ByteModel(uniform(2000), vocab_size=2000, bos=bos)
+    counted = record_scored(
+        monkeypatch, model, data=str(tmp_path / "count.bin"), lengths=[2, 8, 17, 32], stride=stride, windows=3
+    )
+    assert len(counted) == 4 and model.longest == 32, "a model never reads more than the longest length"
+    first = 1033 - min(stride, 8)
+    for windows in counted.values():
+        assert sum(windows, []) == list(range(first, min(first + 3 * stride, 1190)))
+
+
+def test_a_minimum_length_gives_evaluations_of_different_lengths_the_same_tokens(tmp_path, monkeypatch):
+    np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
+    model, settings = ByteModel(uniform(2000), vocab_size=2000), {"data": str(tmp_path / "count.bin"), "stride": 8}
+    both = record_scored(monkeypatch, model, lengths=[8, 32], **settings)
+    alone = record_scored(monkeypatch, model, lengths=[8], minimum_length=32, **settings)
+    assert alone["count/0/8"] == both["count/0/8"] and sum(alone["count/0/8"], [])[0] == 1025
+
+
+def test_a_copying_model_is_good_where_the_copy_is_within_reach(tmp_path):
+    period = list(map(chr, RANDOM.permutation(np.arange(32, 127))[:40]))
+    data = write_jsonl(tmp_path / "periodic.jsonl", ["".join(period) * 8] * 2)
+    settings = {"data": data, "lengths": [16, 64, 128], "stride": 8}
+    result = run(Perplexity, ByteModel(copies(40)), **settings)
+    found = [score(result, "perplexity", length)["value"] for length in settings["lengths"]]
+    assert found == pytest.approx([256, 1 / 0.99, 1 / 0.99])
+    curve = result["details"]["loss_by_position"]["periodic"]
+    before, losses = np.array(curve["tokens_before"]), np.array(curve["loss"])  # 64 pairs of positions
+    assert np.allclose(losses[before > 40], -math.log(0.99)) and np.allclose(losses[before < 39], math.log(256))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    info = ModelInfo("llama", 260, 64, config.to_dict(), None, has_tokenizer=True)
+    return HFModel(info, LlamaForCausalLM(config), wrapped)
+
+
+@torch.no_grad()
+def test_equals_a_plain_loop_over_transformers(llama, texts):
+    length, stride, first = 32, 8, 57
+    nats, tokens, size = 0.0, 0, 0
+    for text in TEXTS:
+        ids = [token + 1 for token in map(sorted(pre_tokenizers.ByteLevel.alphabet()).index, text.replace(" ", "Ġ"))]
+        if len(ids) < 65:
+            continue
+        for end in range(first + stride, min(first + 4 * stride, len(ids)) + 1, stride):
+            window = torch.tensor([[0, *ids[end - length : end]]])
+            logits = llama.model(window[:, :-1]).logits[0, -stride:]
+            nats += F.cross_entropy(logits, window[0, -stride:], reduction="sum").item()
+            tokens, size = tokens + stride, size + stride
+    settings = {"data": texts, "lengths": [32, 64], "stride": stride, "windows": 4}
+    result = run(Perplexity, llama, **settings)
+    assert score(result, "loss", 32)["value"] == pytest.approx(nats / tokens, abs=1e-6)
+    assert score(result, "perplexity", 32)["value"] == pytest.approx(math.exp(nats / tokens), rel=1e-6)
+    assert score(result, "bits_per_byte", 32)["value"] == pytest.approx(nats / math.log(2) / size, abs=1e-6)
+    assert score(result, "loss", 64)["value"] != score(result, "loss", 32)["value"]
+
+
+@torch.no_grad()
+def test_longlora_gives_the_figure_of_its_published_program(llama, tmp_path):
+    data = RANDOM.integers(1, 257, 700).astype("<u2")
+    data.tofile(tmp_path / "test.bin")
+    length, sliding_window = 48, 10
+    starts = list(range(0, len(data) - length, sliding_window))
+    starts.pop()
+    losses = []
+    for start in starts:
+        x = torch.from_numpy(data[start : start + length].astype(np.int64))[None]
+        losses.append(llama.model(input_ids=x, labels=x.contiguous()).loss.item())
+    settings = {"data": str(tmp_path / "test.bin"), "lengths": [length], "stride": sliding_window}
+    result = run(Perplexity, llama, protocol="longlora", **settings)
+    found = score(result, "loss", length, "test (longlora)")
+    assert found["value"] == pytest.approx(np.mean(losses), abs=1e-6) and found["count"] == len(starts)
+    assert score(result, "perplexity")["value"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
+    assert found["low"] is None and "across documents" in result["notes"][-1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("marks", [True, False])
+def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatch, marks):
+    monkeypatch.setattr(llama, "bos", [0] if marks else [])
+    max_length, sliding_window = 32, 12
+    max_tokenized_len = max_length - 1 if marks else max_length
+    losses = []
+    for text in TEXTS:
+        labels = torch.tensor([llama.encode(text)])
+        seq_len, prev_end_loc = labels.size(1), 0
+        for begin_loc in range(0, seq_len, sliding_window):
+            end_loc = min(begin_loc + max_tokenized_len, seq_len)
+            trg_len = end_loc - prev_end_loc
+            input_ids = labels[:, begin_loc:end_loc]
+            if marks:
+                input_ids = torch.cat([torch.tensor([[0]]), input_ids], dim=1)
+            target_ids = input_ids.clone()
+            target_ids[:, :-trg_len] = -100
+            losses.append(llama.model(input_ids, labels=target_ids).loss.item())
+            prev_end_loc = end_loc
+            if end_loc == seq_len:
+                break
+    result = run(Perplexity, llama, data=texts, protocol="yarn", lengths=[max_length], stride=sliding_window)
+    found = score(result, "loss", max_length, "texts (yarn)")
+    assert found["value"] == pytest.approx(np.mean(losses), abs=1e-6) and found["count"] == len(losses)
+    assert "mean of the windows' means" in result["notes"][-1]
+
+
+def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
+    write_dataset(tmp_path / "tokens", documents=9)
+    with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
+        file.write('{"words": "' + "x" * 60 + '"}\n')
+    data = {"numbers": str(tmp_path / "tokens"), "letters": str(tmp_path / "more.jsonl.gz")}
+    result = run(Perplexity, ByteModel(uniform(9)), data=data, text_key="words", lengths=[16], stride=4, windows=100)
+    lengths = IndexedDatasetReader(tmp_path / "tokens").document_lengths()
+    used = lengths[lengths > 16]
+    numbers = score(result, "perplexity", 16, "numbers")
+    assert numbers["value"] == pytest.approx(9) and numbers["count"] == len(used)
+    tokens = {key: value["tokens"] for key, value in result["examples"].items()}
+    assert sum(count for key, count in tokens.items() if key.startswith("numbers")) == sum(used - 13)
+    assert score(result, "bits_per_byte")["group"] == "letters", "the bytes of token ids are not known"
+    assert score(result, "perplexity", 16, "letters")["low"] is None, "one document gives no interval"
+
+
+def test_only_the_first_documents_are_used(texts):
+    result = run(Perplexity, ByteModel(uniform(9)), data=texts, lengths=[16], documents=2, windows=1)
+    assert list(result["examples"]) == ["texts/0/16", "texts/1/16"]
+
+
+def bad_texts(path):
+    path.write_text('{"text": "a"}\n{"text": 3}\n')
+
+
+def bad_ids(path):
+    np.array([1, 2, 300] * 20, "<u2").tofile(path)
+
+
+@pytest.mark.parametrize(
+    "name, write, settings, message",
+    [
+        ("a.jsonl", bad_texts, {}, "a.jsonl:2: the value of 'text' is not a string; repair or remove it"),
+        ("a.jsonl", bad_texts, {"text_key": "body"}, "a.jsonl:1: no key 'body'"),
+        ("a.bin", bad_ids, {}, "token 2 of document 0 of .*a.bin is 300, outside the model's vocabulary of 256"),
+        ("a.bin", lambda path: path.write_bytes(b"abc"), {}, "has 3 bytes, which are no uint16 ids"),
+        ("a.bin", bad_ids, {"lengths": [100]}, "none of the 1 documents .* has the 101 tokens"),
+        ("a.doc", bad_texts, {}, "whose format is unknown; give .jsonl"),
+        ("a.jsonl", lambda path: None, {}, "no such file or indexed dataset"),
+        ("a.idx", lambda path: path.write_bytes(b"abc"), {"data": "a"}, "its header is damaged"),
+        ("a.idx", lambda path: path.write_bytes(b"abc"), {"data": "a.bin"}, "a part of the indexed dataset a; give a,"),
+        ("a.jsonl", bad_texts, {"lengths": [16, 1]}, r"perplexity.lengths is \[16, 1\]; give different numbers"),
+        ("a.jsonl", bad_texts, {"stride": 0}, "perplexity.stride is 0"),
+        ("a.jsonl", bad_texts, {"lengths": [64], "minimum_length": 32}, "less than the longest of perplexity.lengths"),
+        ("a.jsonl", bad_texts, {"data": {}}, "perplexity.data is empty"),
+        ("a.jsonl", bad_texts, {"data": {"a/b": "a.jsonl"}}, "has the name 'a/b'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, monkeypatch, name, write, settings, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"")
+    write(tmp_path / name)
+    task = Perplexity(Perplexity.Settings(**{"data": name, "lengths": [16], **settings}))
+    with pytest.raises(ConfigError, match=message):
+        task.check(ByteModel(uniform(9)).info)
+
+
+def test_a_text_needs_a_tokenizer_and_a_length_a_trained_one(texts):
+    task = Perplexity(Perplexity.Settings(data=texts))
+    with pytest.raises(ConfigError, match="plain has no tokenizer; give token ids"):
+        task.check(ModelInfo("plain", 256, 64, {}, None, has_tokenizer=False))
+    with pytest.raises(ConfigError, match="perplexity.lengths is null"):
+        task.check(ModelInfo("plain", 256, None, {}, None, has_tokenizer=True))
+
+
+def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):
+    with pytest.raises(ValueError, match="infinite or NaN in texts/0, tokens 0 to 17"):
+        run(Perplexity, ByteModel(lambda before, token: math.nan), data=texts, lengths=[16], stride=4)
+
+
+def test_pictures_show_every_model_and_describe_it(texts):
+    results = {
+        label: run(Perplexity, ByteModel(uniform(size)), data=texts, lengths=[16, 64], stride=8)
+        for label, size in (("nine", 9), ("twenty", 20))
+    }
+    perplexity, position = Perplexity.draw(results)
+    assert [perplexity.name, position.name] == ["perplexity", "perplexity-by-position"]
+    assert "nine: 9 at 16 tokens, 9 at 64 tokens; twenty: 20 at 16 tokens" in perplexity.alternative_text
+    drawn = {line.get_label(): list(line.get_ydata()) for line in perplexity.figure.axes[0].lines}
+    assert drawn["nine"] == pytest.approx([9, 9]) and drawn["twenty"] == pytest.approx([20, 20])
+    assert len(position.figure.axes[0].lines) == 2
+    assert Perplexity.draw({"nine": {"scores": [], "details": {}}}) == []
