@@ -1,0 +1,269 @@
+"""lm-evaluation-harness: the one place that runs its tasks.
+
+The harness's own `simple_evaluate` is not used: it returns nothing on all but one process of a machine, asks the hub
+for the model, and seeds only once, so that what a task draws depends on the tasks before it. Here every call runs one
+task with seeds of its own, and counts the documents of which the model saw only a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import tqdm
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+
+from megatron_tape.errors import ConfigError
+
+FEWSHOT_SEED = 1234
+"""The harness's own default."""
+_RESAMPLINGS = 1000
+
+
+class HarnessModel(HFLM):
+    """A loaded model for the harness, which remembers the requests that it had to truncate."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.truncated: set[tuple[str, ...]] = set()
+        """The texts of requests whose left part the model has not seen: (prompt,) or (context, continuation)."""
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model generates; see `HFLM`."""
+        for request in requests:
+            prompt, options = request.args
+            generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            if generated >= self.max_length:
+                raise ConfigError(
+                    f"{request.task_name} generates up to {generated:,} tokens, but the model takes only "
+                    f"{self.max_length:,} with the prompt; leave the task out"
+                )
+            if len(self.tok_encode(prompt)) > self.max_length - generated:
+                self.truncated.add((prompt,))
+        return super().generate_until(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
+        for texts, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a text to score has {len(continuation):,} tokens, but the model takes only "
+                    f"{self.max_length:,}; leave the task out"
+                )
+            # The last token is predicted, but not read.
+            if texts and len(context) + len(continuation) > self.max_length + 1:
+                self.truncated.add(tuple(texts))
+        return super()._loglikelihood_tokens(requests, *arguments, **options)
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the harness found for one document."""
+
+    document: dict[str, Any]
+    digest: str
+    """Of the document, so that the same one is recognized in other results."""
+    prompt: str
+    """The text of its first request."""
+    response: Any
+    """The model's answer to it: a text, or a log-likelihood and whether it is the most likely text."""
+    truncated: bool
+    """Whether the model saw only a part of a request."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Its values by `metric,filter`."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a whole task."""
+
+    value: float
+    error: float | None
+    """The standard error; None if the harness knows none."""
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task or a group of tasks scored."""
+
+    name: str
+    version: str
+    metrics: dict[str, Metric]
+    """By `metric,filter`."""
+    examples: list[Example]
+    """Of its documents, in order; none of a group."""
+    fewshot: int | None = None
+    """Examples in every prompt."""
+
+
+def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
+    """Return a `base.HuggingFaceModel` as a model of the harness, which truncates beyond `max_length` tokens."""
+    if model.tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {model.info.label} has no token that ends a text, which lm_eval needs; set eos_token in "
+            "its tokenizer_config.json"
+        )
+    # The harness chooses a padding token, which must not change the tokenizer of other tasks.
+    tokenizer = copy.deepcopy(model.tokenizer)
+    with quiet():
+        return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+
+
+def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
+    """Return the harness's index of tasks, which has all `names`: tasks, groups, tags or paths of YAML files.
+
+    Its own 14,000 tasks, whose files take it long to read, are only looked through if `include` lacks a name. Raises
+    ConfigError for a name that nobody knows.
+    """
+    manager = None
+    for defaults in (False, True):
+        manager = _index(tuple(include), defaults)
+        known = set(manager.all_tasks)
+        unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
+        if not unknown:
+            return manager
+    import difflib
+
+    close = difflib.get_close_matches(unknown[0], manager.all_tasks, 3)
+    meant = f"did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks lists all"
+    raise ConfigError(f"lm_eval knows no task {unknown[0]}; {meant}")
+
+
+@lru_cache(maxsize=4)
+def _index(include: tuple[str, ...], defaults: bool) -> TaskManager:
+    with quiet():
+        return TaskManager(include_path=list(include), include_defaults=defaults)
+
+
+def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
+    """Return the tasks and groups behind a name, with their data; ConfigError if that cannot be had."""
+    try:
+        with quiet(), seeded(name):
+            loaded = manager.load([name])
+    except Exception as error:  # of the harness, of datasets, of the network, or of the task's own code
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise ConfigError(
+            f"lm_eval cannot load the task {name}: {reason}; if its data lies on the hub, this machine has to reach it "
+            "or have it in its cache"
+        ) from error
+    for task in loaded["tasks"].values():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise ConfigError(f"the task {task.config.task} runs code that the model writes; leave it out")
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"the task {task.config.task} needs a model that sees or hears; leave it out")
+        # As the harness's command does: a task that sets 0 itself keeps it.
+        own = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=own or 0 if fewshot is None or own == 0 else fewshot)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    return loaded
+
+
+def own_task(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a task of this project, by the harness's configuration of it, in the form that `run` takes."""
+    with quiet():
+        task = ConfigurableTask(config={"num_fewshot": 0, **config})
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    return {"tasks": {config["task"]: task}, "groups": {}}
+
+
+def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[Outcome]:
+    """Run tasks from `load_tasks` or `own_task` on a model of the harness; return what each, and each group, scored.
+
+    `seed` is any text; the same one draws the same samples and few-shot examples whatever ran before.
+    """
+    with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
+        # Its bootstrap would otherwise copy this process once per core, with a model in it.
+        with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
+            found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
+    outcomes = []
+    for name, values in found["results"].items():
+        better = found["higher_is_better"].get(name) or {}
+        metrics = {}
+        for key, value in values.items():
+            metric, _, rest = key.partition(",")
+            if not rest or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            error = values.get(f"{metric}_stderr,{rest}")
+            error = float(error) if isinstance(error, (int, float)) else None
+            metrics[key] = Metric(float(value), error, better.get(metric) is not False)
+        examples = _examples(found["samples"].get(name, []), getattr(model, "truncated", set()))
+        version = str(found["versions"].get(name, ""))
+        outcomes.append(Outcome(name, version, metrics, examples, found["n-shot"].get(name)))
+    return outcomes
+
+
+def _examples(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> list[Example]:
+    """Return the documents' examples; the harness repeats a document for each of a task's filters."""
+    examples: dict[int, Example] = {}
+    for sample in samples:
+        number = sample["doc_id"]
+        if number not in examples:
+            requests = [tuple(part for part in request if isinstance(part, str)) for request in sample["arguments"]]
+            examples[number] = Example(
+                document=sample["doc"],
+                digest=sample["doc_hash"][:16],
+                prompt=requests[0][0] if requests[0] else "",
+                response=sample["resps"][0][0],
+                truncated=any(request in truncated for request in requests),
+            )
+        values = {f"{metric},{sample['filter']}": sample[metric] for metric in sample["metrics"]}
+        examples[number].metrics.update(values)
+    return [examples[number] for number in sorted(examples)]
+
+
+@contextlib.contextmanager
+def seeded(seed: str) -> Iterator[None]:
+    """Seed Python, NumPy and torch by a text, and put their states back afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    source = random.Random(seed)  # a text seeds by its digest, alike in every process
+    random.seed(source.getrandbits(64))
+    np.random.seed(source.getrandbits(32))
+    torch.manual_seed(source.getrandbits(63))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let the harness and transformers log nothing below an error, such as a warning per truncated request."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Show no progress bars of the harness; the evaluation shows its own progress."""
+    begin = tqdm.tqdm.__init__
+
+    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options | {"disable": True})
+
+    with mock.patch.object(tqdm.tqdm, "__init__", hidden):
+        yield

@@ -1,0 +1,275 @@
+"""Pass key retrieval: a number hidden in irrelevant text, by context length and by depth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_tape.errors import refuse
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.documents import chosen_lengths
+from megatron_tape.evaluation.packages import require
+from megatron_tape.evaluation.passkey_prompts import (
+    PUBLISHED_TOKENS,
+    ExactPrompts,
+    Hidden,
+    is_right,
+    published_filler,
+    published_prompt,
+    random_key,
+)
+from megatron_tape.evaluation.statistics import wilson
+
+MORE_THAN_DIGITS = 3
+"""Tokens that a model may generate beyond one per digit, such as a space before the number."""
+
+
+@dataclass(kw_only=True)
+class PasskeySettings:
+    """A number that is hidden in irrelevant text and asked for at its end."""
+
+    lengths: list[int] | None = None
+    """Context lengths in tokens: prompt and answer together have exactly so many. null means the length that the model
+    was trained on, a half and a quarter of it."""
+    depths: int = 10
+    """Where the key lies, evenly spaced from the beginning of the filler (0) to its end (1). With landmark, whose
+    depths are random, the number of ranges that the heat map has."""
+    samples: int = 10
+    """Prompts for each length and depth."""
+    digits: int = 5
+    """Of the key; landmark has one to five."""
+    form: Literal["exact", "landmark"] = "exact"
+    """exact: exact lengths, set depths. landmark: the prompts of Landmark attention and LongLoRA, whose lengths are
+    measured in characters and whose depths are random; for comparison with their tables."""
+    seed: int = 0
+    """Another one draws other keys."""
+    batch_size: int = 1
+    """Prompts that run at once."""
+
+
+class Passkey(Task):
+    """The share of prompts whose key the model names, by length and depth.
+
+    The values: `keys`, the `answers` generated, whether they are `right` (0 or 1), and the `tokens` of the prompts.
+    """
+
+    name = "passkey"
+    Settings = PasskeySettings
+    generates = True
+
+    def __init__(self, settings: PasskeySettings):
+        super().__init__(settings)
+        self._published: dict[str, list[Hidden]] = {}
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for sizes out of range."""
+        settings = self.settings
+        require("passkey", "lm_eval")
+        for name, least in (("depths", 1), ("samples", 1), ("batch_size", 1)):
+            value = getattr(settings, name)
+            refuse(value < least, f"passkey.{name} is {value}; set it to at least {least}")
+        refuse(not 1 <= settings.digits <= 18, f"passkey.digits is {settings.digits}; set it to 1 to 18")
+        shortest = self._lengths(info)[0]
+        refuse(
+            settings.form == "landmark" and not published_filler(shortest),
+            f"passkey.lengths has {shortest}, but the form landmark has no filler below 274 tokens; leave that length "
+            "out, or set passkey.form to exact",
+        )
+
+    def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return one unit per length and depth; ConfigError for a length that is too short for the prompt."""
+        settings, lengths = self.settings, self._lengths(model.info)
+        if settings.form == "exact":
+            shortest = self._prompts(model, lengths[0]).smallest("9" * settings.digits) + self._room
+            refuse(
+                lengths[0] < shortest,
+                f"passkey.lengths has {lengths[0]}, but the prompt without filler and its answer have {shortest} "
+                f"tokens with this model's tokenizer; set lengths of at least {shortest}",
+            )
+            keys = [(length, depth) for length in lengths for depth in range(settings.depths)]
+            return [Unit(f"{length}/{depth}", cost=settings.samples * length) for length, depth in keys]
+        self._published = self._sorted_into_depths(lengths)
+        return [
+            Unit(key, cost=int(key.split("/")[0]) * len(prompts)) for key, prompts in sorted(self._published.items())
+        ]
+
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+        """Return the keys of one length and depth, and what the model answered."""
+        from megatron_tape.evaluation.harness import own_task, run
+
+        if self.settings.form == "exact":
+            length, depth = (int(part) for part in unit.key.split("/"))
+            prompts, source = self._prompts(model, length), random.Random(f"{self.settings.seed} {unit.key}")
+            shares = self._depths()
+            hidden = [
+                prompts.make(shares[depth], random_key(source, self.settings.digits))
+                for _ in range(self.settings.samples)
+            ]
+        else:
+            hidden = self._published[unit.key]
+        tokens = [_count(model, one.prompt) for one in hidden]
+        task = own_task(_configuration(hidden, self._room))
+        # All of the longest prompt fits; exact ones have the unit's length together with the answer.
+        (outcome,) = run(model.harness(self.settings.batch_size, max(tokens) + self._room), task, seed=unit.key)
+        return {
+            "keys": [one.key for one in hidden],
+            "answers": [example.response for example in outcome.examples],
+            "right": [int(example.metrics["right,none"]) for example in outcome.examples],
+            "tokens": tokens,
+        }
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return accuracies by length; those of each depth are in the details."""
+        lengths, depths = self._lengths(info), range(self.settings.depths)
+        scores, cells = [], {}
+        for length in lengths:
+            right = []
+            for depth in depths:
+                cell = values.get(f"{length}/{depth}", {"right": []})["right"]
+                cells[length, depth] = _cell(cell)
+                right += cell
+            low, high = wilson(sum(right), len(right))
+            share = sum(right) / len(right)
+            scores.append(Score("accuracy", share, "higher", length, low=low, high=high, count=len(right)))
+        details: dict[str, Any] = {"lengths": lengths, "depths": self._depths()}
+        for name in ("accuracy", "low", "high", "count"):
+            details[name] = [[cells[length, depth][name] for length in lengths] for depth in depths]
+        return Summary(scores, details, self._notes(lengths, values))
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return a heat map by length and depth for each model, and the accuracies by length of all."""
+        from megatron_tape.evaluation.figures import (
+            curve,
+            grid_shape,
+            heat_map,
+            legend,
+            length_axis,
+            new_figure,
+            styles,
+        )
+
+        looks = styles(results)
+        figure, axes = new_figure(*grid_shape(len(results)), width=4.4, height=3.4)
+        said = []
+        for one, (label, result) in zip(axes, results.items()):
+            details = result["details"]
+            names = [f"{share:.0%}" for share in details["depths"]]
+            columns = [f"{length:,}" for length in details["lengths"]]
+            look = {"row_label": "depth of the key", "column_label": "context length (tokens)", "bar": "accuracy"}
+            heat_map(one, details["accuracy"], names, columns, title=looks[label]["label"], **look)
+            said.append(_described(label, details))
+        for one in axes[len(results) :]:
+            one.remove()
+        maps = Picture("passkey", "Pass key retrieval by depth and length. " + " ".join(said), figure)
+        figure, (one,) = new_figure(width=6.4, height=3.8)
+        everywhere, said = set(), []
+        for label, result in results.items():
+            scores = [score for score in result["scores"] if score["metric"] == "accuracy"]
+            lengths = [score["length"] for score in scores]
+            values = [score["value"] for score in scores]
+            lows, highs = ([score[side] for score in scores] for side in ("low", "high"))
+            curve(one, looks[label], lengths, values, lows, highs)
+            everywhere.update(lengths)
+            said.append(f"{label}: " + ", ".join(f"{y:.2f} at {x:,}" for x, y in zip(lengths, values)) + ".")
+        length_axis(one, everywhere)
+        one.set(ylabel="accuracy", ylim=(-0.03, 1.03))
+        legend(figure)
+        return [maps, Picture("passkey-lengths", "Pass key accuracy by context length. " + " ".join(said), figure)]
+
+    @property
+    def _room(self) -> int:
+        """Tokens that are generated."""
+        return PUBLISHED_TOKENS if self.settings.form == "landmark" else self.settings.digits + MORE_THAN_DIGITS
+
+    def _lengths(self, info: ModelInfo) -> list[int]:
+        return chosen_lengths(self.settings.lengths, info, "passkey.lengths")
+
+    def _depths(self) -> list[float]:
+        """Return the depths, 0 to 1, of the heat map's rows: of landmark, where each range begins."""
+        count = self.settings.depths
+        if self.settings.form == "landmark":
+            return [index / count for index in range(count)]
+        return [index / (count - 1) for index in range(count)] if count > 1 else [0.5]
+
+    def _prompts(self, model: HuggingFaceModel, length: int) -> ExactPrompts:
+        return ExactPrompts(lambda text: _count(model, text), length - self._room)
+
+    def _sorted_into_depths(self, lengths: list[int]) -> dict[str, list[Hidden]]:
+        """Return the published prompts by length and range of depths; a range may have none."""
+        found: dict[str, list[Hidden]] = {}
+        count, first = self.settings.depths * self.settings.samples, self.settings.seed
+        for length in lengths:
+            for seed in range(first, first + count):
+                hidden, depth = published_prompt(length, seed)
+                found.setdefault(f"{length}/{int(depth * self.settings.depths)}", []).append(hidden)
+        return found
+
+    def _notes(self, lengths: list[int], values: dict[str, dict[str, Any]]) -> list[str]:
+        settings = self.settings
+        if settings.form == "exact":
+            keys = 9 * 10 ** (settings.digits - 1)
+            return [
+                f"Prompt and answer together have exactly as many tokens as the length says, {self._room} of them for "
+                f"the answer. The first number that the model writes counts; by chance, 1 in {keys:,} would be right."
+            ]
+        means = []
+        for length in lengths:
+            tokens = [
+                number for key, value in values.items() if key.startswith(f"{length}/") for number in value["tokens"]
+            ]
+            means.append(f"{sum(tokens) / len(tokens):,.0f} for {length:,}")
+        return [
+            "The published form (Landmark attention, LongLoRA): lengths are of characters, 3.75 per token of the "
+            f"length, so that prompts have other numbers of tokens, on average {', '.join(means)}. Depths are random. "
+            "Keys have one to five digits, and are compared as text, where LongLoRA compares ids."
+        ]
+
+
+def _configuration(hidden: list[Hidden], room: int) -> dict[str, Any]:
+    """Return the harness's description of a task that asks for these keys."""
+
+    def documents(**_: Any) -> dict[str, Any]:
+        import datasets
+
+        rows = [{"prompt": one.prompt, "key": one.key} for one in hidden]
+        return {"test": datasets.Dataset.from_list(rows)}
+
+    return {
+        "task": "passkey",
+        "custom_dataset": documents,
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "prompt",
+        "doc_to_target": "key",
+        "generation_kwargs": {"until": [], "max_gen_toks": room, "do_sample": False},
+        "process_results": lambda document, answers: {"right": int(is_right(answers[0], document["key"]))},
+        "metric_list": [{"metric": "right", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def _count(model: HuggingFaceModel, text: str) -> int:
+    """Return the tokens of a text as the model gets it, with those that mark its beginning."""
+    return len(model.tokenizer(text, verbose=False)["input_ids"])
+
+
+def _cell(right: list[int]) -> dict[str, float | None]:
+    if not right:
+        return {"accuracy": None, "low": None, "high": None, "count": 0}
+    low, high = wilson(sum(right), len(right))
+    return {"accuracy": sum(right) / len(right), "low": low, "high": high, "count": len(right)}
+
+
+def _described(label: str, details: dict[str, Any]) -> str:
+    """Return in words where a model retrieves least."""
+    cells = [
+        (accuracy, length, depth)
+        for depth, row in zip(details["depths"], details["accuracy"])
+        for length, accuracy in zip(details["lengths"], row)
+        if accuracy is not None
+    ]
+    worst = min(cells)
+    if worst[0] == max(cells)[0]:
+        return f"{label}: {worst[0]:.2f} everywhere."
+    return f"{label}: from {max(cells)[0]:.2f} down to {worst[0]:.2f}, at {worst[1]:,} tokens and depth {worst[2]:.0%}."

@@ -1,0 +1,182 @@
+"""Pass keys: exact lengths, set depths, and what is known of models that always, never or sometimes find the key."""
+
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from harness_cases import (
+    Answering,
+    bpe_tokenizer,
+    evaluated,
+    finds_the_key,
+    info,
+    random_llama,
+    sentencepiece_tokenizer,
+)
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.passkey import Passkey, PasskeySettings
+from megatron_tape.evaluation.passkey_prompts import FILLER, ExactPrompts, is_right, published_prompt
+from megatron_tape.evaluation.statistics import wilson
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    sentencepiece = sentencepiece_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return {"sentencepiece": sentencepiece, "bpe": bpe_tokenizer(bos=False), "bpe with bos": bpe_tokenizer(bos=True)}
+
+
+def settings(**given):
+    return PasskeySettings(**{"lengths": [160, 300], "depths": 3, "samples": 2, **given})
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bpe", "bpe with bos"])
+def test_prompt_and_answer_have_exactly_the_length(tokenizers, kind):
+    model = Answering(tokenizers[kind], finds_the_key)
+    values, _, _ = evaluated(Passkey(settings(lengths=[160, 301, 1024], samples=3)), model)
+    for key, value in values.items():
+        assert value["tokens"] == [int(key.split("/")[0]) - 8] * 3
+    # What the model got, encoded as the harness encodes it.
+    lengths = Counter(len(tokenizers[kind](prompt).input_ids) + 8 for prompt in model.prompts)
+    assert lengths == {160: 9, 301: 9, 1024: 9} and len(set(model.prompts)) == 27
+    assert Counter(model.max_lengths) == {160: 3, 301: 3, 1024: 3}
+
+
+def test_the_key_lies_at_the_set_depth(tokenizers):
+    tokenizer = tokenizers["bpe"]
+    prompts = ExactPrompts(lambda text: len(tokenizer(text).input_ids), 1000)
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        hidden = prompts.make(depth, "71385")
+        before, after = re.split("The pass key is 71385. Remember it. 71385 is the pass key.", hidden.prompt)
+        count = [part.count(".") - 3 * (part is before) for part in (before, after)]
+        assert count[0] / sum(count) == pytest.approx(depth, abs=0.02), depth
+        assert hidden.prompt.endswith("What is the pass key? The pass key is")
+    # All but the last sentence of the filler is whole and in order.
+    filler = " ".join(
+        re.findall(r"(?s)quiz you about the important information there\.\n(.*)\nThe pass key", hidden.prompt)
+    )
+    assert filler == " ".join([FILLER] * 99)[: len(filler)] and filler.endswith(".")
+
+
+def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokenizers):
+    for answer, expected in ((finds_the_key, 1.0), (lambda prompt: " I do not know.", 0.0)):
+        _, summary, result = evaluated(Passkey(settings()), Answering(tokenizers["bpe"], answer))
+        assert [(score.metric, score.length, score.value) for score in summary.scores] == [
+            ("accuracy", 160, expected),
+            ("accuracy", 300, expected),
+        ]
+        assert (summary.scores[0].low, summary.scores[0].high) == wilson(6 * expected, 6)
+        assert result["details"]["accuracy"] == [[expected] * 2] * 3 and summary.scores[0].count == 6
+
+
+def test_random_digits_score_chance(tokenizers):
+    source = random.Random(0)
+    guess = Answering(tokenizers["bpe"], lambda prompt: f" {source.randrange(10)}")
+    _, summary, _ = evaluated(Passkey(settings(lengths=[160], digits=1, depths=2, samples=100)), guess)
+    assert summary.scores[0].low < 1 / 10 < summary.scores[0].high and summary.scores[0].count == 200
+
+
+def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
+    def fails_at_depth_half_of_300(prompt):
+        depth = prompt.index("The pass key") / len(prompt)
+        long = len(tokenizers["bpe"](prompt).input_ids) > 200
+        return "0" if long and 0.4 < depth < 0.7 else finds_the_key(prompt)
+
+    _, summary, result = evaluated(Passkey(settings()), Answering(tokenizers["bpe"], fails_at_depth_half_of_300))
+    assert result["details"]["lengths"] == [160, 300] and result["details"]["depths"] == [0, 0.5, 1]
+    assert result["details"]["accuracy"] == [[1, 1], [1, 0], [1, 1]]
+    assert [score.value for score in summary.scores] == [1, pytest.approx(2 / 3)]
+    maps, curves = Passkey.draw({"a": result, "b": result})
+    assert "down to 0.00, at 300 tokens and depth 50%" in maps.alternative_text
+    panels = [axes for axes in maps.figure.axes if axes.images]
+    for panel in panels:
+        assert np.array_equal(panel.images[0].get_array(), [[1, 1], [1, 0], [1, 1]])
+        assert [text.get_text() for text in panel.get_yticklabels()] == ["0%", "50%", "100%"]
+        assert [text.get_text() for text in panel.get_xticklabels()] == ["160", "300"]
+    assert len(panels) == 2 and "a: 1.00 at 160, 0.67 at 300." in curves.alternative_text
+    colors = maps.figure.axes[0].images[0].to_rgba(np.array([[1, 1], [1, 0], [1, 1]]))
+    assert (colors[1, 1] != colors[0, 0]).any() and (colors[0] == colors[2]).all()
+
+
+def test_a_model_of_transformers_gets_every_token(tokenizers):
+    model = random_llama(tokenizers["sentencepiece"], 160)
+    values, summary, _ = evaluated(Passkey(settings(lengths=[160], batch_size=2)), model)
+    assert [score.value for score in summary.scores] == [0.0]
+    seen = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    again = Passkey(settings(lengths=[160], batch_size=2))
+    value = again.evaluate(again.units(model)[1], model)
+    assert value == values["160/1"]
+    first = seen[0]
+    assert first.shape == (2, 152)
+    texts = [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in first]
+    assert {finds_the_key(text).split(".")[0].strip() for text in texts} == set(value["keys"])
+    assert all(text.endswith("What is the pass key? The pass key is") for text in texts)
+    assert all(isinstance(answer, str) for answer in value["answers"])
+
+
+def test_keys_depend_on_the_unit_alone(tokenizers):
+    model = Answering(tokenizers["bpe"], finds_the_key)
+    task = Passkey(settings())
+    units = task.units(model)
+    forwards = {unit.key: task.evaluate(unit, model) for unit in units}
+    backwards = {unit.key: Passkey(settings()).evaluate(unit, model) for unit in reversed(units)}
+    assert forwards == backwards
+    keys = [key for value in forwards.values() for key in value["keys"]]
+    assert len(set(keys)) == len(keys) and {len(key) for key in keys} == {5}
+    other = Passkey(settings(seed=1)).evaluate(units[0], model)
+    assert not set(other["keys"]) & set(keys)
+
+
+def test_the_published_form_is_that_of_longlora(tokenizers):
+    """The first draws of `generate_prompt_landmark(n_garbage=3072, seed=0)` of LongLoRA's script."""
+    state = np.random.RandomState(0)
+    before, key = int(state.randint(0, 3072)), str(state.randint(1, 50000))
+    hidden, depth = published_prompt(1024, 0)
+    assert hidden.key == key and depth == before / 3072
+    lines = hidden.prompt.split("\n")
+    assert [len(lines[1]), len(lines[3])] == [before, 3072 - before] and len(lines) == 5
+    assert lines[2] == f"The pass key is {key}. Remember it. {key} is the pass key."
+
+    model = Answering(tokenizers["bpe"], finds_the_key)
+    values, summary, result = evaluated(Passkey(settings(form="landmark", lengths=[300], samples=4)), model)
+    assert [(score.value, score.count) for score in summary.scores] == [(1, 12)]
+    assert sum(row[0] for row in result["details"]["count"]) == 12
+    assert sorted(prompt for prompt in model.prompts) == sorted(
+        published_prompt(300, seed)[0].prompt for seed in range(12)
+    )
+    tokens = [number for value in values.values() for number in value["tokens"]]
+    assert f"{sum(tokens) / 12:,.0f} for 300" in summary.notes[0] and "compared as text" in summary.notes[0]
+
+
+@pytest.mark.parametrize(
+    "answer, right",
+    [(" 12345", True), ("12345. Remember", True), ("\n\n12345", True), (" is 12345", True), (" 123456", False),
+     (" 1234", False), ("", False), (" 54321 12345", False)],
+)  # fmt: skip
+def test_the_first_number_counts(answer, right):
+    assert is_right(answer, "12345") == right
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"samples": 0}, "passkey.samples is 0"),
+        ({"digits": 0}, "passkey.digits is 0"),
+        ({"lengths": [160, 160]}, "passkey.lengths is [160, 160]"),
+        ({"lengths": [20, 160]}, "passkey.lengths has 20, but the prompt without filler and its answer have"),
+        ({"form": "landmark", "lengths": [256]}, "no filler below 274"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tokenizers, given, message):
+    with pytest.raises(ConfigError) as error:
+        evaluated(Passkey(settings(**given)), Answering(tokenizers["bpe"], finds_the_key))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lengths_follow_the_model_if_they_are_not_given():
+    assert [score for score in Passkey(PasskeySettings())._lengths(info(2048))] == [512, 1024, 2048]
