@@ -7,12 +7,13 @@ one. Every scored token is the label of one window, and has at least three quart
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from megatron_tape.config.schema import split_shares
 from megatron_tape.config.values import shown
 from megatron_tape.data.documents import is_text_file, read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
@@ -34,6 +35,9 @@ class DocumentSettings:
     which is one document. Ids must be those of the model's tokenizer."""
     text_key: str = "text"
     """Where JSON lines and parquet have their text."""
+    split: str | None = None
+    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
+    data.split: only those for validation are used. null means all documents."""
     lengths: list[int] | None = None
     """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
     tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
@@ -52,6 +56,7 @@ class Source:
     name: str
     path: str
     kind: Literal["text", "indexed", "raw"]
+    split: str | None = None
 
     @property
     def files(self) -> list[Path]:
@@ -83,11 +88,22 @@ class Window:
         return self.stop - self.start
 
 
-def find_sources(data: dict[str, str] | str, key: str) -> list[Source]:
-    """Return the entries of the setting `key`; raises ConfigError for one that does not exist or is of unknown kind."""
+def find_sources(settings: DocumentSettings, section: str) -> list[Source]:
+    """Return the entries of a task's `data`; raises ConfigError for one that does not exist or is of unknown kind."""
+    key, data = f"{section}.data", settings.data
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
     refuse(not named, f"{key} is empty; give a path, or a mapping name: path")
-    return [_find_source(name, path, key) for name, path in named.items()]
+    sources = [_find_source(name, path, key) for name, path in named.items()]
+    if settings.split is None:
+        return sources
+    try:
+        share = split_shares(settings.split)[1]
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.split", f"{section}.split")) from None
+    refuse(share == 0, f"{section}.split is {settings.split!r}, which leaves nothing for validation; raise its share")
+    others = [source.path for source in sources if source.kind != "indexed"]
+    refuse(bool(others), f"{section}.split is given, but {others and others[0]} is no indexed dataset; leave it out")
+    return [replace(source, split=settings.split) for source in sources]
 
 
 def _find_source(name: str, path: str, key: str) -> Source:
@@ -176,7 +192,10 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
             dataset = IndexedDatasetReader(source.path)
             problem = next(dataset.problems(), None)
             refuse(problem is not None, f"the indexed dataset {source.path} is not whole: {problem}; write it again")
-            yield from (dataset.document(index) for index in range(len(dataset)))
+            count = len(dataset)
+            train, validation, _ = split_shares(source.split) if source.split else (0.0, 1.0, 0.0)
+            first, stop = round(train * count), round((train + validation) * count)
+            yield from (dataset.document(index) for index in range(first, stop))
             return
         size = Path(source.path).stat().st_size
         whole = size > 0 and size % RAW_TYPE.itemsize == 0

@@ -101,7 +101,7 @@ class Perplexity(Task):
         return self.settings.documents or by_default
 
     def _sources(self) -> list[Source]:
-        return find_sources(self.settings.data, "perplexity.data")
+        return find_sources(self.settings, "perplexity")
 
     def _needed(self, lengths: list[int]) -> tuple[int, int]:
         """Return the longest context that scored tokens are placed for, and the tokens that a document must have."""

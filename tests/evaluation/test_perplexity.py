@@ -276,3 +276,15 @@ def test_pictures_show_every_model_and_describe_it(texts):
     assert drawn["nine"] == pytest.approx([9, 9]) and drawn["twenty"] == pytest.approx([20, 20])
     assert len(position.figure.axes[0].lines) == 2
     assert Perplexity.draw({"nine": {"scores": [], "details": {}}}) == []
+
+
+def test_a_split_leaves_only_documents_for_validation(tmp_path):
+    write_dataset(tmp_path / "tokens", documents=10)
+    settings = {"data": str(tmp_path / "tokens"), "lengths": [6], "stride": 4, "windows": 1}
+    reader, model = IndexedDatasetReader(tmp_path / "tokens"), ByteModel(uniform(100))
+    run(Perplexity, model, split="60,30,10", **settings)
+    held_out = [token for number in (6, 7, 8) for token in reader.document(number)[1:10]]
+    assert [token for window in model.scored for token in window] == held_out
+    for split, message in (("1,0,0", "leaves nothing for validation"), ("9,1", "perplexity.split is '9,1'")):
+        with pytest.raises(ConfigError, match=message):
+            run(Perplexity, model, split=split, **settings)
