@@ -1,0 +1,230 @@
+"""The task `positions`: how far a TAPE model's position state has moved from RoPE, and what the model loses without it.
+
+Layers are counted from 0. The state of a layer is the one that it reads: layer 0 reads RoPE's phases themselves, layer
+1 what layer 0 made of them, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.documents import Source, check_sources, find_sources, long_documents
+from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAPS = "maps"
+"""The key of the unit that compares attention maps."""
+_BUCKETS = 32
+_DISTANCES = 24
+_SHOWN_HEADS = 3
+_DIGITS = 3
+_LENGTH = 1024
+
+
+@dataclass(kw_only=True)
+class PositionSettings:
+    """What the position states of a TAPE model are computed for."""
+
+    data: str
+    """What is read: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
+    text_key: str = "text"
+    """Where the text stands in JSON lines and parquet."""
+    documents: int = 8
+    """How many documents are used: the first ones that are long enough."""
+    length: int | None = None
+    """Tokens of each; null means the length that the model was trained on, or 1024 if its configuration names none."""
+    ablation: bool = True
+    """Also compute the loss with the state of one layer put back to RoPE's, for every layer: as many runs of the model
+    as it has layers."""
+    heads: list[list[int]] = field(default_factory=list)
+    """Heads whose attention maps are drawn, as [layer, head], both from 0; none means the three that change most."""
+    map_tokens: int = 64
+    """How many tokens, from the beginning of the first document, attention maps show."""
+
+
+class PositionPictures(Task):
+    """Distances from RoPE, similarities of states, attention maps with and without the state, and ablations."""
+
+    name = "positions"
+    Settings = PositionSettings
+    needs_tokenizer = False
+    generates: ClassVar[bool] = True
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for a model without position states, or settings or data that do not suit it."""
+        settings, config = self.settings, info.config
+        if (kind := config.get("model_type")) != "tape":
+            raise ConfigError(
+                f"positions looks at the position states of TAPE models, and {info.label} is a {kind} model, which has "
+                "none; leave the task out, or evaluate a TAPE model"
+            )
+        for name in ("documents", "map_tokens"):
+            value = getattr(settings, name)
+            refuse(value < 1, f"positions.{name} is {value}; set it to 1 or more")
+        length = self._length(info)
+        refuse(length < 2, f"positions.length is {length}; set it to 2 or more")
+        sizes = config["num_hidden_layers"], config["num_attention_heads"]
+        for pair in settings.heads:
+            if len(pair) != 2 or not all(0 <= index < size for index, size in zip(pair, sizes)):
+                raise ConfigError(
+                    f"positions.heads names {pair}; give pairs [layer, head] with layers from 0 to {sizes[0] - 1} and "
+                    f"heads from 0 to {sizes[1] - 1}"
+                )
+        check_sources(self._sources(), info, settings.text_key, length, settings.documents, "positions.data")
+
+    def inputs(self) -> list[Path]:
+        """Return the files of `data`."""
+        return [file for source in self._sources() for file in source.files]
+
+    def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return a unit for each document, and one for the attention maps."""
+        self._tokens = self._read(model)
+        length, layers = self._length(model.info), model.info.config["num_hidden_layers"]
+        cost = float(length * (1 + (layers if self.settings.ablation else 0)))
+        documents = [Unit(f"document/{index}", cost) for index in range(len(self._tokens))]
+        return [*documents, Unit(MAPS, 2.0 * min(self.settings.map_tokens, length))]
+
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+        """Return what the hooks see in one document, or the maps of the first."""
+        import torch
+
+        index = 0 if unit.key == MAPS else int(unit.key.partition("/")[2])
+        tokens = torch.from_numpy(self._tokens[index]).to(model.device)[None]
+        return self._maps(model.model, tokens) if unit.key == MAPS else self._document(model.model, tokens)
+
+    def _document(self, model: Any, tokens: Tensor) -> dict[str, Any]:
+        from megatron_tape.evaluation import position_probes as probes
+
+        distances = distances_of(tokens.shape[1])
+        found: dict[str, Any] = {"tokens": tokens.shape[1] - 1, "distance": [], "by_position": [], "similarity": []}
+
+        def see(_: int, state: Tensor, phases: Tensor) -> None:
+            moved = probes.moved(state, phases)
+            found["distance"].append(moved.mean(0).tolist())
+            parts = np.array_split(moved.mean(1), min(_BUCKETS, len(moved)))
+            found["by_position"].append([float(part.mean()) for part in parts])
+            found["similarity"].append(probes.similarity(state, distances))
+
+        with probes.watching(model, see):
+            found["loss"] = float(probes.losses(model, tokens).sum())
+        if self.settings.ablation:
+            layers = range(1, len(probes.layers_of(model)))
+            # Layer 0 reads RoPE's phases anyway.
+            found["ablated"] = [found["loss"]] + [self._ablated(model, tokens, [layer]) for layer in layers]
+            found["all_ablated"] = self._ablated(model, tokens, layers)
+        return found
+
+    @staticmethod
+    def _ablated(model: Any, tokens: Tensor, layers: Sequence[int]) -> float:
+        from megatron_tape.evaluation import position_probes as probes
+
+        with probes.with_phases(model, layers):
+            return float(probes.losses(model, tokens).sum())
+
+    def _maps(self, model: Any, tokens: Tensor) -> dict[str, Any]:
+        from megatron_tape.evaluation import position_probes as probes
+
+        changes: list[list[float]] = []
+        shown: list[dict[str, Any]] = []
+
+        def see(layer: int, own: Tensor, rope: Tensor) -> None:
+            # Total variation: the share of attention that goes elsewhere, averaged over queries.
+            change = (own - rope).abs().sum(-1).mean(-1) / 2
+            changes.append(change.tolist())
+            wanted = [head for at, head in self.settings.heads if at == layer] or (
+                [] if self.settings.heads else change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
+            )
+            shown.extend(
+                {"layer": layer, "head": head, "state": _triangle(own[head]), "phases": _triangle(rope[head])}
+                for head in wanted
+            )
+            if not self.settings.heads:
+                shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
+                del shown[_SHOWN_HEADS:]
+
+        probes.attention_maps(model, tokens[:, : self.settings.map_tokens], see)
+        return {"change": changes, "shown": shown}
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return distances and increases of the loss by layer, with intervals over documents."""
+        found = [value for key, value in values.items() if key != MAPS]
+        length, count = self._length(info), len(found)
+        common = {"length": length, "count": count}
+        distance = np.array([one["distance"] for one in found])
+        scores = []
+        for layer, by_document in enumerate(distance.mean(2).T):
+            low, high = bootstrap_mean(by_document)
+            value = float(by_document.mean())
+            scores.append(
+                Score("state_distance", value, "higher", group=f"layer {layer}", low=low, high=high, **common)
+            )
+        tokens = [one["tokens"] for one in found]
+        own = np.array([one["loss"] for one in found])
+
+        def loss(metric: str, sums: np.ndarray, better: Any, group: str = "") -> Score:
+            low, high = bootstrap_ratio(sums, tokens)
+            value = float(np.sum(sums) / np.sum(tokens))
+            return Score(metric, value, better, group=group, low=low, high=high, unit="nats per token", **common)
+
+        scores.append(loss("loss", own, "lower"))
+        if self.settings.ablation:
+            ablated = np.array([one["ablated"] for one in found])
+            layers = range(ablated.shape[1])
+            scores += [loss("loss_increase", ablated[:, at] - own, "higher", f"layer {at}") for at in layers]
+            everywhere = np.array([one["all_ablated"] for one in found])
+            scores.append(loss("loss_increase", everywhere - own, "higher", "all layers"))
+        details = {
+            "distance": distance.mean(0).tolist(),
+            "distance_by_position": np.mean([one["by_position"] for one in found], axis=0).tolist(),
+            "positions": [float(part.mean()) for part in np.array_split(np.arange(length), min(_BUCKETS, length))],
+            "distances": distances_of(length),
+            "similarity": np.mean([one["similarity"] for one in found], axis=0).tolist(),
+            "maps": values[MAPS],
+        }
+        notes = []
+        if count < self.settings.documents:
+            notes.append(
+                f"Documents with the {length:,} tokens that are looked at: {count:,}, fewer than positions.documents, "
+                f"{self.settings.documents:,}."
+            )
+        return Summary(scores, details, notes)
+
+    def _sources(self) -> list[Source]:
+        return find_sources(self.settings.data, "positions.data")
+
+    def _length(self, info: ModelInfo) -> int:
+        given = self.settings.length
+        return (info.trained_length or _LENGTH) if given is None else given
+
+    def _read(self, model: HuggingFaceModel) -> list[np.ndarray]:
+        """Return the tokens of the first documents that are long enough, cut to the length."""
+        length, settings = self._length(model.info), self.settings
+        needed, (source,) = length - len(model.bos), self._sources()
+        documents, _ = long_documents(source, model, settings.text_key, needed, settings.documents)
+        return [np.array([*model.bos, *document.tokens[:needed]], dtype=np.int64) for document in documents]
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return heat maps, curves and bars of all models, and the attention maps of each."""
+        from megatron_tape.evaluation import position_drawings as drawings
+
+        return drawings.draw(results)
+
+
+def distances_of(length: int) -> list[int]:
+    """Return the distances, evenly spread on a logarithmic scale, at which states of `length` tokens are compared."""
+    return np.unique(np.geomspace(1, length - 1, _DISTANCES).round().astype(int)).tolist()
+
+
+def _triangle(attention: Tensor) -> list[list[float]]:
+    """Return what each query of a map (N, N) sees, rounded."""
+    return [[round(value, _DIGITS) for value in row[: at + 1]] for at, row in enumerate(attention.tolist())]

@@ -1,0 +1,186 @@
+"""Positions: exact zeros where nothing was planted, and what was planted shows where it must."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation import position_probes as probes
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.positions import PositionPictures, PositionSettings, distances_of
+from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+
+LAYERS, HEADS, GROUPS, LENGTH = 5, 4, 2, 32
+SIZES = dict(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    max_position_embeddings=LENGTH,
+    initializer_range=0.3,
+)
+PLANTED = 2
+
+
+class Bytes:
+    """A model under evaluation whose tokens are bytes."""
+
+    tokenizer = bos = None
+
+    def __init__(self, model, label):
+        self.model, self.device, self.bos = model.eval(), torch.device("cpu"), []
+        self.info = ModelInfo(label, 256, LENGTH, {**model.config.to_dict(), "model_type": "tape"}, None, True)
+
+    def encode(self, text):
+        return list(text.encode())
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A model that equals RoPE, and one whose layer PLANTED alone changes head group 1 of the state."""
+    made = {}
+    for label in ("rope-equal", "planted"):
+        torch.manual_seed(0)
+        made[label] = Bytes(TapeForCausalLM(TapeConfig(**SIZES)), label)
+    with torch.no_grad():
+        made["planted"].model.model.layers[PLANTED].position.token_mixing[1] = 2.0
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    texts = ["too short", *("".join(chr(97 + (i * i + j) % 26) for i in range(50)) for j in range(4))]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def results(models, data):
+    """What `results.json` holds of both models."""
+    found = {}
+    for label, model in models.items():
+        task = PositionPictures(PositionSettings(data=data, documents=3, map_tokens=16))
+        task.check(model.info)
+        units = task.units(model)
+        assert [unit.key for unit in units] == ["document/0", "document/1", "document/2", "maps"]
+        values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
+        summary = task.summarize(values, model.info)
+        found[label] = {"scores": [vars(score) for score in summary.scores], "details": summary.details}
+    return found
+
+
+def by_group(result, metric):
+    return {score["group"]: score["value"] for score in result["scores"] if score["metric"] == metric}
+
+
+def test_a_model_that_equals_rope_has_no_distance_and_loses_nothing(results):
+    result = results["rope-equal"]
+    assert np.all(np.array(result["details"]["distance"]) == 0)
+    assert set(by_group(result, "state_distance").values()) == {0.0}
+    assert set(by_group(result, "loss_increase").values()) == {0.0} and len(by_group(result, "loss_increase")) == 6
+    assert np.all(np.array(result["details"]["maps"]["change"]) == 0)
+
+
+def test_a_planted_matrix_shows_in_its_group_and_in_later_layers_only(results):
+    distance = np.array(results["planted"]["details"]["distance"])
+    assert distance.shape == (LAYERS, GROUPS)
+    assert np.all(distance[PLANTED + 1 :, 1] > 0.5)
+    distance[PLANTED + 1 :, 1] = 0
+    assert np.all(distance == 0)
+    change = np.array(results["planted"]["details"]["maps"]["change"])
+    assert np.all(change[PLANTED + 1 :, 2:] > 1e-3), "heads 2 and 3 read head group 1"
+    change[PLANTED + 1 :, 2:] = 0
+    assert np.all(change == 0)
+    shown = results["planted"]["details"]["maps"]["shown"]
+    assert len(shown) == 3 and all(one["layer"] > PLANTED and one["head"] >= 2 for one in shown)
+    for one in shown:
+        assert [len(row) for row in one["state"]] == list(range(1, 17))
+        assert all(sum(row) == pytest.approx(1, abs=0.01) for row in one["state"] + one["phases"])
+
+
+def test_ablating_a_layer_shows_where_its_state_had_moved(results, models):
+    increases = by_group(results["planted"], "loss_increase")
+    assert all(increases[f"layer {layer}"] == 0 for layer in range(PLANTED + 1))
+    assert all(abs(increases[f"layer {layer}"]) > 1e-5 for layer in range(PLANTED + 1, LAYERS))
+    # With RoPE's phases in all layers the planted model is the other one.
+    own = [by_group(result, "loss")[""] for result in results.values()]
+    assert increases["all layers"] == pytest.approx(own[0] - own[1], abs=1e-6)
+
+
+def test_hooks_leave_the_model_as_it_was(models, data):
+    model = models["planted"]
+    tokens = torch.arange(LENGTH)[None]
+    before = model.model(tokens).logits
+    task = PositionPictures(PositionSettings(data=data, documents=1))
+    for unit in task.units(model):
+        task.evaluate(unit, model)
+    assert torch.equal(model.model(tokens).logits, before)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_the_loss_is_that_of_transformers(models):
+    model, tokens = models["planted"].model, torch.randint(256, (1, LENGTH))
+    assert probes.losses(model, tokens).mean() == pytest.approx(model(tokens, labels=tokens).loss.item(), abs=1e-5)
+
+
+def test_similarity_of_ropes_phases_is_the_known_sum(results):
+    details = results["rope-equal"]["details"]
+    assert details["distances"] == distances_of(LENGTH) and details["distances"][0] == 1
+    assert details["distances"][-1] == LENGTH - 1
+    D = SIZES["hidden_size"] // HEADS
+    angles = 10000.0 ** (-torch.arange(0, D, 2) / D)
+    for distance, value in zip(details["distances"], details["similarity"][0]):
+        expected = torch.polar(torch.ones(D // 2), distance * angles).mean().abs().item()
+        assert value == pytest.approx(expected, abs=1e-5)
+    assert all(math.isclose(a, b) for a, b in zip(details["similarity"][0], details["similarity"][-1]))
+
+
+def test_chosen_heads_are_shown(models, data):
+    task = PositionPictures(PositionSettings(data=data, documents=1, heads=[[4, 1], [0, 3]], map_tokens=4))
+    model = models["planted"]
+    task.check(model.info)
+    value = task.evaluate(task.units(model)[-1], model)
+    assert [(one["layer"], one["head"]) for one in value["shown"]] == [(0, 3), (4, 1)]
+
+
+def test_pictures_show_both_models(results):
+    pictures = PositionPictures.draw(results)
+    names = [picture.name for picture in pictures]
+    assert names[:4] == ["positions-distance", "positions-along", "positions-similarity", "positions-ablation"]
+    assert names[4:] == ["positions-attention", "positions-maps-0", "positions-maps-1"]
+    assert "planted: at most" in pictures[0].alternative_text
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"documents": 0}, "positions.documents is 0; set it to 1 or more"),
+        ({"length": 1}, "positions.length is 1; set it to 2 or more"),
+        ({"heads": [[5, 0]]}, "positions.heads names [5, 0]; give pairs [layer, head] with layers from 0 to 4"),
+        ({"heads": [[1]]}, "positions.heads names [1]"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(models, data, settings, said):
+    with pytest.raises(ConfigError) as error:
+        PositionPictures(PositionSettings(**{"data": data, **settings})).check(models["planted"].info)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_without_position_states_is_refused(data):
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}).to_dict()
+    with pytest.raises(ConfigError, match="smollm is a llama model, which has none; leave the task out"):
+        PositionPictures(PositionSettings(data=data)).check(ModelInfo("smollm", 256, LENGTH, config, None, True))
+
+
+def test_documents_that_are_all_too_short_are_refused(models, data):
+    with pytest.raises(ConfigError, match="none of the 5 documents of .* has the 51 tokens"):
+        PositionPictures(PositionSettings(data=data, length=51)).units(models["planted"])
