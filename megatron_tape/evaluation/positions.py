@@ -38,6 +38,9 @@ class PositionSettings:
     """What is read: JSON lines, text, parquet, an indexed dataset or a .bin of uint16 ids, as in perplexity."""
     text_key: str = "text"
     """Where the text stands in JSON lines and parquet."""
+    split: str | None = None
+    """Shares of an indexed dataset's documents for training, validation and test, as a run's data.split: only those for
+    validation are used. null means all documents."""
     documents: int = 8
     """How many documents are used: the first ones that are long enough."""
     length: int | None = None
@@ -199,7 +202,7 @@ class PositionPictures(Task):
         return Summary(scores, details, notes)
 
     def _sources(self) -> list[Source]:
-        return find_sources(self.settings.data, "positions.data")
+        return find_sources(self.settings, "positions")
 
     def _length(self, info: ModelInfo) -> int:
         given = self.settings.length
