@@ -108,7 +108,7 @@ def write_start(folder: Path, size: Size, encoding: str) -> None:
     from megatron_tape.config.recipes import dump
     from megatron_tape.config.schema import ModelConfig
     from megatron_tape.huggingface.from_hf.imported import write_imported
-    from megatron_tape.model.weights import POSITION, whole_shapes
+    from megatron_tape.model.names import POSITION, whole_shapes
 
     recipe = settings(size, folder, encoding)
     (folder / f"{encoding}.yaml").write_text(dump(recipe), encoding="utf-8")

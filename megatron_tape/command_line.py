@@ -9,6 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 
+def counted(number: int, noun: str, several: str | None = None) -> str:
+    """Return a number with its noun, as `1 step` or `1,000 steps`; `several` is a plural that adds more than an s."""
+    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+
+
 class Interrupted(BaseException):
     """A signal asked the program to end; like KeyboardInterrupt, this is not an Exception."""
 

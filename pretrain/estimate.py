@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from megatron_tape.command_line import counted
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, is_positive
@@ -73,7 +74,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
         yield "  trained", f"{result.trained:,} ({', '.join(config.extension.trains)})"
     if tensor_size > 1:
         yield "  per tensor-parallel rank", f"{result.parameters_per_rank:,}"
-    layout = f"{processes} processes" if processes > 1 else "1 process"
+    layout = counted(processes, "process", "processes")
     layout += f": {tensor_size} tensor parallel x {processes // tensor_size} data parallel"
     yield "layout", f"{layout}, ZeRO {config.deepspeed.zero_stage}, {train.precision}, recompute {train.recompute}"
     yield "memory per GPU", f"{result.peak / GIB:8.2f} GiB"
@@ -92,7 +93,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
         yield "host memory per process", f"{result.host / GIB:8.2f} GiB"
     yield "FLOPs per step", f"{result.flops_per_step:.3e}, {result.flops_per_gpu:.3e} per GPU"
     yield "tokens per step", f"{result.tokens_per_step:,}"
-    yield "tokens of the run", f"{result.tokens:,} in {train.steps:,} steps"
+    yield "tokens of the run", f"{result.tokens:,} in {counted(train.steps, 'step')}"
     yield "checkpoint", f"{result.checkpoint_bytes / 1e9:.2f} GB"
     keep = config.checkpoint.keep
     yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {keep} kept and 1 being written"
@@ -142,7 +143,7 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
         yield f"{verb} {key} to {value}", change(key, value), processes
     double = 2 * tensor_size
     number = processes if processes % double == 0 else 2 * processes
-    where = "" if number == processes else f" on {number} processes"
+    where = "" if number == processes else f" on {counted(number, 'process', 'processes')}"
     changed = change("parallel.tensor_model_parallel_size", double)
     changed.parallel.sequence_parallel = None
     yield f"raise parallel.tensor_model_parallel_size to {double}{where}", changed, number

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from megatron_tape.command_line import counted
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
@@ -107,7 +108,7 @@ def _interrupted(attempt: Attempt | None, number: int) -> None:
 def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> None:
     started = time.monotonic()
     say = print if rank == 0 else lambda *_, **__: None
-    say(f"preflight: {size} rank{'s' * (size != 1)}, importing torch", flush=True)
+    say(f"preflight: {counted(size, 'rank')}, importing torch", flush=True)
     import torch
     from torch.distributed import TCPStore
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_tape.command_line import counted
 from megatron_tape.communication import Traffic, communication
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
@@ -140,25 +141,26 @@ def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> 
     config, record = outcome.config, outcome.record
     size = config.parallel.tensor_model_parallel_size
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * (processes // size))
+    at_once = counted(micro_batches, "micro-batch", "micro-batches")
     yield (
         f"rank {rank} of {processes}: {size} tensor parallel x {processes // size} data parallel, ZeRO "
         f"{config.deepspeed.zero_stage}, {config.train.precision}, recompute {config.train.recompute}, "
-        f"attention as {config.model.attention_backend}, {micro_batches} micro-batches a step"
+        f"attention as {config.model.attention_backend}, {at_once} a step"
     )
     yield f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}"
     yield from map(str, rows)
     phases = ", ".join(f"{phase} {size / MIB:,.2f}" for phase, size in record.peak_by_phase.items() if size)
     yield f"the step's peak is in its {record.peak_phase} pass, with memory allocated in: {phases}"
     for (group, kind), count in sorted(record.single_numbers.items()):
-        yield f"{count:>6} times a step, {group}: {kind} of a single number"
+        yield f"{counted(count, 'time'):>12} a step, {group}: {kind} of a single number"
     for (phase, reason, place), count in sorted(record.waits.items()):
-        yield f"{count:>6} times a step, {phase}: the host waits for the GPU, {reason} at {place}"
+        yield f"{counted(count, 'time'):>12} a step, {phase}: the host waits for the GPU, {reason} at {place}"
     for kernel, count in sorted(record.launches.items()):
-        yield f"{count:>6} times a step: launch of the kernel {kernel}"
+        yield f"{counted(count, 'time'):>12} a step: launch of the kernel {kernel}"
     for fault, count in outcome.faults.items():
-        yield f"FAULT  {fault} ({count} times)"
+        yield f"FAULT  {fault} ({counted(count, 'time')})"
     differing = [row.name for row in rows if not row.agrees]
-    found = f"{len(outcome.faults)} faults" if outcome.faults else "no fault"
+    found = counted(len(outcome.faults), "fault") if outcome.faults else "no fault"
     yield f"{found}, but these differ from the estimate: {', '.join(differing)}" if differing else found
 
 

@@ -48,8 +48,12 @@ class _Train(TypedDict, total=False):
     steps: int
 
 
+_Extension = TypedDict("_Extension", {"from": str | None, "trains": list[str]}, total=False)
+
+
 class _Config(TypedDict, total=False):
     train: _Train
+    extension: _Extension
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     step = max(rows[-1]["step"] if rows else 0, last.heartbeat.get("step") or 0)
     lines = [f"{run}: {state.word}{f' ({state.explanation})' if state.explanation else ''}"]
     share = f" of {total:,} ({min(1, step / total):.1%})" if total and total > 0 else ""
+    if base := config.get("extension", {}).get("from"):
+        lines.append(f"extends     {base}, training {', '.join(config['extension'].get('trains', ['all']))}")
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import refuse
@@ -95,12 +96,12 @@ def passes_in_words(pools: Pools, minimum: int, share: float, tokens: int) -> It
     ):
         for member in members:
             passes = tokens * of_mix * member.weight / sum(each.weight for each in members) / member.tokens
-            part = f"the {member.documents:,} documents of {relation} {minimum:,} tokens in {member.prefix}"
+            part = f"the {counted(member.documents, 'document')} of {relation} {minimum:,} tokens in {member.prefix}"
             warning = (
                 f"data.long_documents repeats {part} {passes:.1f} times, and beyond about {MANY_PASSES} times repeated "
                 f"text teaches little; {change}, train fewer steps, or add such documents"
             )
-            sentence = f"the run passes {passes:.2f} times over {part}, which hold {member.tokens:,} tokens"
+            sentence = f"the run passes {passes:.2f} times over {part}, {member.tokens:,} tokens in all"
             yield sentence, warning if passes > MANY_PASSES else None
 
 

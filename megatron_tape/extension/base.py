@@ -18,7 +18,7 @@ from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
 from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
-from megatron_tape.huggingface.from_hf.weight_files import open_directory
+from megatron_tape.huggingface.from_hf.weight_files import check_directory
 from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.records import read_yaml
 
@@ -141,7 +141,7 @@ def _from_transformers(path: Path) -> Base:
     with one_sentence(path / "config.json"):
         model = model_settings(settings, path / "config.json", own_encoding(settings), 1.0, 1, "full", {})
     try:
-        open_directory(path, allow_pickle=False)
+        check_directory(path, model)
     except ValueError as error:
         if "--allow-pickle" in str(error):
             raise ValueError(

@@ -19,7 +19,8 @@ from megatron_tape.huggingface.tensor_files import TensorFile
 from megatron_tape.huggingface.to_hf.export import DTYPES, open_exportable, part_shapes, write_json, write_model
 from megatron_tape.huggingface.to_hf.model_card import adapter_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
-from megatron_tape.model.weights import from_megatron, kind_of, parameter_shapes
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.weights import from_megatron, kind_of
 
 BASE = "base"
 """Where the model that an adapter adds to is written, in the adapter's directory, unless another is named."""

@@ -1,4 +1,4 @@
-"""Names and shapes of parameters: whole weights have Hugging Face's Llama names, one rank's shares Megatron's.
+"""Weights of parameters: whole ones have Hugging Face's Llama names, one rank's shares Megatron's (see `names`).
 
 The whole, unsharded names are those of `model.reference.forward`. Megatron fuses q, k and v (for each group:
 its queries, its key, its value) and the two halves of the gated MLP, and cuts matrices over the tensor-parallel ranks.
@@ -12,33 +12,10 @@ from torch import Tensor
 
 from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
-from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.model.names import FUSED, PLAIN, POSITION, WRAPPED, split_layer
+from megatron_tape.position import PositionEncoding
 
-WRAPPED = "gpt."
-"""Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
-POSITION = "position."
-"""Prefix of a positional encoding's parameters within a layer, here and in Hugging Face's names."""
-_PLAIN = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
-
-_FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
-
-
-def _split_layer(name: str) -> tuple[str, str, str]:
-    """Split a Megatron name into (Megatron prefix, Hugging Face prefix, rest)."""
-    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
-        return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
-    return "", "", name
 
 
 def kind_of(name: str) -> str:
@@ -60,35 +37,6 @@ def part_of(name: str) -> str:
     if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
         return "output"
     return OF_ENCODING if kind == "position" else kind
-
-
-def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers.
-
-    Those of LoRA layers are included if `extension` adds them.
-    """
-    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    encoding = encoding_of(model)
-    bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
-    norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
-    layer = {
-        "input_layernorm.weight": (C,),
-        "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
-        **bias,
-        **norms,
-        "self_attention.linear_proj.weight": (C, H * D),
-        "pre_mlp_layernorm.weight": (C,),
-        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
-        "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
-    }
-    if extension is not None:
-        layer |= {name: factor.shape for name, factor in lora_factors(model, extension).items()}
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.vocab_size, C)}
-    for index in range(model.num_layers):
-        own = {f"{POSITION}{name}": declared.shape for name, declared in encoding.parameters(index).items()}
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | own).items()}
-    shapes["decoder.final_layernorm.weight"] = (C,)
-    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (model.vocab_size, C)}
 
 
 def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dict[str, Tensor]:
@@ -113,15 +61,15 @@ def current_name(stored: str) -> str:
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     """Return the whole tensor of the `GPTModel` parameter `name`; KeyError if `weights` lacks a part of it."""
-    _, prefix, rest = _split_layer(name)
-    if match := _FUSED.fullmatch(rest):
+    _, prefix, rest = split_layer(name)
+    if match := FUSED.fullmatch(rest):
         parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(rest):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[prefix + _PLAIN.get(rest, rest)]
+    tensor = weights[prefix + PLAIN.get(rest, rest)]
     if rest == f"{POSITION}token_mixing" and model.token_mixing == "per_head":
         if torch.count_nonzero(tensor - tensor.diag().diag()):
             raise ValueError(f"{prefix + rest} mixes heads; it needs model.token_mixing: full")
@@ -129,19 +77,10 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     return tensor
 
 
-def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
-    shapes = {}
-    for name, shape in parameter_shapes(model).items():
-        for part, tensor in from_megatron(name, torch.empty(shape, device="meta"), model).items():
-            shapes[part] = tuple(tensor.shape)
-    return shapes
-
-
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
-    _, prefix, rest = _split_layer(name)
-    if match := _FUSED.fullmatch(rest):
+    _, prefix, rest = split_layer(name)
+    if match := FUSED.fullmatch(rest):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
         parts = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
@@ -152,7 +91,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {lora_name(prefix, *match.groups()): tensor}
     if rest == f"{POSITION}token_mixing" and tensor.dim() == 1:
         tensor = tensor.diag()
-    return {prefix + _PLAIN.get(rest, rest): tensor}
+    return {prefix + PLAIN.get(rest, rest): tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:

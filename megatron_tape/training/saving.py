@@ -6,6 +6,7 @@ import time
 
 from megatron_tape.checkpoint import state as checkpoints
 from megatron_tape.checkpoint.directories import Source
+from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.run.watch import Watch
@@ -44,7 +45,7 @@ def save(
         except CheckpointError as error:
             if last and tries_left == 0:
                 raise
-            when = f"in {LAST_SAVE_WAIT:g} s, {tries_left} times more" if last else "at the next interval"
+            when = f"in {LAST_SAVE_WAIT:g} s, {counted(tries_left, 'time')} more" if last else "at the next interval"
             logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, when)
             if last and _asked_to_stop(engine, watch, LAST_SAVE_WAIT):
                 return False

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import state as checkpoints
 from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint, open_base
 from megatron_tape.checkpoint.settings import changes
+from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.costs import flops_per_token
 from megatron_tape.data.batches import build_batches
@@ -131,9 +132,7 @@ class Trainer:
         elif self.base is not None:
             self.watch.progress("loading the weights to begin with")
             new = checkpoints.load_base_weights(self.base, self.model, layout)
-            begins = ""
-            if new:
-                begins = f"; {len(new)} parameters, such as {new[0]}, are new" if len(new) > 1 else f"; {new[0]} is new"
+            begins = f"; new are {counted(len(new), 'parameter')}, such as {new[0]}" if new else ""
             logger.info("beginning with the weights of %s%s", self.base.path, begins)
         self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
         if frozen or config.extension.from_ is not None:
@@ -205,9 +204,9 @@ class Trainer:
         logger.warning("step %d skipped: loss %s, gradient norm %s (%d in a row)", *figures)
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
-                f"{bad_steps} steps in a row, up to step {self.step}, had a loss or gradient that is not finite; lower "
-                "optimizer.lr, lengthen schedule.warmup_steps, or look at the data (train.max_bad_steps sets this "
-                "limit)"
+                f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that is not "
+                "finite; lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data (train.max_bad_steps "
+                "sets this limit)"
             )
 
     def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, Findings]]) -> None:
@@ -247,7 +246,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
     """Return the run's model, initialized from the current seed, after checking its kernels; weights are on the CPU."""
-    ranks = f"{layout.world_size} process{'' if layout.world_size == 1 else 'es'}"
+    ranks = counted(layout.world_size, "process", "processes")
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)

@@ -283,6 +283,15 @@ def refused(capfd, act, *arguments, statuses=(1, 2)):
     return sentence
 
 
+CHANGED = {
+    "family": {"model_type": "gpt2"},
+    "widths": {"intermediate_size": 64},
+    "rows": {"vocab_size": 65},
+    "deeper": {"num_hidden_layers": 4},
+    "shallower": {"num_hidden_layers": 2},
+}
+
+
 def damaged(folder, bases, name):
     """A base that something is wrong with."""
     path = folder / name
@@ -294,9 +303,9 @@ def damaged(folder, bases, name):
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-8])
     elif name == "settings":
         (path / "config.json").write_text("{")
-    elif name == "family":
+    elif name in CHANGED:
         settings = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
+        (path / "config.json").write_text(json.dumps(settings | CHANGED[name]))
     elif name == "pickle":
         torch.save({}, path / "pytorch_model.bin")
         (path / "model.safetensors").unlink()
@@ -322,6 +331,14 @@ def damaged(folder, bases, name):
         ("weights", [], "is not a complete safetensors file"),
         ("settings", [], "config.json cannot be used"),
         ("family", [], "model_type is 'gpt2'"),
+        (
+            "widths",
+            [],
+            "gate_proj.weight with the shape (48, 32), but its config.json requires (64, 32); give the conf",
+        ),
+        ("rows", [], "embed_tokens.weight with the shape (64, 32), but its config.json requires (65, 32)"),
+        ("deeper", [], "lacks the parameter model.layers.3.input_layernorm.weight; give the config.json that belongs"),
+        ("shallower", [], "holds model.layers.2.input_layernorm.weight, which a model with its settings does not"),
         ("pickle", [], "its weights are pickles, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "has another vocabulary than the tokenizer of extension.from"),
         ("rope", ["--extension.trains=[]"], "extension.trains is empty"),

@@ -54,7 +54,7 @@ def test_fp16_refuses_numbers_beyond_its_range(tmp_path):
 def write_synthetic(step, size):
     """A checkpoint of zeros, without Adam's state, whose files have holes for their contents."""
     from megatron_tape.config.schema import ModelConfig
-    from megatron_tape.model.weights import parameter_shapes
+    from megatron_tape.model.names import parameter_shapes
 
     model = ModelConfig(**BIG)
     assert parameter_count(model) > 1e9

@@ -9,6 +9,7 @@ from models import build, random_tokens, reference_config, released_model, small
 
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
+from megatron_tape.model.names import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import current_name, from_megatron, initial_parameters, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.parameters import parameter_count
@@ -99,6 +100,14 @@ def test_logits_and_gradients_equal_the_reference(variant):
                 torch.testing.assert_close(gradient.diag(), weights[part].grad.diag(), atol=2e-5, rtol=1e-4)
             else:
                 torch.testing.assert_close(gradient, weights[part].grad, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_shapes_are_those_of_the_parts_of_megatrons_weights(variant):
+    model, parts = small_model(**VARIANTS[variant]), {}
+    for name, shape in parameter_shapes(model).items():
+        parts |= from_megatron(name, torch.empty(shape, device="meta"), model)
+    assert whole_shapes(model) == {name: tuple(tensor.shape) for name, tensor in parts.items()}
 
 
 @pytest.mark.parametrize("variant", ["plain", "scaled", "llama3", "yarn"])

@@ -15,24 +15,18 @@ from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.from_hf.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
-from megatron_tape.model.weights import (
-    POSITION,
-    WRAPPED,
-    from_megatron,
-    initial_parameters,
-    parameter_shapes,
-    to_megatron,
-    whole_shapes,
-)
+from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_shapes
+from megatron_tape.model.weights import from_megatron, initial_parameters, to_megatron
 from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)")
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 
 
 class _Padded(Mapping):
@@ -165,20 +159,12 @@ def advise(output: str | Path) -> None:
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise ValueError if the names are not the model's."""
-    # Testing whether a mapping has a name may read the tensor.
-    expected, found = whole_shapes(model), set(weights)
-    if missing := [name for name in expected if name not in found]:
-        raise ValueError(f"{origin} lacks the parameter {missing[0]}")
+    """Raise ValueError if the names are not the model's, or if tied embeddings are there twice and differ."""
+    found = set(weights)  # testing whether a mapping has a name may read the tensor
+    check_names(found, model, origin, unread)
     embedding, head = _VOCABULARY
-    if model.tie_embeddings and head in found:
-        if not torch.equal(weights[embedding], weights[head]):
-            raise ValueError(f"{origin} holds a separate {head}, but its settings say tie_word_embeddings")
-        found.remove(head)
-    for name in sorted(found):
-        # Older programs also saved rotary frequencies, which follow from the settings.
-        if name not in expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"{origin} holds {name}, which a model with its settings does not have")
+    if model.tie_embeddings and head in found and not torch.equal(weights[embedding], weights[head]):
+        raise ValueError(f"{origin} holds a separate {head}, but its settings say tie_word_embeddings")
 
 
 def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:

@@ -5,13 +5,16 @@ Each is a mapping from names to tensors that reads a tensor when it is accessed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.names import OUTPUT, whole_shapes
 from megatron_tape.records import read_record
 
 if TYPE_CHECKING:
@@ -32,10 +35,12 @@ class _Safetensors(Mapping):
 
     def __init__(self, paths: list[Path]):
         self._places: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
             try:
-                with safe_open(path, "np") as file:  # reads names only
+                with safe_open(path, "np") as file:  # reads names and shapes only
                     self._places |= dict.fromkeys(file.keys(), path)
+                    self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
             except SafetensorError as error:
                 raise ValueError(
                     f"{path} is not a complete safetensors file ({error}); download or write it again"
@@ -94,6 +99,37 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
     if missing := sorted(set(places) - set(weights)):
         raise ValueError(f"{directory} is incomplete: {missing[0]}, which its index names, is in none of its files")
     return weights
+
+
+def check_names(names: Collection[str], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
+    """Raise ValueError if the weights have other names than those of `model` and ones that start with one of `unread`.
+
+    If the embeddings are tied, the output layer may be there as well.
+    """
+    expected = whole_shapes(model)
+    fix = "give the config.json that belongs to the weights, or fetch them again"
+    if missing := [name for name in expected if name not in names]:
+        raise ValueError(f"{origin} lacks the parameter {missing[0]}; {fix}")
+    for name in sorted(names):
+        # Older programs also saved rotary frequencies, which follow from the settings.
+        known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
+        if not known and not (model.tie_embeddings and name == OUTPUT):
+            raise ValueError(f"{origin} holds {name}, which a model with its settings does not have; {fix}")
+
+
+def check_directory(directory: Path, model: ModelConfig) -> None:
+    """Raise ValueError if the names and shapes of the weights in `directory`, unpadded, are not those of `model`.
+
+    Reads no weights. Raises as `open_directory` does, and refuses pickles.
+    """
+    weights = open_directory(directory, allow_pickle=False)
+    check_names(set(weights), model, str(directory))
+    for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
+        if weights.shapes[name] != shape:
+            raise ValueError(
+                f"its weights hold {name} with the shape {weights.shapes[name]}, but its config.json requires {shape}; "
+                "give the config.json that belongs to the weights, or fetch them again"
+            )
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:

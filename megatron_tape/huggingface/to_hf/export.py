@@ -19,7 +19,8 @@ from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.to_hf.model_card import model_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
-from megatron_tape.model.weights import from_megatron, parameter_shapes
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import ENCODINGS, encoding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,7 +9,8 @@ from typing import TypedDict
 
 from megatron_tape.config.schema import blend
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
-from megatron_tape.model.weights import parameter_shapes, part_of
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.weights import part_of
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.records import parse_record

@@ -17,7 +17,8 @@ from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
-from megatron_tape.model.weights import WRAPPED, current_name, from_megatron, lora_pairs, parameter_shapes, unshard
+from megatron_tape.model.names import WRAPPED, parameter_shapes
+from megatron_tape.model.weights import current_name, from_megatron, lora_pairs, unshard
 from megatron_tape.records import check_shape
 
 _WEIGHT = f"weight/{WRAPPED}"
