@@ -470,7 +470,7 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
     first = [*tiny, "--model.position_encoding=rope"]
     second = ["--extend", str(RECIPE), f"--data.prefix={data}/a"]
     assert attempt.main(["chain", "--", *first, *second]) == 0
-    assert capfd.readouterr().out == "first\n"
+    assert capfd.readouterr().out == "first\nruns/extend\n"
     for wrong, part in (
         ("--model.num_layers=9", "model.num_layers: checkpoint 3, configuration 9"),
         ("--extension.from=elsewhere", "the chain extends what it pretrains; remove it"),
