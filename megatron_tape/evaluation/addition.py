@@ -1,0 +1,149 @@
+"""Exact match of sums, for every pair of operand lengths up to twice the trained one.
+
+The sums are those of `synthetic.addition`, on which `data.generator: {task: addition}` trains: all digits reversed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tape.errors import refuse
+from megatron_tape.evaluation.answers import check_generator, check_sizes, right_answers
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.synthetic import EVALUATION, random_of
+from megatron_tape.synthetic import Addition as Sums
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST = 10**6
+"""Digits and samples are below this, so that every sum has a number of its own."""
+
+
+@dataclass(kw_only=True)
+class AdditionSettings:
+    """Exact match of sums for every pair of operand lengths."""
+
+    digits: int = 40
+    """Digits of the longest operands in training."""
+    longest: int | None = None
+    """Digits of the longest operands that are tested; null means twice `digits`."""
+    step: int = 1
+    """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
+    samples: int = 100
+    """Sums for each pair of lengths."""
+    seed: int = 0
+    """Seed of the sums. They are never those of training."""
+    batch_size: int = 100
+    """Sums that the model adds at once."""
+
+
+class Addition(Task):
+    """Sums, by the lengths of their operands."""
+
+    name = "addition"
+    Settings = AdditionSettings
+    needs_tokenizer = False
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for sizes that cannot work."""
+        least = dict.fromkeys(("digits", "longest", "step", "samples", "batch_size"), 1)
+        check_sizes(self.name, self.settings, least)
+        for key in ("digits", "longest", "samples"):
+            value = getattr(self.settings, key)
+            refuse(value is not None and value >= MOST, f"{self.name}.{key} is {value}; set it to less than {MOST}")
+        refuse(
+            not self.lengths,
+            f"{self.name}.step is {self.settings.step}, but the longest operand has {self.longest} digits; lower it",
+        )
+        check_generator(self.name, Sums(digits=self.longest), info)
+
+    @property
+    def longest(self) -> int:
+        """Digits of the longest operand."""
+        return self.settings.longest or 2 * self.settings.digits
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of operands that are tested, in digits."""
+        return list(range(self.settings.step, self.longest + 1, self.settings.step))
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        """Return one unit for every length of the first operand."""
+        # The work grows with the tokens: two operands, and a sum as long as the longer of them.
+        return [
+            Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
+            for first in self.lengths
+        ]
+
+    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
+        """Return which sums are right, by the length of the second operand: `right`, a list of lists of 0 and 1."""
+        first, sums = int(unit.key), Sums(digits=self.longest)
+        right = []
+        for second in self.lengths:
+            numbers = [(first * MOST + second) * MOST + sample for sample in range(self.settings.samples)]
+            problems = [
+                sums.problem(random_of(self.settings.seed, EVALUATION, number), first, second) for number in numbers
+            ]
+            right.append([int(found.all()) for found in right_answers(model, problems, self.settings.batch_size)])
+        return {"right": right}
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return the accuracy over all pairs of lengths, over those that were trained, and over the others."""
+        from megatron_tape.evaluation.statistics import wilson
+
+        lengths, trained = np.array(self.lengths), self.settings.digits
+        right = np.array([values[str(first)]["right"] for first in self.lengths])
+        within = np.maximum(lengths[:, None], lengths) <= trained
+        groups = {
+            f"up to {self.longest} digits": np.ones_like(within),
+            f"up to {trained} digits": within,
+            f"beyond {trained} digits": ~within,
+        }
+        scores = []
+        for group, cells in groups.items():
+            if not cells.any() or (cells.all() and scores):
+                continue
+            correct, count = int(right[cells].sum()), right[cells].size
+            low, high = wilson(correct, count)
+            scores.append(Score("exact match", correct / count, "higher", group=group, low=low, high=high, count=count))
+        accuracy = right.mean(-1).tolist()
+        return Summary(scores, {"digits": trained, "lengths": self.lengths, "accuracy": accuracy})
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return one picture with a heat map per model; a line marks the trained lengths."""
+        from megatron_tape.evaluation.figures import grid_shape, new_figure, shorten
+
+        if not results:
+            return []
+        rows, columns = grid_shape(len(results))
+        figure, panels = new_figure(rows, columns, width=4.0, height=3.6)
+        for axes, (label, result) in zip(panels, results.items()):
+            _draw_grid(axes, shorten(label), result["details"], axes is panels[len(results) - 1])
+        for axes in panels[len(results) :]:
+            axes.set_axis_off()
+        told = [
+            f"{label}: {score['value']:.1%} for {score['group']}"
+            for label, result in results.items()
+            for score in result["scores"]
+        ]
+        text = f"Heat map of the share of right sums by the digits of both operands. {'; '.join(told)}."
+        return [Picture(cls.name, text, figure)]
+
+
+def _draw_grid(axes: Axes, title: str, details: dict[str, Any], bar: bool) -> None:
+    from megatron_tape.evaluation.figures import heat_map, plain
+
+    lengths, trained = details["lengths"], details["digits"]
+    heat_map(
+        axes, details["accuracy"], lengths, lengths, row_label="digits of the first operand",
+        column_label="digits of the second", title=plain(title), bar="exact match" if bar else None,
+    )  # fmt: skip
+    border = sum(length <= trained for length in lengths) - 0.5
+    if 0 < border < len(lengths) - 1:
+        axes.plot([-0.5, border, border], [border, border, -0.5], color="white", linewidth=1.5)
+        axes.plot([-0.5, border, border], [border, border, -0.5], color="black", linewidth=1.5, linestyle=(0, (3, 3)))

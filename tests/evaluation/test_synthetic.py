@@ -1,0 +1,281 @@
+"""Synthetic tasks on models whose answers are known: all right, wrong in one place, blank, or by chance."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.addition import Addition
+from megatron_tape.evaluation.answers import right_answers
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.grid_navigation import GridNavigation
+from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.selective_copy import SelectiveCopy
+from megatron_tape.evaluation.tasks import TASKS, task_class
+from megatron_tape.synthetic import Addition as Sums
+from megatron_tape.synthetic import GridNavigation as Walks
+from megatron_tape.synthetic import SelectiveCopy as Copies
+from megatron_tape.synthetic import random_of
+from megatron_tape.synthetic.addition import add
+
+INFO = ModelInfo(
+    label="model", vocab_size=32, trained_length=64, config={}, directory=None, has_tokenizer=False
+)  # fmt: skip
+
+
+class Answering:
+    """Says after each prefix what `answer(prefix)` returns, with certainty."""
+
+    info = INFO
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def logits(self, tokens):
+        logits = torch.zeros(*tokens.shape, INFO.vocab_size)
+        for row, sequence in zip(logits, tokens.tolist()):
+            for i in range(len(sequence)):
+                row[i, self.answer(sequence[: i + 1])] = 1
+        return logits
+
+
+class Guessing:
+    """Gives all of the first `among` tokens the same chance."""
+
+    info = INFO
+
+    def __init__(self, among):
+        self.among, self.generator = among, torch.Generator().manual_seed(0)
+
+    def logits(self, tokens):
+        logits = torch.full((*tokens.shape, INFO.vocab_size), -1.0)
+        logits[..., : self.among] = torch.rand(*tokens.shape, self.among, generator=self.generator)
+        return logits
+
+
+def next_of_sum(prefix):
+    """Adds correctly; before `=` its answer does not matter."""
+    if Sums.EQUALS not in prefix:
+        return 0
+    plus, equals = prefix.index(Sums.PLUS), prefix.index(Sums.EQUALS)
+    total = [*add(np.array(prefix[:plus]), np.array(prefix[plus + 1 : equals])), Sums.END]
+    written = len(prefix) - equals - 1
+    return total[written] if written < len(total) else 0
+
+
+def fails_at(first, second):
+    """Adds correctly but for operands of these lengths, where the last digit but one of the sum is wrong."""
+
+    def answer(prefix):
+        right = next_of_sum(prefix)
+        if Sums.EQUALS not in prefix:
+            return right
+        plus, equals = prefix.index(Sums.PLUS), prefix.index(Sums.EQUALS)
+        here = (plus, equals - plus - 1) == (first, second) and len(prefix) - equals == max(first, second) - 1
+        return (right + 1) % 10 if here else right
+
+    return answer
+
+
+def next_of_copy(prefix, symbols=4):
+    task = Copies(symbols=symbols)
+    if task.mark not in prefix:
+        return 0
+    mark = prefix.index(task.mark)
+    copied = [token for token in prefix[:mark] if token != task.blank]
+    written = len(prefix) - mark - 1
+    return copied[written] if written < len(copied) else 0
+
+
+def next_on_walk(prefix, task, width):
+    """Keeps track of the cell, and answers what it held before; the blank if it is new."""
+    if len(prefix) % 2 == 0:
+        return 0
+    place, held = np.zeros(task.dimensions, dtype=int), {}
+    for i in range(0, len(prefix), 2):
+        axis, back = divmod(prefix[i] - task.blank - 1, 2)
+        if not 0 <= axis < task.dimensions:  # padding
+            return 0
+        place[axis] = (place[axis] + (-1 if back else 1)) % width
+        if i + 1 < len(prefix):
+            held[tuple(place)] = prefix[i + 1]
+    return held.get(tuple(place), task.blank)
+
+
+def results_of(task, model):
+    """Evaluate as the runner does, every value through JSON."""
+    task.check(model.info)
+    values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model))) for unit in task.units(model)}
+    summary = task.summarize(values, model.info)
+    scores = [vars(score) for score in summary.scores]
+    return {"scores": scores, "details": json.loads(json.dumps(summary.details)), "notes": summary.notes}
+
+
+def by_group(results, metric):
+    return {score["group"]: score for score in results["scores"] if score["metric"] == metric}
+
+
+def addition(**settings):
+    return Addition(Addition.Settings(**{"digits": 3, "samples": 8, **settings}))
+
+
+def test_a_model_that_adds_scores_100_percent_everywhere():
+    results = results_of(addition(), Answering(next_of_sum))
+    assert results["details"]["accuracy"] == [[1.0] * 6] * 6
+    found = by_group(results, "exact match")
+    assert {group: (score["value"], score["count"]) for group, score in found.items()} == {
+        "up to 6 digits": (1.0, 36 * 8),
+        "up to 3 digits": (1.0, 9 * 8),
+        "beyond 3 digits": (1.0, 27 * 8),
+    }
+    assert all(0.9 < score["low"] < score["high"] == 1 for score in found.values())
+
+
+def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
+    results = results_of(addition(), Answering(fails_at(5, 2)))
+    expected = np.ones((6, 6))
+    expected[4, 1] = 0
+    assert results["details"]["accuracy"] == expected.tolist()
+    found = by_group(results, "exact match")
+    assert found["up to 3 digits"]["value"] == 1
+    assert found["beyond 3 digits"]["value"] == pytest.approx(26 / 27)
+    assert found["up to 6 digits"]["value"] == pytest.approx(35 / 36)
+    (picture,) = Addition.draw({"model": results, "other": results_of(addition(step=2), Answering(next_of_sum))})
+    image = picture.figure.axes[0].images[0].get_array()
+    assert image.tolist() == expected.tolist()
+    assert "model: 97.2% for up to 6 digits" in picture.alternative_text
+
+
+def test_a_guessing_model_adds_by_chance():
+    """A sum of one digit and its end mark are both right with one chance in 13 * 13."""
+    task = addition(digits=1, longest=1, samples=20_000, batch_size=5000)
+    (score,) = results_of(task, Guessing(13))["scores"]
+    sums = 45 / 81 / 13**3 + 36 / 81 / 13**2  # of two numbers from 1 to 9, 36 of 81 have one digit
+    assert score["low"] < sums < score["high"]
+
+
+def test_only_tested_lengths_are_and_samples_do_not_depend_on_them():
+    def values(**settings):
+        task = addition(samples=2, digits=4, **settings)
+        model = Answering(fails_at(4, 4))
+        return {unit.key: task.evaluate(unit, model)["right"] for unit in task.units(model)}
+
+    some, every = values(step=4), values()
+    assert list(some) == ["4", "8"] and list(every) == [str(length) for length in range(1, 9)]
+    assert some["4"] == [every["4"][3], every["4"][7]] == [[0, 0], [1, 1]]
+
+
+def copies(**settings):
+    blanks = {"IID": 5, "dense": 2, "sparse": 9}
+    return SelectiveCopy(SelectiveCopy.Settings(**{"copied": 6, "symbols": 4, "blanks": blanks, **settings}))
+
+
+def test_a_model_that_copies_scores_100_percent():
+    results = results_of(copies(samples=120), Answering(next_of_copy))
+    for metric in ("accuracy", "exact match"):
+        found = by_group(results, metric)
+        assert list(found) == ["IID", "dense", "sparse"]
+        assert all((score["value"], score["count"]) == (1, 120) for score in found.values())
+    assert results["notes"] == [] and results["details"] == {}
+
+
+def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
+    def answer(prefix):
+        return next_of_copy(prefix) if prefix.count(4) < 6 else 5
+
+    results = results_of(copies(samples=20), Answering(answer))
+    found = by_group(results, "accuracy")
+    assert [score["value"] for score in found.values()] == [1, 1, 0]
+    (picture,) = SelectiveCopy.draw({"model": results, "other": results})
+    assert "0.0% sparse" in picture.alternative_text
+    points = picture.figure.axes[0].lines[0].get_ydata()
+    assert points.tolist() == [1, 1, 0]
+
+
+def test_a_guessing_model_copies_by_chance():
+    results = results_of(copies(samples=1500, batch_size=500), Guessing(6))
+    for score in by_group(results, "accuracy").values():
+        assert score["low"] < 1 / 6 < score["high"] and score["high"] - score["low"] < 0.03
+    assert by_group(results, "exact match")["IID"]["value"] < 0.01
+
+
+def walks(dimensions, **settings):
+    variants = {"IID": [20, 6, 0.5], "dense": [10, 4, 0.2], "sparse": [30, 8, 0.8]}
+    sizes = {"dimensions": dimensions, "objects": 7, "variants": variants}
+    return GridNavigation(GridNavigation.Settings(**{**sizes, **settings}))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
+    task = walks(dimensions, samples=30, variants={"IID": [20, 6, 0.5]})
+    own = Walks(dimensions=dimensions, objects=7)
+    results = results_of(task, Answering(lambda prefix: next_on_walk(prefix, own, 6)))
+    assert [score["value"] for score in results["scores"]] == [1, 1]
+
+
+def test_a_model_that_always_answers_blank_scores_what_the_note_says():
+    results = results_of(walks(2, samples=200), Answering(lambda prefix: 7))
+    found = by_group(results, "accuracy")
+    for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
+        assert found[name]["value"] == results["details"]["blanks"][name] == pytest.approx(share, abs=0.06)
+    assert f"{found['dense']['value']:.1%} (dense)" in results["notes"][0]
+
+
+def test_a_guessing_model_navigates_by_chance():
+    results = results_of(walks(2, samples=800), Guessing(12))
+    for score in by_group(results, "accuracy").values():
+        assert score["low"] < 1 / 12 < score["high"] and score["high"] - score["low"] < 0.05
+
+
+def test_padding_and_batches_change_nothing_in_a_real_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = HFModel(INFO, LlamaForCausalLM(config), None)
+    sequences = [Sums(digits=9).sequence(random_of(0, 2, i)) for i in range(7)]
+    together = right_answers(model, sequences, 4)
+    for sequence, found in zip(sequences, together):
+        tokens, answers = sequence
+        (alone,) = right_answers(model, [sequence], 1)
+        greedy = [
+            int(model.logits(torch.from_numpy(tokens[None, :i]))[0, -1].argmax() == tokens[i])
+            for i in np.flatnonzero(answers)
+        ]
+        assert found.astype(int).tolist() == alone.astype(int).tolist() == greedy
+
+
+@pytest.mark.parametrize(
+    "task, settings, message",
+    [
+        ("addition", {"samples": 0}, "addition.samples is 0; set it to at least 1"),
+        ("addition", {"longest": 0}, "addition.longest is 0; set it to at least 1"),
+        ("addition", {"step": 100}, "addition.step is 100, but the longest operand has 80 digits; lower it"),
+        ("addition", {"digits": 10**6}, "addition.digits is 1000000; set it to less than 1000000"),
+        ("addition", {"seed": -1}, "addition.seed is -1; set it to at least 0"),
+        ("selective_copy", {"blanks": {}}, "selective_copy.blanks is empty"),
+        ("selective_copy", {"blanks": {"IID": -4}}, "selective_copy: blanks is -4; set it to at least 0"),
+        ("selective_copy", {"symbols": 31}, "selective_copy uses 33 different tokens, but model knows 32; give"),
+        ("grid_navigation", {"variants": {}}, "grid_navigation.variants is empty"),
+        ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, r"grid_navigation.variants.IID is \[1.5, 2, 0\]"),
+        ("grid_navigation", {"variants": {"IID": [9, 8]}}, r"give steps, width and share of blanks"),
+        ("grid_navigation", {"dimensions": 3}, "grid_navigation: dimensions is 3; set it to 1 or 2"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(task, settings, message):
+    kind = task_class(task)
+    with pytest.raises(ConfigError, match=message):
+        kind(kind.Settings(**settings)).check(INFO)
+
+
+def test_a_model_of_another_vocabulary_is_refused():
+    for task in ("addition", "selective_copy", "grid_navigation"):
+        assert task in TASKS
+        kind = task_class(task)
+        with pytest.raises(ConfigError, match=rf"^{task} uses \d+ different tokens, but model knows 12; "):
+            kind(kind.Settings()).check(replace(INFO, vocab_size=12))
