@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
 CELLS_WITH_TEXT = 144
 LONGEST_LABEL = 36
+_ORDER: ContextVar[tuple[str, ...]] = ContextVar("order of models", default=())
 DOTS_PER_INCH = 150
 
 
@@ -43,9 +45,10 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth` and `label`. Use the latter as the text of a
     legend or title: it is shortened if it is very long, and matplotlib shows it as it is.
     """
+    labels = list(labels)
     drawn: dict[str, dict[str, Any]] = {}
     taken: set[str] = set()
-    for index, label in enumerate(labels):
+    for index, label in enumerate(dict.fromkeys([*_ORDER.get(), *labels])):
         short = shorten(label)
         while short in taken:
             short = f"{shorten(label, LONGEST_LABEL - 6)} ({index + 1})"
@@ -58,7 +61,17 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
             "linewidth": 1.6,
             "label": plain(short),
         }
-    return drawn
+    return {label: drawn[label] for label in labels}
+
+
+@contextmanager
+def in_order(labels: Iterable[str]) -> Iterator[None]:
+    """Give each of these models the same style in all pictures, also in those that do not show every one of them."""
+    token = _ORDER.set(tuple(labels))
+    try:
+        yield
+    finally:
+        _ORDER.reset(token)
 
 
 def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
@@ -138,7 +151,7 @@ def length_name(length: int) -> str:
 
 
 def legend(figure: Figure) -> None:
-    """Put one legend of everything that the figure's axes label under them."""
+    """Put one legend of everything that the figure's axes label under them; the figure grows by its height."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -146,6 +159,7 @@ def legend(figure: Figure) -> None:
     if found:
         longest = max(map(len, found))
         columns = max(1, min(len(found), int(figure.get_figwidth() * 12 / (longest + 6))))
+        figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns) + 0.1)
         look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
         figure.legend(found.values(), found, loc="outside lower center", ncols=columns, **look)
 
@@ -168,7 +182,8 @@ def heat_map(
     """Draw a matrix of values (rows from top to bottom) whose colours run from `low` to `high`; return the image.
 
     None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values in `form`. `bar`
-    adds a colour bar with that label; of several panels with the same range, give one of them a bar.
+    adds a colour bar with that label; of several panels with the same range, give none of them a bar and use
+    `color_bar`.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
     # Every cell has the pixels of its own: "none" embeds them as they are in an SVG file.
@@ -194,10 +209,15 @@ def heat_map(
             color = ON_LIGHT if light else ON_DARK
             axes.text(column, row, plain(form.format(value)), ha="center", va="center", fontsize=8, color=color)
     if bar is not None:
-        drawn = axes.figure.colorbar(image, ax=axes, label=bar, pad=0.02)
-        drawn.outline.set_visible(False)
-        drawn.ax.tick_params(labelsize=8)
+        color_bar(image, [axes], bar)
     return image
+
+
+def color_bar(image: Any, axes: Sequence[Axes], label: str) -> None:
+    """Put one colour bar beside all panels of heat maps with the same range."""
+    bar = axes[0].figure.colorbar(image, ax=list(axes), label=label, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
 
 
 def save(picture: Picture, path: str | Path) -> None:

@@ -1,0 +1,1 @@
+"""One page that compares models: their scores, training curves, pictures, settings and speeds."""

@@ -1,0 +1,121 @@
+"""The settings in which models, and their evaluations, differ. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_tape.checkpoint.settings import WITHOUT_EFFECT
+from megatron_tape.config.schema import BEFORE, RunConfig, key_of
+from megatron_tape.evaluation.report.inputs import Model, clean
+from megatron_tape.evaluation.report.scores import task_names, title
+from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting
+
+_UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "torch_dtype")
+"""Entries of `config.json` that say nothing about the model itself."""
+_DIGITS = 12
+
+
+def setting_tables(models: Sequence[Model]) -> list[Table]:
+    """Return tables of the settings that differ: of runs, of models without a run, and of evaluations."""
+    runs = {index: with_defaults(model.settings) for index, model in enumerate(models) if model.settings}
+    configurations = {index: model.facts["config"] for index, model in enumerate(models) if model.facts}
+    found = [_table("Training runs", models, {index: _effective(flat(s)) for index, s in runs.items()})]
+    if any(index not in runs for index in configurations):
+        described = {
+            index: {key: value for key, value in flat(config).items() if key not in _UNIMPORTANT}
+            for index, config in configurations.items()
+        }
+        found.append(_table("Models, by their config.json", models, described))
+    evaluations = {index: _evaluation(model, models) for index, model in enumerate(models) if model.tasks}
+    found.append(_table("Evaluations", models, evaluations, lacks=False))  # a task may not have been asked for
+    return [table for table in found if table is not None]
+
+
+def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run, with the values that newer settings had before they existed."""
+    complete = {section: dict(values) for section, values in settings.items()}
+    for section in dataclasses.fields(RunConfig):
+        before = BEFORE.get(section.name, {}) if _runs_in_bf16(settings) else {}
+        values = complete.setdefault(section.name, {})
+        for item in dataclasses.fields(section.type):
+            if item.default_factory is not dataclasses.MISSING:
+                values.setdefault(key_of(item.name), item.default_factory())
+            elif item.default is not dataclasses.MISSING:
+                values.setdefault(key_of(item.name), before.get(item.name, item.default))
+    return complete
+
+
+def _runs_in_bf16(settings: Mapping[str, Mapping[str, Any]]) -> bool:
+    return settings.get("train", {}).get("precision", "bf16") == "bf16"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{clean(str(key))}"
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{name}."))
+        else:
+            found[name] = value
+    return found
+
+
+def _effective(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if not key.startswith(WITHOUT_EFFECT)}
+
+
+def _evaluation(model: Model, models: Sequence[Model]) -> dict[str, Any]:
+    """Return what may make scores differ although the models do not."""
+    found: dict[str, Any] = {}
+    for name in task_names(models):
+        task = model.tasks.get(name)
+        if task is None:
+            continue
+        found |= {f"{name}.{key}": value for key, value in flat(task["settings"]).items()}
+        found[f"{name}: data"] = enumerated(data_of(task)) or None
+        found |= {f"{name}: {key}": task[key] for key in ("dtype", "hardware")}
+        found |= {f"{name}: {key}": value for key, value in flat(task["versions"]).items()}
+    return found
+
+
+def data_of(task: Mapping[str, Any]) -> list[str]:
+    """Return the beginnings of the digests of a task's data; where the files lay does not matter."""
+    return sorted(str(digest)[:_DIGITS] for digest in task["data"].values())
+
+
+def _table(
+    caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]], lacks: bool = True
+) -> Table | None:
+    """Return the keys whose values differ, None if there are none; `lacks` is whether a key that is not there does."""
+    keys = dict.fromkeys(key for found in values.values() for key in found)
+    rows = []
+    for key in keys:
+        known = {index: found[key] for index, found in values.items() if key in found}
+        lacking = lacks and len(known) < len(values)
+        if lacking or len({json.dumps(value, sort_keys=True, default=str) for value in known.values()}) > 1:
+            rows.append([Cell(key, key, kind="code"), *(setting(known.get(i), i in known) for i in values)])
+    columns = [Column("setting", "code"), *(Column(models[index].label, "code", index) for index in values)]
+    return Table(caption, columns, rows) if rows and len(values) > 1 else None
+
+
+def evaluation_differences(models: Sequence[Model], task: str) -> str | None:
+    """Return a sentence that warns of scores that cannot be compared; None if a task was the same for all models."""
+    evaluated = [model.tasks[task] for model in models if task in model.tasks]
+    keys = dict.fromkeys(key for found in evaluated for key in flat(found["settings"]))
+    different = [
+        key
+        for key in keys
+        if len({json.dumps(flat(found["settings"]).get(key), sort_keys=True) for found in evaluated}) > 1
+    ]
+    found = []
+    if len({tuple(data_of(result)) for result in evaluated}) > 1:
+        found.append("different data")
+    if different:
+        found.append(f"different settings ({', '.join(different)})")
+    if not found:
+        return None
+    return f"The models were evaluated with {enumerated(found)}: the scores of {title(task)} may not be comparable."

@@ -1,0 +1,165 @@
+"""Training curves of runs side by side, and how fast runs and evaluations were."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.figures import legend, new_figure, plain, shorten, styles
+from megatron_tape.evaluation.report.inputs import Model, Run, clean
+from megatron_tape.evaluation.report.scores import task_names, title
+from megatron_tape.evaluation.report.tables import Cell, Column, Table, duration_text, enumerated, number
+
+MOST_POINTS = 300
+"""Points of a curve; a longer one is drawn as means over consecutive points."""
+_HIDDEN = 0.05
+_WITH_MARKERS = 16
+_UNITS = ((1e9, "billions of tokens"), (1e6, "millions of tokens"), (1e3, "thousands of tokens"), (1, "tokens"))
+
+
+def curves(models: Sequence[Model]) -> list[Picture]:
+    """Return pictures of losses and learning rates, by step and, where settings tell the tokens of a step, by token."""
+    runs = {model.label: model.run for model in models if model.run is not None}
+    metrics = [("loss", "training loss (nats per token)"), ("validation_loss", "validation loss (nats per token)")]
+    evaluated = sorted(
+        {key for run in runs.values() for row in run.rows for key in row if key.startswith("evaluation/")}
+    )
+    metrics += [(key, title(clean(key.removeprefix("evaluation/")))) for key in evaluated]
+    pictures = []
+    for metric, name in metrics:
+        drawn = {label: run for label, run in runs.items() if run.curve(metric)[0]}
+        if not drawn:
+            continue
+        pictures.append(_picture(drawn, metric, name, "step", lambda run: 1))
+        if all(run.tokens_per_step for run in drawn.values()):
+            most = max(run.curve(metric)[0][-1] * run.tokens_per_step for run in drawn.values())
+            size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
+            pictures.append(_picture(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
+    return pictures + _learning_rates(runs)
+
+
+def _picture(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
+    figure, (axes,) = new_figure()
+    look = styles(runs)
+    last, tops, highest = [], [], []
+    for label, run in runs.items():
+        steps, values = run.curve(metric)
+        last.append(f"{label} {values[-1]:.4g}")
+        x, y = thinned(steps, values)
+        style = {**look[label], "marker": look[label]["marker"] if len(x) <= _WITH_MARKERS else ""}
+        axes.plot(x * scale(run), y, **style)
+        tops.append(y[int(len(y) * _HIDDEN) :].max())
+        highest.append(y.max())
+    axes.set(xlabel=x_label, ylabel=plain(name))
+    bottom, top = axes.get_ylim()
+    clipped = max(tops) < bottom + 0.7 * (max(highest) - bottom)
+    if clipped:  # the first steps, at the loss of a random model, would leave no room for the others
+        axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
+        axes.set_title("the first steps lie above", fontsize=8, loc="left")
+    legend(figure)
+    kind = "tokens" if "token" in x_label else "step"
+    alternative = f"{name} by {kind}; at the end, {enumerated(last)}."
+    return Picture(f"{metric}-by-{kind}", alternative[0].upper() + alternative[1:], figure)
+
+
+def _learning_rates(runs: dict[str, Run]) -> list[Picture]:
+    """Return a picture of the learning rates, in which runs of the same rates share a curve."""
+    shared: dict[tuple, list[str]] = {}
+    for label, run in runs.items():
+        steps, rates = run.curve("lr")
+        if steps:
+            shared.setdefault((*steps, *rates), []).append(label)
+    if not shared:
+        return []
+    figure, (axes,) = new_figure()
+    look = styles(runs)
+    for labels in shared.values():
+        steps, rates = runs[labels[0]].curve("lr")
+        axes.plot(
+            *thinned(steps, rates), **{**look[labels[0]], "marker": "", "label": plain(shorten(enumerated(labels), 48))}
+        )
+    axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    legend(figure)
+    highest = [f"{enumerated(labels)} up to {max(runs[labels[0]].curve('lr')[1]):.3g}" for labels in shared.values()]
+    return [Picture("lr-by-step", f"Learning rate by step; {'; '.join(highest)}.", figure)]
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return a curve of at most `MOST_POINTS` points, each the mean over consecutive ones."""
+    parts = np.array_split(np.arange(len(x)), min(len(x), MOST_POINTS))
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+
+
+def runs_table(models: Sequence[Model]) -> Table | None:
+    """Return a table of how far each run is and how low its losses are."""
+    rows = []
+    for model, run in _with_rows(models):
+        steps, losses = run.curve("loss")
+        evaluated = run.curve("validation_loss")
+        lowest = min(zip(*reversed(evaluated)), default=None)
+        done = run.rows[-1]["step"]
+        planned = run.setting("train.steps")
+        of = f"of {planned:,}" if type(planned) is int and planned != done else ""
+        recent = losses[-max(1, len(losses) // 20) :]
+        rows.append(
+            [
+                Cell(model.label, model.label),
+                number(done, 0, of),
+                number(done * run.tokens_per_step if run.tokens_per_step else None, 0),
+                number(statistics.fmean(recent) if recent else None, 4),
+                number(evaluated[1][-1] if evaluated[1] else None, 4),
+                number(lowest[0], 4, f"at step {lowest[1]:,}") if lowest else number(None),
+            ]
+        )
+    numbers = [
+        "steps",
+        "tokens",
+        "training loss, last 5\N{NO-BREAK SPACE}%",
+        "validation loss, last",
+        "validation loss, lowest",
+    ]
+    columns = [Column("run"), *(Column(name, "number") for name in numbers)]
+    return Table("How far each run is; losses in nats per token", columns, rows) if rows else None
+
+
+def _with_rows(models: Sequence[Model]) -> list[tuple[Model, Run]]:
+    return [(model, model.run) for model in models if model.run is not None and model.run.rows]
+
+
+def training_speeds(models: Sequence[Model]) -> Table | None:
+    """Return a table of the runs' speeds: medians over the logged steps."""
+    rows = []
+    for model, run in _with_rows(models):
+        cells = [Cell(model.label, model.label)]
+        for metric in ("tokens_per_second", "tflops_per_second"):
+            values = run.curve(metric)[1]
+            cells.append(number(statistics.median(values) if values else None))
+        rows.append([*cells, number(len(run.curve("tokens_per_second")[1]), 0)])
+    columns = [Column("run"), *(Column(name, "number") for name in ("tokens/s", "TFLOP/s", "logged steps"))]
+    return Table("Training: medians over logged steps, of all processes together", columns, rows) if rows else None
+
+
+def evaluation_seconds(models: Sequence[Model]) -> Table | None:
+    """Return a table of how long each task took with each model, and on what."""
+    shown = [(index, model) for index, model in enumerate(models) if model.tasks]
+    rows = []
+    for name in task_names(models):
+        cells = [Cell(title(name), title(name))]
+        for _, model in shown:
+            task = model.tasks.get(name)
+            cells.append(_seconds(task) if task else number(None))
+        rows.append(cells)
+    columns = [Column("task"), *(Column(model.label, "number", index) for index, model in shown)]
+    caption = "Evaluation: time taken; below it, processes and precision"
+    return Table(caption, columns, rows) if rows else None
+
+
+def _seconds(task: dict) -> Cell:
+    processes, seconds = task["processes"], task["seconds"]
+    detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task['dtype'])}"
+    return Cell(duration_text(seconds), seconds, detail, "number")

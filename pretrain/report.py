@@ -1,0 +1,62 @@
+"""Make one page that compares models: scores, training curves, pictures, settings and speeds.
+
+    python -m pretrain.report RUN_OR_RESULTS... --output report.html
+
+RUN is a training run; its curves are shown, and the evaluations in its folder `evaluation`. RESULTS is a results.json
+of pretrain.evaluate, or the directory that holds it. The page is one HTML file that needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.files import write_whole
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results.json, or its directory")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="the page, which is replaced (default: %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        make(arguments.paths, arguments.output)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        named = error.strerror and error.filename
+        print(f"error: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(paths: list[str | Path], output: Path) -> None:
+    """Write a page about runs and results. Raises ConfigError in one sentence for what cannot be shown, and OSError."""
+    refuse(
+        output.suffix.lower() not in (".html", ".htm"),
+        f"--output is {output}; give a name that ends in .html, as a file of that name is replaced",
+    )
+    refuse(output.is_dir(), f"--output is {output}, a directory; name a file in it")
+    from megatron_tape.evaluation.report.inputs import read_models
+    from megatron_tape.evaluation.report.page import page
+
+    models = read_models(paths)
+    content = page(models).encode("utf-8", errors="replace")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, [content])
+    print(f"{output}: {len(models)} model{'s' if len(models) != 1 else ''}, {len(content) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,414 @@
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from report_cases import CONFIG, results, score, settings, task, write_results, write_run
+
+from megatron_tape.evaluation import figures
+from megatron_tape.evaluation.base import Picture, Task
+from megatron_tape.evaluation.report import page as page_module
+from megatron_tape.evaluation.report.inputs import clean, read_models
+from megatron_tape.evaluation.report.page import page
+from megatron_tape.evaluation.report.pictures import drawn
+from megatron_tape.evaluation.report.tables import decimals_for, shown_number
+from pretrain import report
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
+NASTY = '<script>alert("x")</script>&amp;"\' onload=$x$ \u202e\x07\ud800'
+
+
+class Page(HTMLParser):
+    """A parsed page: its elements, tables as lists of rows of texts, and texts of sections by their ids."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.elements, self.open, self.errors = [], [], []
+        self.tables, self.sections, self.texts = {}, {}, []
+        self._caption, self._section = "", None
+        self.feed(content)
+        self.close()
+        self.errors += [f"{name} is not closed" for name in self.open]
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+        self._class = dict(attributes).get("class", "")
+        if name == "p" and self._class == "caption":
+            self._caption = ""
+        if name == "h2":
+            self._section = dict(attributes)["id"]
+        if name == "table":
+            self.rows = self.tables.setdefault((self._section, self._caption), [])
+        if name == "tr":
+            self.rows.append([])
+        if name in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+
+    def handle_endtag(self, name):
+        if not self.open or self.open.pop() != name:
+            self.errors.append(f"</{name}> at {self.getpos()} closes another element")
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        self.sections[self._section] = self.sections.get(self._section, "") + data
+        if "p" in self.open[-1:] and self._class == "caption":
+            self._caption += data
+        if self.open and ("td" in self.open or "th" in self.open):
+            self.rows[-1][-1] += ("|" if self.open[-1] == "small" else "") + data.strip()
+
+    def table(self, caption, section=None):
+        """Return the rows of the only table whose caption contains a text."""
+        found = [rows for (where, what), rows in self.tables.items() if caption in what and section in (None, where)]
+        assert len(found) == 1, (caption, list(self.tables))
+        return found[0]
+
+
+def page_of(tmp_path, *paths):
+    output = tmp_path / "report.html"
+    assert report.main([*map(str, paths), "--output", str(output)]) == 0
+    return Page(output.read_text(encoding="utf-8"))
+
+
+LENGTHS = (256, 512, 1024)
+
+
+def ours(value, *, count=8, notes=(), **others):
+    scores = [
+        score("accuracy", value - index / 10, "higher", length=length, low=0.1, high=0.95, count=count + index)
+        for index, length in enumerate(LENGTHS)
+    ]
+    return task(scores, settings={"samples": count}, notes=notes, **others)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The page of two runs with an evaluation each, and a third model that has only results, with a nasty label."""
+    root = tmp_path_factory.mktemp("compared")
+    for name, value in (("tape", 0.9), ("rope", 0.8)):
+        given = settings(model__position_encoding=name)
+        run = write_run(root / name, config=given, offset=1 - value)
+        tasks = {"shiny": ours(value, notes=["All of them.", f"Only {name}."]), "blunt": task([score(value=value)])}
+        made = results(name, tasks, run={"settings": given, "step": 300}, config={**CONFIG, "model_type": name})
+        write_results(run / "evaluation" / "step-00000300", made)
+    other = {"shiny": ours(0.7, count=9, notes=["All of them.", NASTY])}
+    file = write_results(root / "other", results(NASTY, other, config={**CONFIG, "model_type": NASTY}))
+    output = root / "report.html"
+    assert report.main([str(root / "tape"), str(root / "rope"), str(file), "--output", str(output)]) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def parsed(compared):
+    return Page(compared.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_well_formed_and_its_ids_are_unique(parsed):
+    assert parsed.errors == []
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    references = [a["href"] for _, a in parsed.elements if a.get("href", "").startswith("#")]
+    references += ["#" + a["aria-labelledby"] for _, a in parsed.elements if "aria-labelledby" in a]
+    assert len(references) > 20 and {reference[1:] for reference in references} <= set(ids)
+
+
+def test_the_page_refers_to_nothing_outside(compared, parsed):
+    for name, attributes in parsed.elements:
+        assert name not in ("link", "iframe", "object", "embed", "base", "form"), name
+        for key in ("src", "href", "xlink:href", "srcset", "data", "action"):
+            assert attributes.get(key, "#").startswith(("#", "data:image/png;base64,")), (name, attributes)
+    content = compared.read_text(encoding="utf-8")
+    assert "@import" not in content and re.search(r"https?://", content) is None
+    assert set(re.findall(r"url\((.)", content)) <= {"#"}
+
+
+def test_only_the_pages_own_script_may_run(compared, parsed):
+    content = compared.read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", content, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(a["content"] for name, a in parsed.elements if "http-equiv" in a)
+    assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+    assert not [a for _, a in parsed.elements for key in a if key.startswith("on")]
+
+
+def test_a_nasty_label_is_shown_as_text(parsed):
+    shown = clean(NASTY)
+    assert shown.startswith('<script>alert("x")</script>&amp;') and "\x07" not in shown
+    assert [name for name, _ in parsed.elements].count("script") == 1
+    assert any(shown in text for text in parsed.texts)
+    assert "\N{REPLACEMENT CHARACTER}" in shown and "\u202e" not in "".join(parsed.texts)
+    # It is shortened in pictures, where dollar signs begin no formula.
+    assert any("<script>alert" in text and "\N{HORIZONTAL ELLIPSIS}" in text for text in parsed.texts)
+    assert shown in parsed.table("Models, by their config.json")[0]
+
+
+def test_pictures_have_alternative_text(parsed):
+    pictures = [attributes for name, attributes in parsed.elements if name == "svg"]
+    assert len(pictures) >= 6
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in pictures)
+    assert any("tape 0.700" in a["aria-label"] for a in pictures)  # of the scores, at the longest length
+    assert [a for name, a in parsed.elements if name == "img" and not a.get("alt")] == []
+
+
+def test_sections_come_in_order_and_are_in_the_table_of_contents(parsed):
+    order = [attributes["id"] for name, attributes in parsed.elements if name == "h2"]
+    assert order == ["scores", "training", "tasks", "settings", "speeds"]
+    links = [a["href"] for name, a in parsed.elements if name == "a"]
+    assert [link for link in links if "-" not in link] == [f"#{name}" for name in order]
+
+
+def test_scores_are_shown_by_length_and_model_with_interval_and_count(parsed):
+    rows = parsed.table("accuracy", "scores")
+    assert rows[0] == ["length (tokens)", "tape", "rope", clean(NASTY)]
+    assert [row[0] for row in rows[1:]] == ["256", "512", "1,024"]
+    assert rows[1][1] == "0.900|0.100 \N{EN DASH} 0.950 \N{MIDDLE DOT} n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}8"
+    assert rows[3][2].startswith("0.600|") and rows[3][3].endswith("11")
+    best = parsed.table("perplexity", "scores")
+    assert best[1][1:] == ["0.900", "0.800"] and "lower is better" in parsed.sections["scores"]
+
+
+def test_the_best_value_of_a_row_is_marked(compared):
+    content = compared.read_text(encoding="utf-8")
+    marked = re.findall(r"<strong>(.*?)</strong>", content)
+    assert marked == ["0.800", "0.900", "0.800", "0.700"]
+
+
+def test_models_evaluated_with_different_settings_are_warned_of(parsed):
+    assert "different settings (samples)" in parsed.sections["scores"]
+
+
+def test_notes_name_the_models_that_they_are_about(parsed):
+    tasks = parsed.sections["tasks"]
+    assert "All of them." in tasks and tasks.count("All of them.") == 1
+    assert re.search(r"tape:\s+Only tape\.", tasks) and re.search(r"rope:\s+Only rope\.", tasks)
+    assert "does not know the task shiny" in tasks
+
+
+def test_runs_are_shown_with_losses_and_speeds(parsed):
+    how_far = parsed.table("How far each run is")
+    assert [row[0] for row in how_far] == ["run", "tape", "rope"]
+    assert how_far[1][1:3] == ["300", "614,400"]
+    rows = parsed.table("Training: medians")
+    assert rows[1] == ["tape", "1,155", "0.0250", "30"]
+    seconds = parsed.table("Evaluation: time taken")
+    assert seconds[1][1] == "12.5 s|1 process \N{MIDDLE DOT} fp32" and seconds[1][3] == "\N{EN DASH}"
+    assert "a CPU of 2 cores" in parsed.sections["speeds"]
+    by = [a["aria-label"] for name, a in parsed.elements if name == "svg"]
+    for beginning in ("Training loss (nats per token) by step", "Training loss (nats per token) by tokens"):
+        assert sum(text.startswith(beginning) for text in by) == 1
+    assert sum(text.startswith("Validation loss") for text in by) == 2
+    assert sum(text.startswith("Learning rate by step; tape and rope up to 0.00203") for text in by) == 1
+
+
+def test_only_settings_that_differ_are_listed(parsed):
+    rows = parsed.table("Training runs")
+    assert rows == [["setting", "tape", "rope"], ["model.position_encoding", "tape", "rope"]]
+    rows = parsed.table("Evaluations")
+    assert [row[0] for row in rows] == ["setting", "shiny.samples"] and rows[1][1:] == ["8", "8", "9"]
+
+
+def test_a_setting_that_is_newer_than_a_run_had_its_default(tmp_path):
+    old, new = settings(), settings(train__deterministic=False, optimizer__eps=1e-5)
+    page = page_of(tmp_path, write_run(tmp_path / "old", config=old), write_run(tmp_path / "new", config=new))
+    assert page.table("Training runs")[1:] == [["optimizer.eps", "1e-08", "1e-05"]]
+
+
+def test_equal_labels_of_equal_weights_are_one_model_and_others_are_told_apart(tmp_path):
+    write = write_results
+    first = write(tmp_path / "a", results("x", {"shiny": task([score(value=1.5)])}, digest="1"))
+    more = write(tmp_path / "b", results("x", {"other": task([score(value=2.5)])}, digest="1"))
+    newer = write(tmp_path / "c", results("x", {"shiny": task([score(value=3.5)])}, digest="1", created=2.0))
+    changed = task([score(value=4.5)], settings={"lengths": [64]})
+    others = write(tmp_path / "d", results("x", {"shiny": changed}, digest="1"))
+    weights = write(tmp_path / "e", results("x", digest="2"))
+    models = read_models([first, more, newer, others, weights, tmp_path / "e"])
+    assert [model.label for model in models] == ["x (a)", "x (d)", "x (e)"]
+    assert models[0].tasks["shiny"]["scores"][0]["value"] == 3.5 and "other" in models[0].tasks
+
+
+def test_checkpoints_of_one_run_are_told_apart_by_their_step_and_the_run_belongs_to_the_newest(tmp_path):
+    run = write_run(tmp_path / "tape")
+    for step in (100, 300):
+        made = results("tape", digest=str(step), run={"settings": settings(), "step": step})
+        write_results(run / "evaluation" / f"step-{step:08}", made)
+    models = read_models([run])
+    assert [model.label for model in models] == ["tape (step 100)", "tape (step 300)"]
+    assert [model.run is not None for model in models] == [False, True]
+
+
+def test_results_outside_a_run_belong_to_it_if_their_weights_lie_in_it(tmp_path):
+    run = write_run(tmp_path / "tape")
+    inside, outside = results("mine"), results("another", digest="2")
+    inside["model"]["path"] = str(run / "checkpoints" / "step-00000300")
+    models = read_models([run, write_results(tmp_path / "1", inside), write_results(tmp_path / "2", outside)])
+    assert [(model.label, model.run is not None) for model in models] == [("mine", True), ("another", False)]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):
+    models = read_models([write_run(tmp_path / "a" / "tape"), write_run(tmp_path / "b" / "tape")])
+    assert [model.label for model in models] == ["tape (a/tape)", "tape (b/tape)"]
+
+
+def test_a_run_without_results_and_a_run_without_settings_are_shown(tmp_path):
+    run = write_run(tmp_path / "tape", steps=50)
+    (run / "config.yaml").unlink()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 60, "loss"')  # it is being written
+    page = page_of(tmp_path, run)
+    assert list(page.sections)[1:] == ["training", "speeds"] and page.errors == []
+    assert page.table("How far each run is")[1][1:3] == ["50", "\N{EN DASH}"]
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"{", "results.json cannot be used: it is not JSON"),
+        (b"[]", "results.json cannot be used: it is a list"),
+        (json.dumps({**results(), "format": 2}).encode(), "results.json cannot be used: it has the format 2"),
+        (json.dumps({**results(), "tasks": {"x": {}}}).encode(), "tasks.x.data is missing"),
+        (json.dumps(results(tasks={"x": task([score(value="1")])})).encode(), "value is '1', where a number belongs"),
+        (json.dumps(results()).replace("10.0", "NaN").encode(), "value is nan, where a number belongs"),
+    ],
+)
+def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_path, capsys, content, sentence):
+    file = tmp_path / "results.json"
+    file.write_bytes(content)
+    assert report.main([str(tmp_path), "--output", str(tmp_path / "report.html")]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and str(file) in error and error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=20)
+    (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    (tmp_path / "empty").mkdir()
+    for arguments, sentence in (
+        ([tmp_path / "nowhere"], "does not exist"),
+        ([tmp_path / "empty"], "holds neither metrics.jsonl nor results.json"),
+        ([run], "metrics.jsonl, line 2, cannot be used"),
+        ([run, "--output", run / "metrics.jsonl"], "give a name that ends in .html"),
+    ):
+        assert report.main([*map(str, arguments)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+class _Drawn(Task):
+    @classmethod
+    def draw(cls, results):
+        figure, (left, right) = figures.new_figure(1, 2)
+        look = figures.styles(results)
+        for label in results:
+            figures.curve(left, look[label], LENGTHS, [1, 2, None], [0.5, 2.5, None], [2, 3, None])
+        figures.length_axis(left, LENGTHS)
+        figures.heat_map(right, [[0.0, 1.0], [None, 0.25]], ["0 %", "100 %"], LENGTHS[:2], bar="share found")
+        figures.legend(figure)
+        return [Picture("drawn", f"Found by {', '.join(results)}.", figure)]
+
+
+class _Broken(Task):
+    @classmethod
+    def draw(cls, results):
+        raise KeyError("losses")
+
+
+def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setitem(page_module.TASKS, "shiny", "somewhere:Else")
+    monkeypatch.setattr(page_module, "task_class", lambda name: _Drawn)
+    without = results("first", {"blunt": task([score()])})
+    write_results(tmp_path / "1", without)
+    write_results(tmp_path / "2", results("second", {"shiny": ours(0.5)}))
+    content = page(read_models([tmp_path / "1", tmp_path / "2"]))
+    parsed = Page(content)
+    labels = [a["aria-label"] for name, a in parsed.elements if name == "svg"]
+    assert labels == ["Found by second."]
+    (svg,) = re.findall("<svg.*?</svg>", content, re.S)
+    # The second model of the page has its second colour, also where the first one is missing.
+    assert "var(--series-1)" in svg and "var(--series-0)" not in svg
+    assert ">0.25<" in svg and ">share found<" in svg and "var(--ink)" in svg
+    assert svg.count("<image") == 2  # the cells, and the colour bar
+
+
+def test_pictures_that_cannot_be_drawn_are_named_and_replaced_by_scores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(page_module.TASKS, "shiny", "somewhere:Else")
+    monkeypatch.setattr(page_module, "task_class", lambda name: _Broken)
+    parsed = Page(page(read_models([write_results(tmp_path, results("x", {"shiny": ours(0.5)}))])))
+    assert "The pictures of shiny could not be drawn (KeyError: 'losses')." in parsed.sections["tasks"]
+    assert "could not be drawn" in capsys.readouterr().err
+    assert [name for name, _ in parsed.elements].count("svg") == 1
+
+
+def test_a_picture_takes_nothing_but_shapes_and_texts_into_the_page():
+    figure, (axes,) = figures.new_figure()
+    axes.set_title(figures.plain("a <b> & $c$ \x01"))
+    axes.text(0.5, 0.5, "link", url="http://example.org/")
+    svg = str(drawn(figure, "one-", 'said "so"').svg)
+    assert "a &lt;b&gt; &amp; $c$ \N{REPLACEMENT CHARACTER}" in svg and 'aria-label="said &#34;so&#34;"' in svg
+    assert "http" not in svg and "<style" not in svg and "<metadata" not in svg and "#000000" not in svg
+    assert set(re.findall(r'id="(\w+)', svg)) == {"one"}
+
+
+def test_styles_differ_and_survive_any_label():
+    labels = ["_hidden", "$a", "x" * 50 + "1" + "y" * 50, "x" * 50 + "2" + "y" * 50, *map(str, range(20))]
+    look = figures.styles(labels)
+    assert len({(style["color"], style["marker"]) for style in look.values()}) == len(labels)
+    shown = [style["label"] for style in look.values()]
+    assert len(set(shown)) == len(labels) and max(map(len, shown)) <= figures.LONGEST_LABEL
+    assert shown[:2] == [" _hidden", r"\$a"]
+    with figures.in_order(labels):
+        assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
+
+
+def test_a_picture_is_saved_as_png(tmp_path):
+    figure, (axes,) = figures.new_figure()
+    figures.save(Picture("x", "", figure), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.png"]
+
+
+@pytest.mark.parametrize(
+    "values, shown",
+    [
+        ([0.5, 1.0], ["0.500", "1.000"]),
+        ([4096, 65536], ["4,096", "65,536"]),
+        ([-0.0123], ["\N{MINUS SIGN}0.0123"]),
+        ([12.345, 3.2], ["12.35", "3.20"]),
+        ([1234.56], ["1,234.6"]),
+        ([3.21, 1.5e9], ["3.21", "1.5e+09"]),
+        ([0.0], ["0.00000"]),
+    ],
+)
+def test_numbers_of_one_table_have_the_same_decimals(values, shown):
+    assert [shown_number(value, decimals_for(values)) for value in values] == shown
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_sorts_tables_by_their_titles(compared, tmp_path):
+    content = compared.read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", content, re.S)
+    clicked = script + (
+        'const title = document.querySelectorAll("table")[1].rows[0].cells[2];'
+        'for (let count = 0; count < 4; count++) title.querySelector("button").click();'
+    )
+    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in (script, clicked)]
+    path = tmp_path / "clicked.html"
+    path.write_text(content.replace(script, clicked).replace(*digests), encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60)
+    after = Page(done.stdout)
+    (sorted_by,) = [a for name, a in after.elements if name == "th" and "aria-sort" in a]
+    assert sorted_by["aria-sort"] == "ascending"
+    values = [row[2].partition("|")[0] for row in after.table("accuracy", "scores")[1:]]
+    assert values == sorted(values) and len(values) == 3
+    assert [name for name, _ in after.elements].count("button") > 10
