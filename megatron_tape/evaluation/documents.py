@@ -1,15 +1,11 @@
-"""The documents that losses are measured on, from texts, indexed datasets and raw token files, and their scored tokens.
-
-Which tokens of a document are scored depends on the longest context alone, so that they are the same with every shorter
-one. Every scored token is the label of one window, and has at least three quarters of the context before it.
-"""
+"""The documents that losses are measured on: texts, indexed datasets and raw files of token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -21,32 +17,7 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
-DOCUMENTS, WINDOWS, STRIDE = 50, 8, 256
 _CHECKED = 1 << 22
-
-
-@dataclass(kw_only=True)
-class DocumentSettings:
-    """What the tasks have in common that measure the losses of documents' tokens."""
-
-    data: dict[str, str] | str
-    """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
-    tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
-    which is one document. Ids must be those of the model's tokenizer."""
-    text_key: str = "text"
-    """Where JSON lines and parquet have their text."""
-    split: str | None = None
-    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
-    data.split: only those for validation are used. null means all documents."""
-    lengths: list[int] | None = None
-    """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
-    tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
-    minimum_length: int | None = None
-    """Documents that do not have more tokens than this are left out, and the scored tokens begin where so many tokens
-    of context end; null means the longest of lengths. Evaluations of different lengths score the same tokens if this
-    is the same."""
-    documents: int | None = None
-    """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +28,7 @@ class Source:
     path: str
     kind: Literal["text", "indexed", "raw"]
     split: str | None = None
+    """Shares of an indexed dataset's documents, of which those for validation are used; None for all."""
 
     @property
     def files(self) -> list[Path]:
@@ -75,35 +47,29 @@ class Document:
     """Whether it was read as text, so that its bytes are known."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """The tokens from `start` to `stop` of a document, of which the last `scored` are scored."""
+class Selection(Protocol):
+    """Settings that say what is read."""
 
-    start: int
-    stop: int
-    scored: int
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return self.stop - self.start
+    data: dict[str, str] | str
+    split: str | None
 
 
-def find_sources(settings: DocumentSettings, section: str) -> list[Source]:
+def find_sources(settings: Selection, section: str) -> list[Source]:
     """Return the entries of a task's `data`; raises ConfigError for one that does not exist or is of unknown kind."""
-    key, data = f"{section}.data", settings.data
+    key, data, split = f"{section}.data", settings.data, settings.split
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
     refuse(not named, f"{key} is empty; give a path, or a mapping name: path")
     sources = [_find_source(name, path, key) for name, path in named.items()]
-    if settings.split is None:
+    if split is None:
         return sources
     try:
-        share = split_shares(settings.split)[1]
+        share = split_shares(split)[1]
     except ConfigError as error:
         raise ConfigError(str(error).replace("data.split", f"{section}.split")) from None
-    refuse(share == 0, f"{section}.split is {settings.split!r}, which leaves nothing for validation; raise its share")
+    refuse(share == 0, f"{section}.split is {split!r}, which leaves nothing for validation; raise its share")
     others = [source.path for source in sources if source.kind != "indexed"]
     refuse(bool(others), f"{section}.split is given, but {others and others[0]} is no indexed dataset; leave it out")
-    return [replace(source, split=settings.split) for source in sources]
+    return [replace(source, split=split) for source in sources]
 
 
 def _find_source(name: str, path: str, key: str) -> Source:
@@ -228,64 +194,3 @@ def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
     refuse(not good, f"{key} is {shown(lengths)}; give different numbers of tokens, each at least 2")
     return sorted(lengths)
-
-
-def check_positive(section: str, settings: DocumentSettings, *names: str) -> None:
-    """Raise ConfigError if one of these settings is below 1."""
-    for name in names:
-        value = getattr(settings, name)
-        refuse(value is not None and value < 1, f"{section}.{name} is {value}; set it to at least 1")
-
-
-def scored_per_window(length: int, stride: int) -> int:
-    """Return how many tokens a window of context `length` scores: so few that each has most of the context."""
-    return min(stride, max(1, length // 4))
-
-
-def first_scored(longest: int, stride: int) -> int:
-    """Return the first token of a document that is scored, where `longest` is the longest context."""
-    return longest + 1 - scored_per_window(longest, stride)
-
-
-def cut_windows(start: int, stop: int, length: int, stride: int, marks: int) -> list[Window]:
-    """Return the windows that together score the tokens from `start` to `stop` of a document once each.
-
-    The model reads `length` tokens of a window and of the `marks` tokens that go before it; the last scored token is
-    only a label.
-    """
-    step = scored_per_window(length, stride)
-    ends = [(first, min(first + step, stop)) for first in range(start, stop, step)]
-    return [Window(end - (length + 1 - marks), end, end - first) for first, end in ends]
-
-
-def window_losses(
-    model: LanguageModel, document: Document, window: Window, marks: list[int], whole: bool = False
-) -> np.ndarray:
-    """Return the losses in nats of a window's scored tokens, or of all that have a token before them if `whole`.
-
-    `marks` go before the window. Raises ValueError if a loss is infinite or NaN.
-    """
-    tokens = np.concatenate([np.asarray(marks, np.int64), document.tokens[window.start : window.stop]])
-    losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
-    if not np.isfinite(losses).all():
-        raise ValueError(
-            f"{model.info.label} gives a loss that is infinite or NaN in {document.key}, tokens {window.start:,} to "
-            f"{window.stop:,}; try another number type or a shorter length, or look at the model"
-        )
-    return losses
-
-
-def text_bytes(model: LanguageModel, tokens: np.ndarray, start: int, stop: int) -> int:
-    """Return how many bytes of UTF-8 the tokens from `start` to `stop` of a document stand for."""
-    # The text of a prefix, since a tokenizer may treat the beginning of a text in its own way.
-    before, whole = (len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop))
-    return whole - before
-
-
-def by_source_and_length(values: dict[str, Any]) -> dict[tuple[str, int], list[Any]]:
-    """Return the values of units, whose keys are `SOURCE/NUMBER/LENGTH`, by source and length, in order."""
-    found: dict[tuple[str, int], list[Any]] = {}
-    for key, value in values.items():
-        name, _, length = key.split("/")
-        found.setdefault((name, int(length)), []).append(value)
-    return found

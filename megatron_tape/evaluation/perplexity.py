@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_tape.config.values import shown
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.documents import (
-    DOCUMENTS,
-    STRIDE,
-    WINDOWS,
-    Document,
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Unit
+from megatron_tape.evaluation.document_task import (
     DocumentSettings,
-    Source,
+    DocumentTask,
     Window,
+    Work,
     by_source_and_length,
-    check_positive,
-    check_sources,
-    chosen_lengths,
-    cut_windows,
-    find_sources,
-    first_scored,
-    long_documents,
-    text_bytes,
     window_losses,
 )
+from megatron_tape.evaluation.documents import Document, Source
 from megatron_tape.evaluation.statistics import bootstrap_ratio
 
 NATS = "nats per token"
@@ -60,7 +48,10 @@ class PerplexitySettings(DocumentSettings):
     protocol: Literal["documents", "longlora", "yarn"] = "documents"
     """documents: the same tokens are scored at every length, each once, within their document. longlora and yarn
     measure what the tables of these two papers show; the notes in the results say what is wrong with that."""
-    stride: int = STRIDE
+    documents: int | None = None
+    """At most so many documents of each name are used, the first ones that are long enough; null means 50, or all with
+    longlora and yarn."""
+    stride: int = 256
     """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
     its context. With longlora, the distance of the windows' beginnings: a larger one is cheaper."""
     windows: int | None = None
@@ -68,17 +59,7 @@ class PerplexitySettings(DocumentSettings):
     (yarn 1 is what its --truncate does). null means 8, or all with longlora and yarn."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a unit evaluates."""
-
-    document: Document
-    length: int
-    windows: Sequence[Window]
-    by_position: bool = False
-
-
-class Perplexity(Task):
+class Perplexity(DocumentTask):
     """Nats per token, perplexity and bits per byte, with intervals over documents, and the loss by position.
 
     The values: `nats` and `tokens` of a document at a length, `bytes` if they are known, and `positions` at the longest
@@ -88,80 +69,35 @@ class Perplexity(Task):
 
     name = "perplexity"
     Settings = PerplexitySettings
-    needs_tokenizer = False
-
-    def __init__(self, settings: PerplexitySettings):
-        super().__init__(settings)
-        self._work: dict[str, _Work] = {}
-        self._left_out: dict[str, int] = {}
 
     @property
-    def _most(self) -> int | None:
-        by_default = DOCUMENTS if self.settings.protocol == "documents" else None
-        return self.settings.documents or by_default
+    def _protocol(self) -> str:
+        return self.settings.protocol
 
-    def _sources(self) -> list[Source]:
-        return find_sources(self.settings, "perplexity")
+    @property
+    def most_documents(self) -> int | None:
+        """How many documents of a source are used at most."""
+        return self.settings.documents if self._protocol != "documents" else super().most_documents
 
-    def _needed(self, lengths: list[int]) -> tuple[int, int]:
-        """Return the longest context that scored tokens are placed for, and the tokens that a document must have."""
-        minimum = self.settings.minimum_length
-        if self.settings.protocol == "documents":
-            longest = minimum or max(lengths)
-            return longest, longest + 1
-        return max(lengths), 2 if minimum is None or self.settings.protocol == "longlora" else minimum + 1
+    def longest(self, info: ModelInfo) -> int:
+        """Return the context length that scored tokens are placed for."""
+        return super().longest(info) if self._protocol == "documents" else max(self.lengths(info))
 
-    def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for sizes that do not fit together, and for bad data by file and line."""
-        settings = self.settings
-        check_positive("perplexity", settings, "stride", "windows", "documents", "minimum_length")
-        lengths = chosen_lengths(settings.lengths, info, "perplexity.lengths")
-        refuse(
-            settings.protocol == "documents" and (settings.minimum_length or max(lengths)) < max(lengths),
-            f"perplexity.minimum_length is {settings.minimum_length}, less than the longest of perplexity.lengths "
-            f"{shown(lengths)}; raise it, or leave it null",
-        )
-        needed = self._needed(lengths)[1]
-        check_sources(self._sources(), info, settings.text_key, needed, self._most, "perplexity.data")
+    def needed(self, info: ModelInfo) -> int:
+        """Return how many tokens a document must have."""
+        if self._protocol == "documents":
+            return super().needed(info)
+        return 2 if self._protocol == "longlora" else (self.settings.minimum_length or 1) + 1
 
-    def inputs(self) -> list[Path]:
-        """Return the files of `data`."""
-        return [file for source in self._sources() for file in source.files]
-
-    def units(self, model: LanguageModel) -> list[Unit]:
-        """Return one unit for each document and length; with longlora, for some windows of a length."""
-        settings = self.settings
-        lengths = chosen_lengths(settings.lengths, model.info, "perplexity.lengths")
-        longest, needed = self._needed(lengths)
-        self._work, self._left_out = {}, {}
-        for source in self._sources():
-            documents, short = long_documents(source, model, settings.text_key, needed, self._most)
-            self._left_out[source.name] = short
-            if settings.protocol == "longlora":
-                self._plan_longlora(source, documents, lengths)
-                continue
-            for document in documents:
-                for length in lengths:
-                    if settings.protocol == "yarn":
-                        windows = _yarn_windows(len(document.tokens), length, settings.stride, len(model.bos))
-                        windows = list(windows)[: settings.windows]
-                    else:
-                        windows = self._windows(document, longest, length, len(model.bos))
-                    at_longest = settings.protocol == "documents" and length == max(lengths)
-                    self._work[f"{document.key}/{length}"] = _Work(document, length, windows, at_longest)
-        return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self._work.items()]
-
-    def _windows(self, document: Document, longest: int, length: int, marks: int) -> list[Window]:
-        stride, windows = self.settings.stride, self.settings.windows or WINDOWS
-        start = first_scored(longest, stride)
-        stop = min(start + windows * stride, len(document.tokens))
-        return cut_windows(start, stop, length, stride, marks)
-
-    def _plan_longlora(self, source: Source, documents: list[Document], lengths: list[int]) -> None:
+    def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
+        """Return the work of a source: each document at each length, or some windows of a length with longlora."""
+        if self._protocol != "longlora":
+            return super().plan(source, documents, model)
         # A single document is not copied: it may be a large file, mapped into memory.
         tokens = [document.tokens for document in documents]
         stream = Document(source.name, tokens[0] if len(tokens) == 1 else np.concatenate(tokens), documents[0].is_text)
-        for length in lengths:
+        work = {}
+        for length in self.lengths(model.info):
             starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][: self.settings.windows]
             refuse(
                 not starts,
@@ -170,29 +106,37 @@ class Perplexity(Task):
             )
             for first in range(0, len(starts), WINDOWS_PER_UNIT):
                 some = [Window(start, start + length, length - 1) for start in starts[first : first + WINDOWS_PER_UNIT]]
-                self._work[f"{source.name}/{first}/{length}"] = _Work(stream, length, some)
+                work[f"{source.name}/{first}/{length}"] = Work(stream, length, some)
+        return work
+
+    def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
+        """Return the windows of a document."""
+        if self._protocol == "documents":
+            return super().windows(document, length, model)
+        windows = _yarn_windows(len(document.tokens), length, self.settings.stride, len(model.bos))
+        return list(windows)[: self.settings.windows]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
         """Return the sum of the losses and what they are to be divided by, or the windows' means."""
-        work, marks = self._work[unit.key], [] if self.settings.protocol == "longlora" else model.bos
-        if self.settings.protocol != "documents":
+        work, marks = self.work[unit.key], [] if self._protocol == "longlora" else model.bos
+        if self._protocol != "documents":
             losses = (window_losses(model, work.document, window, marks) for window in work.windows)
             return {"means": [float(found.mean()) for found in losses]}
         value: dict[str, Any] = {"nats": 0.0, "tokens": sum(window.scored for window in work.windows)}
         for number, window in enumerate(work.windows):
-            whole = work.by_position and number == 0
+            whole = number == 0 and work.length == max(self.lengths(model.info))
             losses = window_losses(model, work.document, window, marks, whole=whole)
             value["nats"] += float(losses[-window.scored :].sum())
             if whole:
                 value["positions"] = [float(part.sum()) for part in _by_position(losses)]
         if work.document.is_text:
             first = work.windows[0].stop - work.windows[0].scored
-            value["bytes"] = text_bytes(model, work.document.tokens, first, work.windows[-1].stop)
+            value["bytes"] = _text_bytes(model, work.document.tokens, first, work.windows[-1].stop)
         return value
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         """Return the scores by source and length."""
-        protocol = self.settings.protocol
+        protocol = self._protocol
         scores, positions, counts = [], {}, {}
         for (name, length), found in by_source_and_length(values).items():
             if protocol != "documents":
@@ -207,11 +151,7 @@ class Perplexity(Task):
             "every length" + ("" if documents > 1 else ", and one document gives no interval") + "."
             for name, (tokens, documents) in counts.items()
         ]
-        notes += [
-            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
-            for name, short in self._left_out.items()
-            if short
-        ]
+        notes += self.notes_on_documents()
         notes += [NOTES[protocol]] if protocol in NOTES else []
         return Summary(scores, {"loss_by_position": positions} if positions else {}, notes)
 
@@ -236,6 +176,13 @@ def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[
         done = stop
         if stop == count:
             return
+
+
+def _text_bytes(model: LanguageModel, tokens: np.ndarray, start: int, stop: int) -> int:
+    """Return how many bytes of UTF-8 the tokens from `start` to `stop` of a document stand for."""
+    # The text of a prefix, since a tokenizer may treat the beginning of a text in its own way.
+    before, whole = (len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop))
+    return whole - before
 
 
 def _by_position(losses: np.ndarray) -> list[np.ndarray]:

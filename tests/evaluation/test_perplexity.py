@@ -67,7 +67,7 @@ def record_scored(monkeypatch, model, **settings):
     def record(self, unit, model):
         model.scored.clear()
         value = evaluate(self, unit, model)
-        windows = self._work[unit.key].windows
+        windows = self.work[unit.key].windows
         counted[unit.key] = [list(all_[-w.scored :]) for all_, w in zip(model.scored, windows, strict=True)]
         return value
 

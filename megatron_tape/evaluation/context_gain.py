@@ -1,0 +1,196 @@
+"""What a longer context gains: the loss with a short context minus that with a longer one, on the same tokens.
+
+Plain perplexity hardly predicts what a model does with a long context, since few tokens depend on it. Key tokens, after
+LongPPL (Fang et al., ICLR 2025), are those that do: their loss falls by more than `alpha` from the short to the longest
+context, and their log-probability in the longest is above `beta`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Unit
+from megatron_tape.evaluation.document_task import DocumentSettings, DocumentTask, window_losses
+from megatron_tape.evaluation.results import read_results, results_file
+from megatron_tape.evaluation.statistics import bootstrap_ratio
+
+NATS = "nats per token"
+BIAS = (
+    ", the model that they measure, which favours it, as they are tokens that it predicts well; to compare models, let "
+    "one of them choose for all (context_gain.key_tokens_from)"
+)
+DECIMALS = 5
+"""Of the losses of single tokens in results."""
+
+
+@dataclass(kw_only=True)
+class ContextGainSettings(DocumentSettings):
+    """What tokens gain from a longer context."""
+
+    short: int | None = None
+    """The short context that the others are compared with, in tokens; null means an eighth of the longest."""
+    alpha: float = 2.0
+    """A key token's loss is lower by more than this, in nats, in the longest context than in the short one."""
+    beta: float = -2.0
+    """A key token's log-probability in the longest context is above this."""
+    key_tokens_from: str | None = None
+    """The results.json of another model, or its directory, whose key tokens are used, so that several models are
+    measured on the same ones; they need the same data and tokenizer. null means that the model chooses its own, which
+    favours it: they are tokens that it predicts well."""
+
+
+class ContextGain(DocumentTask):
+    """The gain of longer contexts, on all scored tokens and on key tokens.
+
+    The values: `losses` of a document's scored tokens at a length, and `tokens`, their digest.
+    """
+
+    name = "context_gain"
+    Settings = ContextGainSettings
+
+    def short(self, info: ModelInfo) -> int:
+        """Return the short context."""
+        return self.settings.short or max(super().lengths(info)) // 8
+
+    def lengths(self, info: ModelInfo) -> list[int]:
+        """Return the short context and the lengths that are compared with it."""
+        return [self.short(info), *super().lengths(info)]
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for sizes that do not fit together, for bad data, and for unusable key tokens."""
+        short, *lengths = self.lengths(info)
+        refuse(
+            not 2 <= short < min(lengths),
+            f"context_gain.short is {short}; set it to at least 2 and below the shortest of context_gain.lengths, "
+            f"{min(lengths)}",
+        )
+        self._key_tokens_of_another()
+        super().check(info)
+
+    def inputs(self) -> list[Path]:
+        """Return the files of `data`, and the results whose key tokens are used."""
+        given = self.settings.key_tokens_from
+        return super().inputs() + ([] if given is None else [results_file(given)])
+
+    def _key_tokens_of_another(self) -> dict[str, Any] | None:
+        """Return the details of the results that `key_tokens_from` names."""
+        given = self.settings.key_tokens_from
+        if given is None:
+            return None
+        try:
+            found = read_results(given)["tasks"].get(self.name)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"context_gain.key_tokens_from is {given}, which cannot be read: {error}") from None
+        refuse(
+            found is None or not isinstance(found["details"].get("key_tokens"), dict),
+            f"context_gain.key_tokens_from is {given}, which has no results of context_gain; evaluate that model first",
+        )
+        return found["details"]
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        """Return one unit for each document and length, among them the short one."""
+        units = super().units(model)
+        self.other = self._key_tokens_of_another()
+        for key, work in self.work.items() if self.other is not None else ():
+            document, scored = key.rpartition("/")[0], sum(window.scored for window in work.windows)
+            chosen = self.other["key_tokens"].get(document)
+            same = self.other.get("scored_tokens", {}).get(document) == self._digest(key)
+            refuse(
+                not same or not all(type(index) is int and 0 <= index < scored for index in chosen or ()),
+                f"context_gain.key_tokens_from is {self.settings.key_tokens_from}, which scored other tokens of "
+                f"{document}; evaluate both models with the same data, settings and tokenizer",
+            )
+        return units
+
+    def _digest(self, key: str) -> str:
+        """Return a digest of the tokens that a unit scores, and of where they are."""
+        work = self.work[key]
+        first, stop = work.windows[0].stop - work.windows[0].scored, work.windows[-1].stop
+        tokens = np.ascontiguousarray(work.document.tokens[first:stop], "<i8")
+        return hashlib.sha256(f"{first} ".encode() + tokens.tobytes()).hexdigest()[:16]
+
+    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
+        """Return the losses of the scored tokens."""
+        work = self.work[unit.key]
+        losses = np.concatenate([window_losses(model, work.document, window, model.bos) for window in work.windows])
+        return {"tokens": self._digest(unit.key), "losses": np.round(losses, DECIMALS).tolist()}
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return the gains by source and length."""
+        short, *lengths = self.lengths(info)
+        documents = list(dict.fromkeys(key.rpartition("/")[0] for key in values))
+        losses = {key: np.array(value["losses"]) for key, value in values.items()}
+        other = self._key_tokens_of_another()
+        if other is None:
+            keys = {
+                name: self._choose(losses[f"{name}/{short}"], losses[f"{name}/{lengths[-1]}"]) for name in documents
+            }
+        else:
+            keys = {name: np.array(other["key_tokens"][name], int) for name in documents}
+        scores, notes = [], []
+        for source in dict.fromkeys(name.split("/")[0] for name in documents):
+            of_source = [name for name in documents if name.split("/")[0] == source]
+            before = [losses[f"{name}/{short}"] for name in of_source]
+            key = [keys[name] for name in of_source]
+            for length in lengths:
+                after = [losses[f"{name}/{length}"] for name in of_source]
+                scores += _scores(before, after, key, length, source)
+            scored, chosen = sum(map(len, before)), sum(map(len, key))
+            notes.append(
+                f"{source}: gains are over a context of {short:,} tokens; {chosen:,} of {scored:,} tokens of "
+                f"{len(of_source):,} document{'s' if len(of_source) > 1 else ''} are key tokens."
+            )
+        chooser = info.label if other is None else other.get("key_tokens_chosen_by", "another model")
+        notes.append(f"Key tokens were chosen by {chooser}{BIAS if other is None else ''}.")
+        details = {
+            "short": short,
+            "key_tokens_chosen_by": chooser,
+            "key_tokens": {name: found.tolist() for name, found in keys.items()},
+            "scored_tokens": {name: values[f"{name}/{short}"]["tokens"] for name in documents},
+        }
+        return Summary(scores, details, notes + self.notes_on_documents())
+
+    def _choose(self, short: np.ndarray, long: np.ndarray) -> np.ndarray:
+        """Return which of a document's scored tokens are key tokens."""
+        return np.flatnonzero((short - long > self.settings.alpha) & (-long > self.settings.beta))
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return pictures of the gain by length, on all tokens and on key tokens."""
+        from megatron_tape.evaluation.pictures_of_losses import by_length
+
+        return [
+            *by_length(results, "gain", "context-gain", "gain (nats per token)"),
+            *by_length(results, "key_gain", "context-gain-of-key-tokens", "gain of key tokens (nats per token)"),
+        ]
+
+
+def _scores(
+    before: list[np.ndarray], after: list[np.ndarray], keys: list[np.ndarray], length: int, group: str
+) -> list[Score]:
+    """Return the scores of one source and length from the losses of its documents with the short context and this."""
+    place = {"length": length, "group": group}
+    gains = [b - a for b, a in zip(before, after)]
+
+    def ratio(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
+        sums, counts = [float(part.sum()) for part in parts], [len(part) for part in parts]
+        return sum(sums) / sum(counts), *bootstrap_ratio(sums, counts)
+
+    value, low, high = ratio(gains)
+    scores = [Score("gain", value, "higher", low=low, high=high, count=sum(map(len, gains)), unit=NATS, **place)]
+    if not (count := sum(map(len, keys))):
+        return scores
+    value, low, high = ratio([gain[key] for gain, key in zip(gains, keys)])
+    scores.append(Score("key_gain", value, "higher", low=low, high=high, count=count, unit=NATS, **place))
+    value, low, high = (
+        None if x is None else math.exp(x) for x in ratio([loss[key] for loss, key in zip(after, keys)])
+    )
+    scores.append(Score("key_perplexity", value, "lower", low=low, high=high, count=count, **place))
+    return scores

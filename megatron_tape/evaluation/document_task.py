@@ -1,0 +1,210 @@
+"""Tasks about the losses of documents' tokens: which tokens are scored, and in what windows.
+
+Which tokens of a document are scored depends on the longest context alone, so that they are the same with every shorter
+one. Every scored token is the label of one window, and has at least three quarters of the context before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megatron_tape.config.values import shown
+from megatron_tape.errors import refuse
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Task, Unit
+from megatron_tape.evaluation.documents import (
+    Document,
+    Source,
+    check_sources,
+    chosen_lengths,
+    find_sources,
+    long_documents,
+)
+
+
+@dataclass(kw_only=True)
+class DocumentSettings:
+    """What the tasks have in common that measure the losses of documents' tokens."""
+
+    data: dict[str, str] | str
+    """What is read, as a path or a mapping name: path. A file of JSON lines, text or parquet (like the inputs of
+    tools/preprocess_data.py, also .gz and .zst); an indexed dataset, by its prefix; or a .bin of uint16 token ids,
+    which is one document. Ids must be those of the model's tokenizer."""
+    text_key: str = "text"
+    """Where JSON lines and parquet have their text."""
+    split: str | None = None
+    """Shares of an indexed dataset's documents for training, validation and test, such as 969,30,1, as a run's
+    data.split: only those for validation are used. null means all documents."""
+    lengths: list[int] | None = None
+    """Context lengths: how many tokens the model reads, among them one that marks the beginning if the model's
+    tokenizer adds one. null means the length that the model was trained on, a half and a quarter of it."""
+    minimum_length: int | None = None
+    """Documents that do not have more tokens than this are left out, and the scored tokens begin where so many tokens
+    of context end; null means the longest of lengths. Evaluations of different lengths score the same tokens if this
+    is the same."""
+    documents: int | None = None
+    """At most so many documents of each name are used, the first ones that are long enough; null means 50."""
+    stride: int = 256
+    """Tokens scored per window, the last ones of each; fewer where that would leave one less than three quarters of
+    its context."""
+    windows: int | None = None
+    """At most so many times stride tokens are scored of each document; null means 8."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens from `start` to `stop` of a document, of which the last `scored` are scored."""
+
+    start: int
+    stop: int
+    scored: int
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a unit evaluates: windows of one document with the same context length."""
+
+    document: Document
+    length: int
+    windows: Sequence[Window]
+
+
+class DocumentTask(Task):
+    """A task whose units are the windows of a document at a length; `work` has them by the units' keys."""
+
+    Settings: ClassVar[type] = DocumentSettings
+    needs_tokenizer = False
+
+    def __init__(self, settings: DocumentSettings):
+        super().__init__(settings)
+        self.work: dict[str, Work] = {}
+        self.left_out: dict[str, int] = {}
+        """How many documents of each source were too short."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """What `data` names."""
+        return find_sources(self.settings, self.name)
+
+    @property
+    def most_documents(self) -> int | None:
+        """How many documents of a source are used at most."""
+        return self.settings.documents or 50
+
+    def lengths(self, info: ModelInfo) -> list[int]:
+        """Return the context lengths in rising order; raises ConfigError if they cannot be used."""
+        return chosen_lengths(self.settings.lengths, info, f"{self.name}.lengths")
+
+    def longest(self, info: ModelInfo) -> int:
+        """Return the context length that scored tokens are placed for."""
+        return self.settings.minimum_length or max(self.lengths(info))
+
+    def needed(self, info: ModelInfo) -> int:
+        """Return how many tokens a document must have."""
+        return self.longest(info) + 1
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for sizes that do not fit together, and for bad data by file and line."""
+        for key in ("stride", "windows", "documents", "minimum_length"):
+            value = getattr(self.settings, key)
+            refuse(value is not None and value < 1, f"{self.name}.{key} is {value}; set it to at least 1")
+        refuse(
+            self.longest(info) < max(self.lengths(info)),
+            f"{self.name}.minimum_length is {self.settings.minimum_length}, less than the longest of "
+            f"{self.name}.lengths {shown(self.lengths(info))}; raise it, or leave it null",
+        )
+        text_key, key = self.settings.text_key, f"{self.name}.data"
+        check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
+
+    def inputs(self) -> list[Path]:
+        """Return the files of `data`."""
+        return [file for source in self.sources for file in source.files]
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        """Return the units of all sources, with costs that grow with the tokens that are read."""
+        self.work.clear()
+        self.left_out.clear()
+        for source in self.sources:
+            text_key, needed = self.settings.text_key, self.needed(model.info)
+            documents, self.left_out[source.name] = long_documents(source, model, text_key, needed, self.most_documents)
+            self.work |= self.plan(source, documents, model)
+        return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self.work.items()]
+
+    def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
+        """Return the work of a source, whose keys are `SOURCE/NUMBER/LENGTH`: here, each document at each length."""
+        lengths = self.lengths(model.info)
+        return {
+            f"{document.key}/{length}": Work(document, length, self.windows(document, length, model))
+            for document in documents
+            for length in lengths
+        }
+
+    def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
+        """Return the windows of a document, which score the same tokens at every length."""
+        settings, longest = self.settings, self.longest(model.info)
+        start = first_scored(longest, settings.stride)
+        stop = min(start + (settings.windows or 8) * settings.stride, len(document.tokens))
+        return cut_windows(start, stop, length, settings.stride, len(model.bos))
+
+    def notes_on_documents(self) -> list[str]:
+        """Return a sentence for each source that says how many documents were too short."""
+        return [
+            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
+            for name, short in self.left_out.items()
+            if short
+        ]
+
+
+def scored_per_window(length: int, stride: int) -> int:
+    """Return how many tokens a window of context `length` scores: so few that each has most of the context."""
+    return min(stride, max(1, length // 4))
+
+
+def first_scored(longest: int, stride: int) -> int:
+    """Return the first token of a document that is scored, where `longest` is the longest context."""
+    return longest + 1 - scored_per_window(longest, stride)
+
+
+def cut_windows(start: int, stop: int, length: int, stride: int, marks: int) -> list[Window]:
+    """Return the windows that together score the tokens from `start` to `stop` of a document once each.
+
+    The model reads `length` tokens of a window and of the `marks` tokens that go before it; the last scored token is
+    only a label.
+    """
+    step = scored_per_window(length, stride)
+    ends = [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    return [Window(end - (length + 1 - marks), end, end - first) for first, end in ends]
+
+
+def window_losses(
+    model: LanguageModel, document: Document, window: Window, marks: list[int], whole: bool = False
+) -> np.ndarray:
+    """Return the losses in nats of a window's scored tokens, or of all that have a token before them if `whole`.
+
+    `marks` go before the window. Raises ValueError if a loss is infinite or NaN.
+    """
+    tokens = np.concatenate([np.asarray(marks, np.int64), document.tokens[window.start : window.stop]])
+    losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
+    if not np.isfinite(losses).all():
+        raise ValueError(
+            f"{model.info.label} gives a loss that is infinite or NaN in {document.key}, tokens {window.start:,} to "
+            f"{window.stop:,}; try another number type or a shorter length, or look at the model"
+        )
+    return losses
+
+
+def by_source_and_length(values: dict[str, Any]) -> dict[tuple[str, int], list[Any]]:
+    """Return the values of units, whose keys are `SOURCE/NUMBER/LENGTH`, by source and length, in order."""
+    found: dict[tuple[str, int], list[Any]] = {}
+    for key, value in values.items():
+        name, _, length = key.split("/")
+        found.setdefault((name, int(length)), []).append(value)
+    return found

@@ -1,0 +1,122 @@
+"""Gains of longer contexts: known answers for models that copy, key tokens, and key tokens of another model."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_jsonl
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.context_gain import ContextGain
+
+RANDOM = np.random.default_rng(0)
+SURE = -math.log(0.99)
+LARGE = -math.log(0.01 / 255)
+
+
+@pytest.fixture
+def periodic(tmp_path):
+    """Two documents that repeat 40 letters each."""
+    texts = ["".join(map(chr, RANDOM.permutation(np.arange(32, 127))[:40])) * 8 for _ in range(2)]
+    return {"data": write_jsonl(tmp_path / "periodic.jsonl", texts), "short": 16, "stride": 8}
+
+
+def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
+    result = run(ContextGain, ByteModel(copies(40)), lengths=[32, 64, 128], **periodic)
+    for length, gain in ((32, 0), (64, math.log(256) - SURE), (128, math.log(256) - SURE)):
+        found = score(result, "gain", length)
+        assert (found["value"], found["low"], found["high"]) == pytest.approx((gain, gain, gain), abs=1e-5)
+        # Every token becomes predictable, so all are key tokens.
+        key = score(result, "key_gain", length)
+        assert key["value"] == pytest.approx(gain, abs=1e-5) and key["count"] == found["count"] == 2 * 64
+    assert score(result, "key_perplexity", 32)["value"] == pytest.approx(256, rel=1e-4)
+    assert score(result, "key_perplexity", 64)["value"] == pytest.approx(1 / 0.99, rel=1e-4)
+    assert result["notes"][0].endswith("128 of 128 tokens of 2 documents are key tokens.")
+    assert "chosen by byte model, the model that they measure, which favours it" in result["notes"][1]
+
+
+def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):
+    result = run(ContextGain, ByteModel(uniform(256)), lengths=[64], **periodic)
+    assert score(result, "gain")["value"] == 0 and [one["metric"] for one in result["scores"]] == ["gain"]
+
+
+def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
+    """A copy is broken at every fourth letter, which the model then expects least of all."""
+    letters = RANDOM.integers(97, 123, 40)
+    text = np.tile(letters, 8)
+    text[4::4] = 33 + np.arange(len(text[4::4])) % 31
+    settings = {"data": write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))]), "short": 16, "stride": 8}
+    result = run(ContextGain, ByteModel(copies(40)), lengths=[64], windows=8, **settings)
+    first = 65 - 8
+    expected = [i for i in range(64) if (first + i) % 4]
+    assert result["details"]["key_tokens"]["t/0"] == expected
+    assert score(result, "gain")["value"] == pytest.approx(
+        math.log(256) - (len(expected) * SURE + (64 - len(expected)) * LARGE) / 64, abs=1e-5
+    )
+    assert score(result, "key_gain")["value"] == pytest.approx(math.log(256) - SURE, abs=1e-5)
+    # The model's gain is 5.5 nats and its loss 0.01.
+    for changed in ({"alpha": 5.6}, {"beta": -0.005}):
+        none = run(ContextGain, ByteModel(copies(40)), lengths=[64], **settings, **changed)
+        assert none["details"]["key_tokens"]["t/0"] == []
+
+
+@pytest.fixture
+def write_results(tmp_path):
+    def write(result):
+        model = {"path": "", "digest": "", "parameters": 0, "trained_length": None, "config": {}, "run": None}
+        task = {"settings": {}, "data": {}, "seconds": 0.0, "processes": 1, **result}
+        whole = {"format": 1, "label": "one", "created": 0.0, "model": model, "versions": {}, "hardware": ""}
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps({**whole, "dtype": "fp32", "tasks": {"context_gain": task}}))
+        return str(path)
+
+    return write
+
+
+def test_several_models_are_measured_on_the_key_tokens_of_one(periodic, write_results):
+    first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
+    path = write_results(first)
+    second = run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
+    assert second["details"]["key_tokens"] == first["details"]["key_tokens"]
+    assert score(second, "key_perplexity")["value"] == pytest.approx(9, rel=1e-4)
+    assert second["notes"][1] == "Key tokens were chosen by byte model."
+    third = run(ContextGain, ByteModel(copies(40)), lengths=[64], key_tokens_from=write_results(second), **periodic)
+    assert third["scores"] == first["scores"] and third["details"]["key_tokens_chosen_by"] == "byte model"
+
+
+def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_results):
+    first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
+    path = write_results(first)
+    (tmp_path / "other").mkdir()
+    data = write_jsonl(tmp_path / "other" / "periodic.jsonl", ["x" * 400] * 2)
+    for changed in ({"data": data}, {"stride": 4}):
+        with pytest.raises(ConfigError, match="which scored other tokens of periodic/0; evaluate both models with"):
+            run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **{**periodic, **changed})
+    first["details"]["key_tokens"]["periodic/1"] = [0, 9999]
+    with pytest.raises(ConfigError, match="periodic/1"):
+        run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=write_results(first), **periodic)
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(ConfigError, match="context_gain.key_tokens_from is .*results.json, which cannot be read"):
+        run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
+
+
+def test_a_short_context_that_is_not_shorter_is_refused(tmp_path):
+    info = ModelInfo("m", 256, 64, {}, None, has_tokenizer=True)
+    for lengths, short, message in (([16, 64], 16, "short is 16; .* below the shortest .* 16"), ([8], None, "is 1;")):
+        task = ContextGain(ContextGain.Settings(data=str(tmp_path), lengths=lengths, short=short))
+        with pytest.raises(ConfigError, match=message):
+            task.check(info)
+
+
+def test_pictures_show_gains_by_length(periodic):
+    results = {
+        "copies": run(ContextGain, ByteModel(copies(40)), lengths=[32, 64], **periodic),
+        "uniform": run(ContextGain, ByteModel(uniform(256)), lengths=[32, 64], **periodic),
+    }
+    gain, keys = ContextGain.draw(results)
+    drawn = {line.get_label(): list(line.get_ydata()) for line in gain.figure.axes[0].lines}
+    assert drawn["copies"] == pytest.approx([0, math.log(256) - SURE], abs=1e-5) and drawn["uniform"] == [0, 0]
+    assert "copies: 0 at 32 tokens, 5.535 at 64 tokens; uniform: 0 at 32" in gain.alternative_text
+    assert [line.get_label() for line in keys.figure.axes[0].lines if line.get_label()[0] != "_"] == ["copies"]
