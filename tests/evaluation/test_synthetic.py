@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from training_cases import RECIPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.errors import ConfigError
@@ -14,6 +15,7 @@ from megatron_tape.evaluation.answers import right_answers
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.grid_navigation import GridNavigation
 from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.selective_copy import SelectiveCopy
 from megatron_tape.evaluation.tasks import TASKS, task_class
 from megatron_tape.synthetic import Addition as Sums
@@ -21,6 +23,7 @@ from megatron_tape.synthetic import GridNavigation as Walks
 from megatron_tape.synthetic import SelectiveCopy as Copies
 from megatron_tape.synthetic import random_of
 from megatron_tape.synthetic.addition import add
+from pretrain import evaluate, train
 
 INFO = ModelInfo(
     label="model", vocab_size=32, trained_length=64, config={}, directory=None, has_tokenizer=False
@@ -279,3 +282,20 @@ def test_a_model_of_another_vocabulary_is_refused():
         kind = task_class(task)
         with pytest.raises(ConfigError, match=rf"^{task} uses \d+ different tokens, but model knows 12; "):
             kind(kind.Settings()).check(replace(INFO, vocab_size=12))
+
+
+def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+    settings = ["--data.prefix=null", "--data.generator={task: selective_copy, copied: 5, blanks: 4, symbols: 3}"]
+    settings += ["--train.steps=2", "--schedule.warmup_steps=0", "--model.vocab_size=6", "--logging.directory=run"]
+    assert train.main(["--config", str(RECIPE), *settings]) == 0
+    sizes = ["--selective_copy.copied=5", "--selective_copy.symbols=3", "--selective_copy.blanks={IID: 4, sparse: 40}"]
+    command = ["selective_copy", "--model=run", "--output=out", "--device=cpu", "--selective_copy.samples=5", *sizes]
+    assert evaluate.main(command) == 0
+    results = read_results(tmp_path / "out")
+    assert results["model"]["run"]["settings"]["data"]["generator"]["copied"] == 5
+    found = by_group(results["tasks"]["selective_copy"], "accuracy")
+    assert [(score["group"], score["count"]) for score in found.values()] == [("IID", 5), ("sparse", 5)]
+    assert (tmp_path / "out" / "selective_copy.png").is_file()
+    assert evaluate.main(["addition", "--model=run", "--device=cpu"]) == 2
