@@ -1,0 +1,148 @@
+"""Examples of an input and its target, as SCROLLS has them: read from JSON lines, and cut to a model's context.
+
+Training and evaluation cut alike. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.config.examples import PLACE
+from megatron_tape.data.documents import FilePart, UnreadableFile, read_chunks
+from megatron_tape.errors import ConfigError, refuse
+
+_CHUNK = 1 << 22
+_LONGEST_LINE = 1 << 28
+_CHARACTERS_PER_TOKEN = 8
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line of a file of examples."""
+
+    place: str
+    """File and line, for messages."""
+    key: str | None
+    """Its `id`; lines of the same id are one example with several targets. None if it has none."""
+    input: str
+    target: str
+
+
+def read_examples(path: str, split: str) -> Iterator[Example]:
+    """Yield the examples of a file of JSON lines, or of the split in one of the hub's zips of SCROLLS.
+
+    A line has `input`, and `output` or `target`, and may have an `id`. Raises ConfigError, which names file and line.
+    """
+    try:
+        for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
+            if line.strip():
+                yield _parse(place, line)
+    except (UnreadableFile, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _lines(path: str) -> Iterator[tuple[str, bytes]]:
+    if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
+        raise UnreadableFile("its format is unknown; give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS")
+    for chunk in read_chunks([FilePart(path)], "", _CHUNK):
+        if isinstance(chunk, UnreadableFile):
+            raise chunk
+        for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
+            yield chunk.place(number), line
+
+
+def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name]
+        if len(names) != 1:
+            raise UnreadableFile(f"it is a zip that does not hold {split}.jsonl once; choose another split")
+        with archive.open(names[0]) as file:
+            number = 0
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                yield f"{path}/{names[0]}:{number}", line
+
+
+def _parse(place: str, line: bytes) -> Example:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{place} is not JSON; repair or remove it") from None
+    refuse(not isinstance(record, dict), f"{place} is not a JSON object; repair or remove it")
+    target_key = "target" if "target" in record else "output"
+    for key in ("input", target_key):
+        value: Any = record.get(key)
+        refuse(
+            not isinstance(value, str),
+            f"{place} has no text as its {key}; give a file whose every line has input, and output or target "
+            "(the test split of SCROLLS has no outputs)",
+        )
+    key = record.get("id")
+    return Example(place, None if key is None else str(key), record["input"], record[target_key])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An example as token ids."""
+
+    prompt: list[int]
+    target: list[int]
+    input_cut: bool
+    """Whether the end of the input was left out."""
+    target_cut: bool
+
+
+class Cutter:
+    """Makes token ids of examples: a prompt of at most `length` - `target_tokens` and a target of `target_tokens`.
+
+    The prompt is the template with the input, of which the end is left out if it is too long, as SCROLLS' own baselines
+    do: questions stand at the beginning.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]],
+        bos: Sequence[int],
+        template: str,
+        length: int,
+        target_tokens: int,
+    ):
+        """Take what encodes a text without special tokens, and what begins a sequence.
+
+        Raises ConfigError if no token of an input would be left.
+        """
+        before, _, self._after_text = template.partition(PLACE)
+        self._encode, self._target_tokens = encode, target_tokens
+        self._before, self._after = [*bos, *encode(before)], list(encode(self._after_text))
+        self._room = length - target_tokens - len(self._before) - len(self._after)
+        refuse(
+            self._room < 1,
+            f"a context of {length} tokens has no room for an input beside {target_tokens} tokens of the target and "
+            f"{len(self._before) + len(self._after)} of the template; use fewer target_tokens or a longer context",
+        )
+
+    def __call__(self, input: str, target: str) -> Cut:
+        """Return the ids of an example."""
+        shown, input_cut = first_tokens(self._encode, input, self._room)
+        # Tokens depend on what stands before them.
+        answer_text = f"{self._after_text} {target.strip()}" if self._after_text else target.strip()
+        whole = self._encode(answer_text)
+        answer = list(whole[len(self._after) :])
+        kept = answer[: self._target_tokens]
+        return Cut([*self._before, *shown, *self._after], kept, input_cut, len(kept) < len(answer))
+
+
+def first_tokens(encode: Callable[[str], Sequence[int]], text: str, count: int) -> tuple[list[int], bool]:
+    """Return the first `count` tokens of a text, and whether it has more; encodes no more of it than needed."""
+    characters = count * _CHARACTERS_PER_TOKEN
+    while True:
+        ids = encode(text[:characters])
+        # The last tokens before the cut of the text could be others than those of the whole text.
+        if len(ids) > count + _CHARACTERS_PER_TOKEN or characters >= len(text):
+            return list(ids[:count]), len(ids) > count or characters < len(text)
+        characters *= 2

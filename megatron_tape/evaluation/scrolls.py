@@ -1,0 +1,329 @@
+"""The task `scrolls`: answers and summaries that a model generates, scored as SCROLLS' official evaluator does.
+
+The TAPE paper fine-tunes a model on one dataset before it is evaluated on that (docs/evaluation/scrolls.md). For models
+that were not fine-tuned there is a loss on the targets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from megatron_tape.config.examples import TEMPLATE, check_template
+from megatron_tape.config.values import shown
+from megatron_tape.data.examples import Cutter, read_examples
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
+from megatron_tape.evaluation.statistics import TAIL, bootstrap_ratio
+
+TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
+"""The longest answers, by metric, as in the TAPE paper's released code."""
+_SHARE_OF_TARGET = 4
+_SAMPLES = 1000
+_COST_OF_TOKEN = 20.0
+"""Of generating one, compared with reading one; serves to share the work."""
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(kw_only=True)
+class ScrollsSettings:
+    """Which examples are answered, and how."""
+
+    data: dict[str, str] | str
+    """Datasets by name: {qasper: data/scrolls/qasper.zip}, each one of the hub's zips or JSON lines of the same schema;
+    or a directory that holds NAME.zip, NAME.jsonl or NAME/SPLIT.jsonl."""
+    split: str = "validation"
+    """Which split of zips and directories is read; that for tests has no targets."""
+    metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
+    """The metric of datasets that are not among the seven of SCROLLS, by name."""
+    examples: int | None = None
+    """Use at most so many examples of each dataset, the first ones; null means all."""
+    length: int | None = None
+    """Tokens of context, those of the answer included; null means the length that the model was trained on."""
+    target_tokens: dict[str, int] | int | None = None
+    """The longest answer in tokens, for all datasets or by name; null means 200, or 1000 for summaries, but at most a
+    quarter of the length."""
+    template: str = TEMPLATE
+    """What the model reads before its answer; it should be that of the fine-tuning. Inputs that are too long lose their
+    end, as in SCROLLS' own baselines; what the template has behind them stays."""
+    generate: bool = True
+    """Generate answers, greedily, and score them."""
+    loss: bool = True
+    """Compute the loss on the first target of each example, in nats per token."""
+
+
+@dataclass
+class _Example:
+    """An input with all of its targets."""
+
+    dataset: str
+    input: str
+    targets: list[str]
+
+
+class Scrolls(Task):
+    """F1, exact match or ROUGE of generated answers, and the loss on targets, by dataset."""
+
+    name = "scrolls"
+    Settings = ScrollsSettings
+    generates: ClassVar[bool] = True
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for settings that cannot work, and for bad data by file and line."""
+        settings = self.settings
+        refuse(not (settings.generate or settings.loss), "scrolls.generate and scrolls.loss are false; set one to true")
+        refuse(
+            settings.examples is not None and settings.examples < 1,
+            f"scrolls.examples is {settings.examples}; set it to 1 or more, or to null for all",
+        )
+        check_template(settings.template, "scrolls.template")
+        length = self._length(info)
+        refuse(length < 8, f"scrolls.length is {length}; set it to 8 or more")
+        files = self._files()
+        for name in files:
+            tokens = self._target_tokens(name, length)
+            refuse(
+                not 1 <= tokens < length,
+                f"scrolls.target_tokens of {name} is {tokens}; set it to between 1 and {length - 1}",
+            )
+        if isinstance(settings.target_tokens, dict):
+            self._refuse_unknown("scrolls.target_tokens", settings.target_tokens, files)
+        for name in files:
+            self._read(name)
+
+    def inputs(self) -> list[Path]:
+        """Return the files of `data`."""
+        return [Path(path) for path in self._files().values()]
+
+    def _length(self, info: ModelInfo) -> int:
+        length = self.settings.length or info.trained_length
+        if length is None:
+            raise ConfigError(
+                f"scrolls.length is null, but the configuration of {info.label} does not say what length it was "
+                "trained on; set it, such as to 1024"
+            )
+        return length
+
+    def _files(self) -> dict[str, str]:
+        """Return the file of each dataset. Raises ConfigError for what does not exist or has no metric."""
+        data, split = self.settings.data, self.settings.split
+        known = {**METRICS, **self.settings.metrics}
+        if isinstance(data, str):
+            places = {
+                name: [f"{data}/{name}.zip", f"{data}/{name}.jsonl", f"{data}/{name}/{split}.jsonl"] for name in known
+            }
+            found = {name: next(filter(_is_file, paths), None) for name, paths in places.items()}
+            files = {name: path for name, path in found.items() if path is not None}
+            refuse(
+                not files,
+                f"scrolls.data is {shown(data)}, where there is neither NAME.zip, NAME.jsonl nor NAME/{split}.jsonl of "
+                f"any of {', '.join(known)}; correct it, or give {{NAME: path}}",
+            )
+            return files
+        refuse(not data, "scrolls.data is empty; give {NAME: path}, or a directory")
+        self._refuse_unknown("scrolls.data", data, known)
+        for name, path in data.items():
+            refuse(
+                not _is_file(path), f"scrolls.data has {shown(path)} as {name}, but there is no such file; correct it"
+            )
+        return data
+
+    @staticmethod
+    def _refuse_unknown(key: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+        for name in given:
+            refuse(
+                name not in known,
+                f"{key} names {shown(name)}, of which no {'metric' if key == 'scrolls.data' else 'data'} is known; "
+                f"choose from {', '.join(known)}"
+                + (", or give its metric in scrolls.metrics" if key == "scrolls.data" else ""),
+            )
+
+    def _metric(self, name: str) -> str:
+        return self.settings.metrics.get(name) or METRICS[name]
+
+    def _target_tokens(self, name: str, length: int) -> int:
+        given = self.settings.target_tokens
+        given = given.get(name) if isinstance(given, dict) else given
+        return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET) if given is None else given
+
+    def _read(self, name: str) -> list[_Example]:
+        """Return the examples of a dataset; lines of the same id are one example with several targets."""
+        path, most = self._files()[name], self.settings.examples
+        examples: dict[str, _Example] = {}
+        for line in read_examples(path, self.settings.split):
+            key = line.place if line.key is None else f"id {line.key}"
+            if key in examples:
+                examples[key].targets.append(line.target)
+            elif most is None or len(examples) < most:
+                examples[key] = _Example(name, line.input, [line.target])
+        refuse(not examples, f"{path} holds no example; give another file")
+        return list(examples.values())
+
+    def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return a unit for each example."""
+        length, settings = self._length(model.info), self.settings
+        self._examples: dict[str, _Example] = {}
+        self._cutters: dict[str, Cutter] = {}
+        units = []
+        for name in self._files():
+            count = self._target_tokens(name, length)
+            self._cutters[name] = Cutter(model.encode, model.bos, settings.template, length, count)
+            generation = _COST_OF_TOKEN * count if settings.generate else 0.0
+            for index, example in enumerate(self._read(name)):
+                key = f"{name}/{index}"
+                self._examples[key] = example
+                units.append(Unit(key, min(length, 1 + len(example.input) / _CHARACTERS_PER_TOKEN) + generation))
+        return units
+
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+        """Return the answer with its scores, the loss on the first target, and what was cut."""
+        example, settings = self._examples[unit.key], self.settings
+        cut = self._cutters[example.dataset](example.input, example.targets[0])
+        found: dict[str, Any] = {"input_cut": cut.input_cut, "target_cut": cut.target_cut}
+        if settings.loss:
+            losses = model.losses(np.array([*cut.prompt, *cut.target]), len(cut.prompt))
+            found |= {"nats": float(losses.sum()), "tokens": len(cut.target)}
+        if settings.generate:
+            count = self._target_tokens(example.dataset, self._length(model.info))
+            answer, ended = _generate(model, cut.prompt, count)
+            parts = score(self._metric(example.dataset), answer, example.targets)
+            found |= {"answer": answer, "ended": ended, "scores": parts}
+        return found
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return scores and losses by dataset, and the mean over datasets, with intervals over examples."""
+        length, by_dataset = self._length(info), {name: [] for name in self._files()}
+        for key, value in values.items():
+            by_dataset[key.rpartition("/")[0]].append(value)
+        scores, notes, details, resampled = [], [], {"parts": {}}, []
+        for name, found in by_dataset.items():
+            common = {"length": length, "count": len(found), "group": name}
+            if self.settings.generate:
+                metric = self._metric(name)
+                parts = np.array([one["scores"] for one in found])
+                resampled.append(_resample(parts))
+                low, high = _interval(resampled[-1], len(found))
+                value = float(combine(parts.mean(0)))
+                scores.append(Score(SHOWN[metric], value, "higher", low=low, high=high, unit="%", **common))
+                details["parts"][name] = dict(zip(PARTS[metric], parts.mean(0).tolist()))
+            if self.settings.loss:
+                nats, tokens = ([one[key] for one in found] for key in ("nats", "tokens"))
+                low, high = bootstrap_ratio(nats, tokens)
+                value = sum(nats) / max(1, sum(tokens))
+                unit = "nats per target token"
+                scores.append(Score("target_loss", value, "lower", low=low, high=high, unit=unit, **common))
+            notes += self._notes(name, found)
+        if len(resampled) > 1:
+            scores.append(self._mean(scores, resampled, by_dataset, length))
+        return Summary(scores, details, notes)
+
+    @staticmethod
+    def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:
+        """Return the mean over datasets, which is SCROLLS' score only if it is over its seven."""
+        whole = set(by_dataset) == set(METRICS)
+        name, group = ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
+        value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
+        fewest = min(map(len, by_dataset.values()))
+        low, high = _interval(np.mean(resampled, axis=0), fewest)
+        count = sum(map(len, by_dataset.values()))
+        return Score(name, value, "higher", group=group, length=length, low=low, high=high, count=count, unit="%")
+
+    def _notes(self, name: str, found: list[dict[str, Any]]) -> list[str]:
+        counts = {
+            "inputs had to lose their end": sum(one["input_cut"] for one in found),
+            "first targets were cut for the loss": sum(one["target_cut"] and self.settings.loss for one in found),
+            "answers did not end within the given tokens": sum(not one.get("ended", True) for one in found),
+        }
+        return [f"{name}: {count:,} of {len(found):,} {what}." for what, count in counts.items() if count]
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return bars of the scores and of the losses by dataset."""
+        return [
+            picture
+            for picture in (
+                _bars(results, "scrolls-scores", (*SHOWN.values(), "scrolls_score", "mean_score"), "score (%)"),
+                _bars(results, "scrolls-loss", ("target_loss",), "loss (nats per target token)"),
+            )
+            if picture is not None
+        ]
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
+
+
+def _generate(model: HuggingFaceModel, prompt: Sequence[int], count: int) -> tuple[str, bool]:
+    """Return what the model answers greedily in at most `count` tokens, and whether it ended by itself."""
+    import torch
+    from transformers import GenerationConfig
+
+    own = model.model.generation_config.eos_token_id
+    ends = set(own if isinstance(own, list) else [own]) | {model.tokenizer.eos_token_id}
+    ends = sorted(end for end in ends if end is not None)
+    ids = torch.tensor([prompt], device=model.device)
+    # A model's own settings may say to sample, or to discourage repetition.
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    with torch.inference_mode():
+        output = model.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    answer = output[0, len(prompt) :].tolist()
+    ended = bool(answer) and answer[-1] in ends
+    return model.tokenizer.decode(answer[:-1] if ended else answer, skip_special_tokens=True).strip(), ended
+
+
+def _resample(parts: np.ndarray) -> np.ndarray:
+    """Return the scores of a dataset whose examples (N, parts) are drawn again, many times."""
+    random = np.random.default_rng(0)
+    means = [parts[random.integers(len(parts), size=len(parts))].mean(0) for _ in range(_SAMPLES)]
+    return combine(np.array(means))
+
+
+def _interval(resampled: np.ndarray, count: int) -> tuple[float | None, float | None]:
+    if count < 2:
+        return None, None
+    low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
+    return float(low), float(high)
+
+
+def _bars(results: dict[str, dict[str, Any]], name: str, metrics: Sequence[str], label: str) -> Picture | None:
+    from megatron_tape.evaluation.figures import legend, new_figure, styles
+
+    drawn = {
+        model: [score for score in result["scores"] if score["metric"] in metrics] for model, result in results.items()
+    }
+    groups = list(dict.fromkeys(score["group"] or "SCROLLS" for scores in drawn.values() for score in scores))
+    if not groups:
+        return None
+    figure, (axes,) = new_figure(width=max(4.6, 1.6 + 1.1 * len(groups)))
+    width, said = 0.8 / len(drawn), []
+    for index, (model, style) in enumerate(styles(drawn).items()):
+        at = [
+            groups.index(score["group"] or "SCROLLS") + (index - (len(drawn) - 1) / 2) * width for score in drawn[model]
+        ]
+        values = np.array([score["value"] for score in drawn[model]])
+        ends = [
+            [value if score[key] is None else score[key] for value, score in zip(values, drawn[model])]
+            for key in ("low", "high")
+        ]
+        spread = np.clip([values - ends[0], ends[1] - values], 0, None)
+        axes.bar(at, values, width * 0.9, yerr=spread, color=style["color"], label=style["label"], capsize=2)
+        said.append(f"{model}: " + ", ".join(f"{s['group'] or 'SCROLLS'} {s['value']:.3g}" for s in drawn[model]))
+    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
+    axes.set_ylabel(label)
+    legend(figure)
+    return Picture(name, f"Bars of the {label} by dataset. {'; '.join(said)}.", figure)

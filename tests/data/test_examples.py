@@ -1,0 +1,103 @@
+"""Examples of inputs and targets: read from JSON lines and zips, cut to a context."""
+
+import json
+import zipfile
+
+import pytest
+
+from megatron_tape.data.examples import Cutter, first_tokens, read_examples
+from megatron_tape.errors import ConfigError
+
+LINES = [
+    {"id": "q1", "pid": "q1_0", "input": "Who?\n\nA text.", "output": "Ann"},
+    {"id": "q1", "pid": "q1_1", "input": "Who?\n\nA text.", "output": "Ann Lee"},
+    {"input": "What?", "target": "it"},
+]
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def write_lines(path, lines=LINES):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_json_lines_and_zips_give_the_same_examples(tmp_path):
+    plain = write_lines(tmp_path / "qa.jsonl")
+    with zipfile.ZipFile(tmp_path / "qa.zip", "w") as archive:
+        archive.write(plain, "qa/validation.jsonl")
+        archive.writestr("qa/train.jsonl", json.dumps(LINES[0]))
+        archive.writestr("__MACOSX/qa/validation.jsonl", "rubbish")
+    read = [list(read_examples(str(tmp_path / name), "validation")) for name in ("qa.jsonl", "qa.zip")]
+    for examples in read:
+        assert [(one.key, one.input, one.target) for one in examples] == [
+            ("q1", "Who?\n\nA text.", "Ann"), ("q1", "Who?\n\nA text.", "Ann Lee"), (None, "What?", "it"),
+        ]  # fmt: skip
+    assert [one[2].place for one in read] == [f"{plain}:3", f"{tmp_path}/qa.zip/qa/validation.jsonl:3"]
+    assert len(list(read_examples(str(tmp_path / "qa.zip"), "train"))) == 1
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "qa.jsonl:2 is not JSON; repair or remove it"),
+        ("[1]", "qa.jsonl:2 is not a JSON object"),
+        ('{"input": "a"}', "qa.jsonl:2 has no text as its output; give a file whose every line has input"),
+        ('{"input": "a", "output": null}', "the test split of SCROLLS has no outputs"),
+        ('{"input": 3, "target": "b"}', "qa.jsonl:2 has no text as its input"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, said):
+    path = tmp_path / "qa.jsonl"
+    path.write_text(json.dumps(LINES[0]) + "\n" + line + "\n")
+    with pytest.raises(ConfigError) as error:
+        list(read_examples(str(path), "train"))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_that_are_no_examples_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "qa.zip", "w") as archive:
+        archive.writestr("qa/train.jsonl", "")
+    (tmp_path / "cut.zip").write_bytes((tmp_path / "qa.zip").read_bytes()[:-5])
+    (tmp_path / "qa.csv").write_text("a,b\n")
+    for name, said in (
+        ("qa.zip", "does not hold validation.jsonl once; choose another split"),
+        ("cut.zip", "its format is unknown"),
+        ("qa.csv", "its format is unknown; give .jsonl"),
+        ("none.jsonl", "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list(read_examples(str(tmp_path / name), "validation"))
+
+
+def test_a_long_input_loses_its_end_and_the_template_stays():
+    cutter = Cutter(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
+    cut = cutter("0123456789", " yes sir ")
+    assert bytes(cut.prompt[1:]) == b"Q: 012345678\nA:" and cut.prompt[0] == 256 and len(cut.prompt) == 16
+    assert bytes(cut.target) == b" yes" and (cut.input_cut, cut.target_cut) == (True, True)
+    cut = cutter("012345678", "no")
+    assert bytes(cut.prompt[1:]) == b"Q: 012345678\nA:" and bytes(cut.target) == b" no"
+    assert (cut.input_cut, cut.target_cut) == (False, False)
+    assert bytes(Cutter(encode, [], "{input}", 20, 4)("abc", "no").target) == b"no"
+
+
+def test_a_context_without_room_is_refused():
+    with pytest.raises(ConfigError, match="10 tokens has no room for an input beside 4 tokens of the target and 6 of"):
+        Cutter(encode, [], "{input}Answer", length=10, target_tokens=4)
+
+
+def test_the_first_tokens_are_those_of_the_whole_text():
+    read = []
+
+    def words(text):
+        read.append(len(text))
+        return [len(word) for word in text.split(" ")]
+
+    text = " ".join("x" * (1 + i % 40) for i in range(2000))
+    for count in (1, 7, 100, 1999, 2000, 2001):
+        assert first_tokens(words, text, count) == (words(text)[:count], count < 2000)
+    read.clear()
+    first_tokens(words, text, 3)
+    assert max(read) < 500

@@ -1,0 +1,241 @@
+"""SCROLLS: scores as its official evaluator gives them, and answers and losses of models that are known."""
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import run, score
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation import scrolls_metrics
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.scrolls import Scrolls, ScrollsSettings
+from megatron_tape.evaluation.scrolls_metrics import METRICS
+
+CHOICES = ("Entailment", "Contradiction", "Not mentioned")
+
+
+def official(metric, predictions, references):
+    parts = np.array([scrolls_metrics.score(metric, *pair) for pair in zip(predictions, references)]).mean(0)
+    return [*parts.tolist(), float(scrolls_metrics.combine(parts))]
+
+
+def test_scores_are_those_that_the_official_evaluator_documents():
+    predictions = ["exact match example", "hello there", "general kenobi"]
+    references = [["exact match example"], ["hello", "hi there"], ["commander kenobi"]]
+    expected = {
+        "rouge": [72.2222, 33.3333, 72.2222, 55.8136],
+        "exact_match": [33.3333, 33.3333],
+        "f1": [72.2222, 72.2222],
+    }
+    for metric, values in expected.items():
+        assert official(metric, predictions, references) == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "metric, prediction, references, values",
+    [
+        ("exact_match", " The answer,  is: YES! ", ["answer is yes"], [100]),
+        ("exact_match", "answers is yes", ["answer is yes"], [0]),
+        # Words in common 2, of 3 and of 4: precision 2/3, recall 1/2; the better reference counts.
+        ("f1", "the red red cat", ["a red dog and cat", "nothing"], [100 * 4 / 7]),
+        ("f1", "", ["yes"], [0]),
+        # Without stemming: "cats" is not "cat". The longest common subsequence is "sat on mat".
+        ("rouge", "the cats sat on mat", ["the cat sat on the mat"], [800 / 11, 200 / 9, 800 / 11]),
+        ("rouge", "sat cat", ["cat sat"], [100, 0, 50]),
+        # Each part is the best over the references, which need not be the same one.
+        ("rouge", "a b c", ["c b a", "a b x x x x"], [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9]),
+    ],
+)
+def test_scores_of_cases_worked_by_hand(metric, prediction, references, values):
+    assert scrolls_metrics.score(metric, prediction, references) == pytest.approx(values)
+
+
+class Knowing:
+    """A model on bytes that answers what a function of the prompt says, and ends with byte 0."""
+
+    def __init__(self, answer, trained_length=400):
+        self.info = ModelInfo("knowing", 256, trained_length, {}, None, has_tokenizer=True)
+        self.bos, self.device, self.model, self.tokenizer = [], "cpu", self, self
+        self.generation_config, self.eos_token_id, self._answer = GenerationConfig(eos_token_id=0), 0, answer
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(tokens).decode()
+
+    def losses(self, tokens, first):
+        return np.full(len(tokens) - first, 2.0)
+
+    def generate(self, ids, attention_mask, generation_config):
+        answer = [*self._answer(bytes(ids[0].tolist()).decode()).encode(), 0][: generation_config.max_new_tokens]
+        return torch.cat([ids, torch.tensor([answer])], dim=1)
+
+
+def write_all(folder, number=6):
+    """Write the seven datasets, as files, zips and folders; each input holds its answer behind `is`."""
+    for i, (name, metric) in enumerate(METRICS.items()):
+        lines = []
+        for j in range(number):
+            answer = CHOICES[j % 3] if name == "contract_nli" else f"{name} says number {j} today"
+            for target in ["another", answer] if metric == "f1" else [answer]:
+                lines.append({"id": f"{name}{j}", "pid": f"{j}", "input": f"Q\n\nIt is {answer}", "output": target})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if i % 3 == 0:
+            (folder / f"{name}.jsonl").write_text(text)
+        elif i % 3 == 1:
+            with zipfile.ZipFile(folder / f"{name}.zip", "w") as archive:
+                archive.writestr(f"{name}/validation.jsonl", text)
+        else:
+            (folder / name).mkdir()
+            (folder / name / "validation.jsonl").write_text(text)
+    return str(folder)
+
+
+def reads_it_off(prompt):
+    return prompt.removesuffix("\n\nAnswer:").partition("It is ")[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("scrolls"))
+
+
+@pytest.fixture(scope="module")
+def known(data):
+    """Results of a model that knows all, and of one that fails in qmsum alone."""
+    fails = Knowing(lambda prompt: "wrong" if "qmsum" in prompt else reads_it_off(prompt))
+    return {"all": run(Scrolls, Knowing(reads_it_off), data=data), "not qmsum": run(Scrolls, fails, data=data)}
+
+
+def test_a_model_that_knows_the_answers_scores_100(known):
+    result = known["all"]
+    for name, metric in METRICS.items():
+        found = score(result, scrolls_metrics.SHOWN[metric], group=name)
+        assert (found["value"], found["low"], found["high"]) == pytest.approx((100, 100, 100))
+        assert (found["count"], found["length"], found["unit"]) == (6, 400, "%")
+        assert score(result, "target_loss", group=name)["value"] == 2.0
+    assert score(result, "scrolls_score")["value"] == pytest.approx(100)
+    assert result["notes"] == []
+    assert result["examples"]["qasper/0"]["answer"] == "qasper says number 0 today"
+
+
+def test_a_planted_failure_shows_in_its_dataset_alone(known):
+    result = known["not qmsum"]
+    values = {one["group"]: one["value"] for one in result["scores"] if one["metric"] in scrolls_metrics.SHOWN.values()}
+    assert values.pop("qmsum") == 0 and list(values.values()) == pytest.approx([100] * 6)
+    assert score(result, "scrolls_score")["value"] == pytest.approx(600 / 7)
+
+
+def test_a_constant_answer_scores_its_share(data):
+    result = run(
+        Scrolls, Knowing(lambda _: "entailment."), data={"contract_nli": f"{data}/contract_nli.zip"}, loss=False
+    )
+    found = score(result, "exact_match")
+    assert found["value"] == pytest.approx(100 / 3) and found["low"] < 34 < found["high"]
+    assert len(result["scores"]) == 1, "no mean of a single dataset, and no loss"
+
+
+def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
+    some = {"contract_nli": f"{data}/contract_nli.zip", "qasper": f"{data}/qasper.jsonl"}
+    result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
+    mean = score(result, "mean_score")
+    assert mean["group"] == "of contract_nli, qasper only" and mean["count"] == 6
+    assert mean["value"] == pytest.approx(100 / 3 / 2)
+    assert not any(one["metric"] == "scrolls_score" for one in result["scores"])
+
+
+def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
+    path = tmp_path / "own.jsonl"
+    texts = [("short", "yes"), ("x" * 60, "a much longer answer")]
+    path.write_text("".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts))
+    settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": {"own": 8}}
+    result = run(Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings)
+    assert result["notes"] == [
+        "own: 1 of 2 inputs had to lose their end.",
+        "own: 1 of 2 first targets were cut for the loss.",
+        "own: 1 of 2 answers did not end within the given tokens.",
+    ]
+    assert result["examples"]["own/1"]["tokens"] == 8
+    assert score(result, "f1")["value"] == 50
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A random model on bytes whose own settings would sample and discourage repetition."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=128, initializer_range=0.3, eos_token_id=256, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=3, eos_token_id=256
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<end>")
+    return HFModel(ModelInfo("llama", 257, 128, config.to_dict(), None, True), model, tokenizer)
+
+
+def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
+    data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "target_tokens": 12}
+    found = run(Scrolls, llama, **data)["examples"]["own/0"]
+    prompt = llama.encode("Who was it?\n\nAnswer:")
+    answer = []
+    while len(answer) < 12 and 256 not in answer:
+        with torch.inference_mode():
+            answer.append(int(llama.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
+    assert found["answer"] == llama.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    assert found["ended"] == (256 in answer)
+    target = llama.encode(" Ann")
+    labels = torch.tensor([[-100] * len(prompt) + target])
+    loss = llama.model(torch.tensor([[*prompt, *target]]), labels=labels).loss.item()
+    assert found["tokens"] == len(target) and found["nats"] == pytest.approx(loss * len(target), rel=1e-5)
+
+
+def test_pictures_name_every_dataset(known):
+    pictures = Scrolls.draw(known)
+    assert [picture.name for picture in pictures] == ["scrolls-scores", "scrolls-loss"]
+    text = pictures[0].alternative_text
+    assert "not qmsum: qasper 100" in text and "qmsum 0" in text and "SCROLLS 85.7" in text
+    assert len(pictures[0].figure.axes[0].containers) == 4, "bars and intervals of two models"
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"generate": False, "loss": False}, "scrolls.generate and scrolls.loss are false; set one to true"),
+        ({"examples": 0}, "scrolls.examples is 0; set it to 1 or more"),
+        ({"template": "Answer:"}, "scrolls.template is 'Answer:'; write {input} in it exactly once"),
+        ({"length": 4}, "scrolls.length is 4; set it to 8 or more"),
+        ({"target_tokens": 400}, "scrolls.target_tokens of qasper is 400; set it to between 1 and 399"),
+        (
+            {"target_tokens": {"qa": 4}},
+            "scrolls.target_tokens names 'qa', of which no data is known; choose from qasper",
+        ),
+        ({"data": {}}, "scrolls.data is empty"),
+        ({"data": "nowhere"}, "scrolls.data is 'nowhere', where there is neither NAME.zip, NAME.jsonl nor"),
+        ({"data": {"own": "a.jsonl"}}, "of which no metric is known; choose from qasper, contract_nli"),
+        ({"data": {"qasper": "a.jsonl"}}, "scrolls.data has 'a.jsonl' as qasper, but there is no such file"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(data, settings, said):
+    with pytest.raises(ConfigError) as error:
+        Scrolls(ScrollsSettings(**{"data": data, **settings})).check(Knowing(reads_it_off).info)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_of_unknown_length_needs_the_setting(data):
+    info = ModelInfo("mamba", 256, None, {}, None, True)
+    with pytest.raises(ConfigError, match="scrolls.length is null, but the configuration of mamba does not say"):
+        Scrolls(ScrollsSettings(data=data)).check(info)
