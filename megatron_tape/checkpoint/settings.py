@@ -132,7 +132,7 @@ def problem_of_resume(path: Path, deep: bool = True) -> str | None:
     advice = "; import it first: tools/convert_checkpoint.py from-hf" if (path / "config.json").is_file() else ""
     inside = [path for folder in (path, path / "checkpoints") for _, path in list_checkpoints(folder)]
     if inside:
-        return f"checkpoint.resume {path} is a directory of checkpoints; give one of them, such as {inside[0]}"
+        return f"checkpoint.resume {path} is not a checkpoint, but holds some; give one of them, such as {inside[0]}"
     return f"checkpoint.resume {path} is not a whole checkpoint: {'; '.join(found)}{advice or '; give another'}"
 
 
