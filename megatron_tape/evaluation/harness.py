@@ -16,9 +16,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lm_eval.tasks
 import numpy as np
 import torch
 import tqdm
@@ -28,6 +30,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron_tape.errors import ConfigError
 
@@ -180,6 +183,16 @@ def own_task(config: dict[str, Any]) -> dict[str, Any]:
         task = ConfigurableTask(config={"num_fewshot": 0, **config})
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return {"tasks": {config["task"]: task}, "groups": {}}
+
+
+def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
+    """Return what the file `name`.yaml in a folder of the harness's own tasks says, with its functions loaded."""
+    # Loading RULER's functions would fetch data of nltk that few of them use.
+    with quiet(), mock.patch("nltk.download", lambda *_, **__: False), contextlib.redirect_stdout(io.StringIO()):
+        config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
+    for key in ("tag", "group"):
+        config.pop(key, None)
+    return config
 
 
 def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[Outcome]:

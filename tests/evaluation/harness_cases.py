@@ -108,3 +108,13 @@ def evaluated(task, model):
     summary = task.summarize(values, model.info)
     scores = [asdict(score) for score in summary.scores]
     return values, summary, {"scores": scores, "details": summary.details, "notes": summary.notes, "examples": values}
+
+
+def word_tokenizer():
+    """A tokenizer with one token per word or mark, and few different ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: index for index, word in enumerate(["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

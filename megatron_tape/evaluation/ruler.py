@@ -1,0 +1,321 @@
+"""RULER: the harness's thirteen synthetic tasks by context length, and the length that a model really uses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_tape.config.values import shown
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.documents import chosen_lengths
+from megatron_tape.evaluation.packages import require
+from megatron_tape.evaluation.statistics import wilson
+
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+"""Tasks that hide their needles in essays."""
+QUESTIONS = {"qa_squad": "squad", "qa_hotpot": "hotpotqa"}
+"""Tasks that ask real questions, and the settings that name files of them."""
+TASKS = (
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_squad", "qa_hotpot"),
+)
+OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUESTIONS)
+"""Tasks that need no data."""
+THRESHOLD = 0.856
+"""What Llama-2-7B scored at 4K in RULER's paper, which calls the longest length above it a model's effective one."""
+_CHECKED = 8192
+"""Up to this length every task is tried before any runs; longer ones are never too short."""
+
+
+@dataclass(kw_only=True)
+class RulerSettings:
+    """RULER's tasks as lm-evaluation-harness has them, one length at a time."""
+
+    tasks: list[str] | Literal["offline", "all"] = "offline"
+    """offline: the six that need no data, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe. all: all
+    thirteen. Or names of some."""
+    lengths: list[int] | None = None
+    """Context lengths in tokens, which include the answer. null means the length that the model was trained on, a half
+    and a quarter of it."""
+    samples: int = 50
+    """For each task and length, at most 500, which is what published tables have."""
+    haystack: str | None = None
+    """A long text in UTF-8 that needles are hidden in; null means the essays that RULER takes, from the hub."""
+    squad: str | None = None
+    """The file dev-v2.0.json of SQuAD; null means to get it from the network."""
+    hotpotqa: str | None = None
+    """The file hotpot_dev_distractor_v1.json of HotpotQA; null means to get it from the network."""
+    trained_length: int | None = None
+    """The length whose score is the model's own measure of what works; null means what the model's configuration says.
+    For an extended model, give the length before the extension."""
+    seed: int = 0
+    """Another one draws other samples."""
+    batch_size: int = 1
+    """Prompts that run at once."""
+
+
+class Ruler(Task):
+    """The share of what a prompt asks for that the model names, by task and length.
+
+    The model continues RULER's own beginning of the answer, and generates greedily. The values: the `scores` of the
+    samples, 0 to 1, what was `expected`, the `answers`, and the `tokens` of the prompts.
+    """
+
+    name = "ruler"
+    Settings = RulerSettings
+    generates = True
+
+    def __init__(self, settings: RulerSettings):
+        super().__init__(settings)
+        given = settings.tasks
+        self._tasks = list({"offline": OFFLINE, "all": TASKS}.get(given, given) if isinstance(given, str) else given)
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for unknown tasks, sizes out of range and files that are not there."""
+        settings = self.settings
+        require("ruler", "lm_eval", "wonderwords", "nltk", "scipy")
+        refuse(not self._tasks, "ruler.tasks is []; name some tasks, or set it to offline or all")
+        for task in self._tasks:
+            refuse(task not in TASKS, f"ruler.tasks has {shown(task)}; choose some of {', '.join(TASKS)}")
+        refuse(len(set(self._tasks)) < len(self._tasks), "ruler.tasks names a task twice; name each once")
+        refuse(not 1 <= settings.samples <= 500, f"ruler.samples is {settings.samples}; set it to 1 to 500")
+        refuse(settings.batch_size < 1, f"ruler.batch_size is {settings.batch_size}; set it to at least 1")
+        trained = settings.trained_length
+        refuse(trained is not None and trained < 1, f"ruler.trained_length is {trained}; set it to at least 1")
+        for name in ("haystack", *QUESTIONS.values()):
+            file = getattr(settings, name)
+            refuse(file is not None and not Path(file).is_file(), f"ruler.{name} is {file}, which is not a file")
+        if settings.haystack is not None:
+            _check_text(Path(settings.haystack))
+        self._lengths(info)
+
+    def inputs(self) -> list[Path]:
+        """Return the files that chosen tasks read."""
+        settings, files = self.settings, []
+        if settings.haystack is not None and set(self._tasks) & set(ESSAYS):
+            files.append(Path(settings.haystack))
+        files += [Path(getattr(settings, QUESTIONS[task])) for task in self._tasks if self._file_of(task)]
+        return files
+
+    def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return one unit per task and length; ConfigError for lengths that are too short for a task."""
+        from megatron_tape.evaluation.ruler_samples import TooShort, make_samples, smallest_length
+
+        lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
+        for task in self._tasks:
+            # Data that cannot be had shows at the first length, too.
+            for length in [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]:
+                try:
+                    make_samples(task, length, min(self.settings.samples, 10), model.tokenizer, seed, sources)
+                except TooShort as error:
+                    least = smallest_length(task, length, _CHECKED, model.tokenizer, seed, sources)
+                    at_least = f"works from about {least:,} tokens on" if least else f"does not work up to {_CHECKED:,}"
+                    raise ConfigError(
+                        f"ruler.lengths has {length:,}, where {task} cannot be made with this model's tokenizer "
+                        f"({error}); it {at_least}, so leave out the length, or {task} in ruler.tasks"
+                    ) from None
+        pairs = [(task, length) for length in lengths for task in self._tasks]
+        return [Unit(f"{task}/{length}", cost=self.settings.samples * length) for task, length in pairs]
+
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+        """Return what the model answered in one task of one length."""
+        from megatron_tape.evaluation.harness import run
+        from megatron_tape.evaluation.ruler_samples import TooShort, make_samples
+
+        task, length = unit.key.split("/")[0], int(unit.key.split("/")[1])
+        settings = self.settings
+        try:
+            samples = make_samples(task, length, settings.samples, model.tokenizer, settings.seed, self._sources())
+        except TooShort as error:
+            raise ConfigError(
+                f"ruler.lengths has {length:,}, where some of the {settings.samples} samples of {task} cannot be made "
+                f"({error}); leave out the length, or {task} in ruler.tasks"
+            ) from None
+        (outcome,) = run(model.harness(settings.batch_size, length), samples.tasks, seed=unit.key)
+        return {
+            "scores": [float(example.metrics[f"{length},none"]) for example in outcome.examples],
+            "answers": [example.response for example in outcome.examples],
+            "expected": [row["outputs"] for row in samples.rows],
+            "tokens": samples.tokens,
+            "truncated": sum(example.truncated for example in outcome.examples),
+        }
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return the scores by task and length, their mean by length, and the lengths that are effective."""
+        lengths, mean_name = self._lengths(info), self._mean_name()
+        scores, means, by_task = [], [], {task: [] for task in self._tasks}
+        for length in lengths:
+            everything: list[float] = []
+            for task in self._tasks:
+                found = values[f"{task}/{length}"]["scores"]
+                by_task[task].append(sum(found) / len(found))
+                scores.append(_share("score", found, length, task))
+                everything += found
+            # Every task has as many samples as the others, so that this is the mean of the tasks' scores.
+            means.append(_share(mean_name, everything, length))
+        curve = [score.value for score in means]
+        effective, notes = self._effective(lengths, curve, info)
+        details = {"lengths": lengths, "tasks": by_task, "mean": curve, "mean_name": mean_name, "threshold": THRESHOLD}
+        return Summary([*means, *effective, *scores], details, [*self._notes(values), *notes])
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return the means by length of all models, one panel for each set of tasks, and heat maps of the tasks."""
+        from megatron_tape.evaluation.figures import (
+            curve,
+            grid_shape,
+            heat_map,
+            legend,
+            length_axis,
+            new_figure,
+            styles,
+        )
+
+        looks, means = styles(results), {}
+        for label, result in results.items():
+            means.setdefault((result["details"]["mean_name"], *result["details"]["tasks"]), []).append(label)
+        figure, axes = new_figure(*grid_shape(len(means)), width=5.6, height=3.8, sharey=True)
+        said = []
+        for one, ((mean_name, *_), labels) in zip(axes, means.items()):
+            lengths: set[int] = set()
+            for label in labels:
+                rows = [score for score in results[label]["scores"] if score["metric"] == mean_name]
+                places, heights = [row["length"] for row in rows], [row["value"] for row in rows]
+                curve(one, looks[label], places, heights, [row["low"] for row in rows], [row["high"] for row in rows])
+                lengths.update(places)
+                said.append(f"{label}, {mean_name}: " + ", ".join(f"{y:.2f} at {x:,}" for x, y in zip(places, heights)))
+            one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
+            one.set(ylabel=mean_name, ylim=(-0.03, 1.03))
+            length_axis(one, lengths)
+        for one in axes[len(means) :]:
+            one.remove()
+        legend(figure)
+        text = f"RULER by context length; the dashed line is {THRESHOLD}. {'. '.join(said)}."
+        pictures = [Picture("ruler", text, figure)]
+        figure, axes = new_figure(*grid_shape(len(results)), width=4.8, height=3.8)
+        said = []
+        for one, (label, result) in zip(axes, results.items()):
+            details = result["details"]
+            columns = [f"{length:,}" for length in details["lengths"]]
+            heat_map(
+                one, list(details["tasks"].values()), list(details["tasks"]), columns,
+                column_label="context length (tokens)", title=looks[label]["label"], bar="score",
+            )  # fmt: skip
+            cells = [(score, task, x) for task, row in details["tasks"].items() for x, score in zip(columns, row)]
+            worst, best = min(cells), max(cells)
+            said.append(
+                f"{label}: from {worst[0]:.2f} ({worst[1]} at {worst[2]}) to {best[0]:.2f} ({best[1]} at {best[2]})."
+            )
+        for one in axes[len(results) :]:
+            one.remove()
+        return [*pictures, Picture("ruler-tasks", "RULER's tasks by context length. " + " ".join(said), figure)]
+
+    def _lengths(self, info: ModelInfo) -> list[int]:
+        return chosen_lengths(self.settings.lengths, info, "ruler.lengths")
+
+    def _file_of(self, task: str) -> str | None:
+        return getattr(self.settings, QUESTIONS[task]) if task in QUESTIONS else None
+
+    def _sources(self) -> Any:
+        from megatron_tape.evaluation.ruler_samples import Sources
+
+        return Sources(self.settings.haystack, self.settings.squad, self.settings.hotpotqa)
+
+    def _mean_name(self) -> str:
+        """Return what the mean is called; those of different tasks must never be taken for one another."""
+        chosen = set(self._tasks)
+        if len(chosen) == 1:
+            return f"score of {self._tasks[0]}"
+        if chosen == set(TASKS):
+            return "mean of all 13 tasks"
+        return "mean of the 6 offline tasks" if chosen == set(OFFLINE) else f"mean of {len(chosen)} chosen tasks"
+
+    def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
+        """Return up to which length the model works, by RULER's measure and its own, and the area under the curve."""
+        mean_name, notes = self._mean_name(), []
+
+        def longest(least: float, among: list[int]) -> float:
+            good = [length for length, score in zip(lengths, curve) if length in among and score >= least]
+            worse = [length for length, score in zip(lengths, curve) if score < least and good and length < max(good)]
+            if worse:
+                notes.append(
+                    f"At {', '.join(f'{length:,}' for length in worse)} tokens the {mean_name} is below {least:.3f}, "
+                    f"though at the longer length of {max(good):,} it is not."
+                )
+            return float(max(good, default=0))
+
+        found = [Score("effective length", longest(THRESHOLD, lengths), "higher", group=mean_name, unit="tokens")]
+        trained = self.settings.trained_length or info.trained_length
+        if trained in lengths:
+            own = curve[lengths.index(trained)]
+            reached = longest(own, [length for length in lengths if length >= trained])
+            found.append(Score("own effective length", reached, "higher", group=mean_name, unit="tokens"))
+            notes.append(
+                f"The effective length is the longest whose {mean_name} is at least {THRESHOLD}, or 0; the own "
+                f"effective length is the longest where it is at least {own:.3f}, the model's score at the "
+                f"{trained:,} tokens that it was trained on."
+            )
+        else:
+            notes.append(
+                f"The effective length is the longest whose {mean_name} is at least {THRESHOLD}, or 0. The longest at "
+                "which the model is as good as at its trained length is not known, because that "
+                + (
+                    f"({trained:,}) is not among the lengths."
+                    if trained
+                    else "is not known: give ruler.trained_length."
+                )
+            )
+        if len(lengths) > 1:
+            steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
+            area = sum(step * (a + b) / 2 for step, a, b in zip(steps, curve, curve[1:])) / sum(steps)
+            found.append(Score("area under the curve", area, "higher", group=mean_name))
+            notes.append("The area is that under the curve over the logarithm of the length, divided by its range.")
+        if mean_name != "mean of all 13 tasks":
+            notes.append(
+                f"The paper's threshold of {THRESHOLD} is one of the mean of all 13 tasks; that of other tasks is not "
+                "comparable with published figures."
+            )
+        return found, notes
+
+    def _notes(self, values: dict[str, dict[str, Any]]) -> list[str]:
+        settings, tasks = self.settings, self._tasks
+        notes = [
+            f"The {self._mean_name()} is that of {', '.join(tasks)}, each with {settings.samples} samples per length."
+        ]
+        if set(tasks) & set(ESSAYS):
+            from megatron_tape.evaluation.ruler_samples import has_punkt
+
+            if settings.haystack is not None:
+                notes.append(
+                    f"The needles of {', '.join(task for task in ESSAYS if task in tasks)} were hidden in "
+                    f"{Path(settings.haystack).name}, not in the essays that published figures rest on."
+                )
+            if not has_punkt():
+                notes.append(
+                    "The haystack was split into sentences without nltk's list of abbreviations, which can be had by: "
+                    "python -m nltk.downloader punkt_tab"
+                )
+        truncated = {key: value["truncated"] for key, value in values.items() if value["truncated"]}
+        if truncated:
+            notes.append(
+                f"Prompts of which the model saw only a part: {', '.join(f'{n} of {k}' for k, n in truncated.items())}."
+            )
+        return notes
+
+
+def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:
+    low, high = wilson(sum(found), len(found))
+    return Score(metric, sum(found) / len(found), "higher", length, group, low, high, len(found))
+
+
+def _check_text(file: Path) -> None:
+    """Raise ConfigError if a haystack is no text, or has hardly any."""
+    try:
+        words = file.read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        raise ConfigError(f"ruler.haystack: {file}:{line} is not UTF-8 text; give a text file in UTF-8") from None
+    refuse(len(words) < 500, f"ruler.haystack: {file} has {len(words)} words; give a text of at least 500")
