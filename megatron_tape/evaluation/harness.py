@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: the one place that runs its tasks.
+"""lm-evaluation-harness: the one place that finds and runs its tasks. Imports no torch until a task runs.
 
 The harness's own `simple_evaluate` is not used: it returns nothing on all but one process of a machine, asks the hub
 for the model, and seeds only once, so that what a task draws depends on the tasks before it. Here every call runs one
@@ -8,7 +8,6 @@ task with seeds of its own, and counts the documents of which the model saw only
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import os
@@ -22,13 +21,9 @@ from unittest import mock
 
 import lm_eval.tasks
 import numpy as np
-import torch
 import tqdm
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -37,41 +32,6 @@ from megatron_tape.errors import ConfigError
 FEWSHOT_SEED = 1234
 """The harness's own default."""
 _RESAMPLINGS = 1000
-
-
-class HarnessModel(HFLM):
-    """A loaded model for the harness, which remembers the requests that it had to truncate."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.truncated: set[tuple[str, ...]] = set()
-        """The texts of requests whose left part the model has not seen: (prompt,) or (context, continuation)."""
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model generates; see `HFLM`."""
-        for request in requests:
-            prompt, options = request.args
-            generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
-            if generated >= self.max_length:
-                raise ConfigError(
-                    f"{request.task_name} generates up to {generated:,} tokens, but the model takes only "
-                    f"{self.max_length:,} with the prompt; leave the task out"
-                )
-            if len(self.tok_encode(prompt)) > self.max_length - generated:
-                self.truncated.add((prompt,))
-        return super().generate_until(requests, disable_tqdm)
-
-    def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
-        for texts, context, continuation in requests:
-            if len(continuation) > self.max_length:
-                raise ConfigError(
-                    f"a text to score has {len(continuation):,} tokens, but the model takes only "
-                    f"{self.max_length:,}; leave the task out"
-                )
-            # The last token is predicted, but not read.
-            if texts and len(context) + len(continuation) > self.max_length + 1:
-                self.truncated.add(tuple(texts))
-        return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -115,29 +75,16 @@ class Outcome:
     """Examples in every prompt."""
 
 
-def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
-    """Return a `base.HuggingFaceModel` as a model of the harness, which truncates beyond `max_length` tokens."""
-    if model.tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {model.info.label} has no token that ends a text, which lm_eval needs; set eos_token in "
-            "its tokenizer_config.json"
-        )
-    # The harness chooses a padding token, which must not change the tokenizer of other tasks.
-    tokenizer = copy.deepcopy(model.tokenizer)
-    with quiet():
-        return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
-
-
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
     """Return the harness's index of tasks, which has all `names`: tasks, groups, tags or paths of YAML files.
 
     Its own 14,000 tasks, whose files take it long to read, are only looked through if `include` lacks a name. Raises
     ConfigError for a name that nobody knows.
     """
-    manager = None
     for defaults in (False, True):
         manager = _index(tuple(include), defaults)
-        known = set(manager.all_tasks)
+        # A group of one's own may consist of the harness's tasks.
+        known = set(manager.all_tasks) - (set() if defaults else set(manager.all_groups))
         unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
         if not unknown:
             return manager
@@ -243,6 +190,8 @@ def _examples(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) ->
 @contextlib.contextmanager
 def seeded(seed: str) -> Iterator[None]:
     """Seed Python, NumPy and torch by a text, and put their states back afterwards."""
+    import torch
+
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     source = random.Random(seed)  # a text seeds by its digest, alike in every process
     random.seed(source.getrandbits(64))

@@ -89,7 +89,7 @@ class HFModel:
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
-        from megatron_tape.evaluation.harness import harness_model
+        from megatron_tape.evaluation.harness_model import harness_model
 
         return harness_model(self, batch_size, max_length)
 

@@ -1,0 +1,61 @@
+"""A model of transformers as lm-evaluation-harness runs it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.harness import quiet
+
+
+class HarnessModel(HFLM):
+    """A loaded model for the harness, which remembers the requests that it had to truncate."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.truncated: set[tuple[str, ...]] = set()
+        """The texts of requests whose left part the model has not seen: (prompt,) or (context, continuation)."""
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model generates; see `HFLM`."""
+        for request in requests:
+            prompt, options = request.args
+            generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            if generated >= self.max_length:
+                raise ConfigError(
+                    f"{request.task_name} generates up to {generated:,} tokens, but the model takes only "
+                    f"{self.max_length:,} with the prompt; leave the task out"
+                )
+            if len(self.tok_encode(prompt)) > self.max_length - generated:
+                self.truncated.add((prompt,))
+        return super().generate_until(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
+        for texts, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a text to score has {len(continuation):,} tokens, but the model takes only "
+                    f"{self.max_length:,}; leave the task out"
+                )
+            # The last token is predicted, but not read.
+            if texts and len(context) + len(continuation) > self.max_length + 1:
+                self.truncated.add(tuple(texts))
+        return super()._loglikelihood_tokens(requests, *arguments, **options)
+
+
+def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
+    """Return a `base.HuggingFaceModel` as a model of the harness, which truncates beyond `max_length` tokens."""
+    if model.tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {model.info.label} has no token that ends a text, which lm_eval needs; set eos_token in "
+            "its tokenizer_config.json"
+        )
+    # The harness chooses a padding token, which must not change the tokenizer of other tasks.
+    tokenizer = copy.deepcopy(model.tokenizer)
+    with quiet():
+        return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)

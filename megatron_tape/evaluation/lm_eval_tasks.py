@@ -1,0 +1,275 @@
+"""Tasks of lm-evaluation-harness by their names, and what has changed since other results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.config.values import shown
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.lm_eval_changes import NORMAL_QUANTILE, changes, described, metric_name
+from megatron_tape.evaluation.packages import require
+from megatron_tape.evaluation.results import read_results, results_file
+from megatron_tape.evaluation.statistics import wilson
+
+_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
+_SHOWN = 30
+"""Rows of a picture at most."""
+
+
+@dataclass(kw_only=True)
+class LmEvalSettings:
+    """Any tasks of lm-evaluation-harness, and a comparison with results of the same ones."""
+
+    tasks: list[str]
+    """Names of tasks, groups or tags, as `lm_eval ls tasks` lists them, or paths of YAML files."""
+    include_path: str | None = None
+    """A directory with tasks of your own."""
+    limit: int | None = None
+    """At most so many documents of each task, the first ones; null means all."""
+    num_fewshot: int | None = None
+    """Examples in every prompt; null means what the task says."""
+    max_length: int | None = None
+    """Tokens that the model takes, longer prompts lose their beginning; null means what its configuration says."""
+    batch_size: int = 1
+    """Prompts that run at once."""
+    before: str | None = None
+    """Results (a results.json, or the directory with it) of the same tasks, such as of the model before an extension;
+    the differences are shown."""
+
+
+class LmEval(Task):
+    """What the harness reports, with intervals.
+
+    The values: `max_length`, and `outcomes`, of every task and group behind a name: its `metrics`, the digests of its
+    `documents`, their `values` of each metric where those are numbers, and how many were `truncated`.
+    """
+
+    name = "lm_eval"
+    Settings = LmEvalSettings
+    generates = True
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for names that nobody knows and for results that cannot be compared with."""
+        settings = self.settings
+        require("lm_eval", "lm_eval")
+        refuse(not settings.tasks, "lm_eval.tasks is []; name some of what lm_eval ls tasks lists")
+        refuse(len(set(settings.tasks)) < len(settings.tasks), "lm_eval.tasks names a task twice; name each once")
+        for name, least in (("limit", 1), ("num_fewshot", 0), ("max_length", 2), ("batch_size", 1)):
+            value = getattr(settings, name)
+            refuse(value is not None and value < least, f"lm_eval.{name} is {value}; set it to at least {least}")
+        include = settings.include_path
+        refuse(
+            include is not None and not Path(include).is_dir(),
+            f"lm_eval.include_path is {include}, which is not a directory",
+        )
+        for name in settings.tasks:
+            file = name.endswith((".yaml", ".yml"))
+            refuse(file and not Path(name).is_file(), f"lm_eval.tasks has {name}, which is not a file")
+        if settings.before is not None:
+            self._compared()
+        from megatron_tape.evaluation.harness import find_tasks
+
+        find_tasks(settings.tasks, self._include)
+
+    def inputs(self) -> list[Path]:
+        """Return the files of one's own tasks, and the results that are compared with."""
+        files = [Path(name) for name in self.settings.tasks if name.endswith((".yaml", ".yml"))]
+        for folder in self._include:
+            files += sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in _FILES)
+        return files + ([results_file(self.settings.before)] if self.settings.before else [])
+
+    def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return one unit per name."""
+        return [Unit(name) for name in self.settings.tasks]
+
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+        """Return what the tasks behind a name scored."""
+        from megatron_tape.evaluation.harness import find_tasks, load_tasks, run
+
+        settings = self.settings
+        # Its data is read here, and not for all tasks in `units`: other ranks may need other ones.
+        tasks = load_tasks(find_tasks(settings.tasks, self._include), unit.key, settings.num_fewshot)
+        harness = model.harness(settings.batch_size, settings.max_length)
+        outcomes = run(harness, tasks, unit.key, settings.limit)
+        return {
+            "max_length": getattr(harness, "max_length", None),
+            "outcomes": [_kept(outcome) for outcome in outcomes],
+        }
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return the metrics of all tasks, and their differences to the results before."""
+        outcomes = _outcomes(values)
+        scores, notes, tasks = [], [], {}
+        for name, outcome in outcomes.items():
+            count = len(outcome["documents"])
+            for key, metric in outcome["metrics"].items():
+                low, high = _interval(metric, outcome["values"].get(key))
+                better = "higher" if metric["higher_is_better"] else "lower"
+                scores.append(Score(metric_name(key), metric["value"], better, None, name, low, high, count or None))
+            tasks[name] = {key: outcome[key] for key in ("version", "fewshot", "truncated")} | {"documents": count}
+            if outcome["truncated"]:
+                notes.append(
+                    f"{name}: {outcome['truncated']:,} of {count:,} documents are longer than the "
+                    f"{outcome['max_length']:,} tokens that the model takes, so that it saw only their last part."
+                )
+            if outcome["not_finite"]:
+                notes.append(f"{name}: {', '.join(outcome['not_finite'])} is not a finite number and is left out.")
+        if self.settings.limit is not None:
+            notes.append(f"Only the first {self.settings.limit:,} documents of each task.")
+        details: dict[str, Any] = {"tasks": tasks}
+        if self.settings.before is not None:
+            label, before = self._compared()
+            details |= {"before": label, "changes": changes(before, outcomes)}
+            scores += [
+                Score(f"{row['metric']}, change", row["change"], row["better"], None, row["task"], row["low"],
+                      row["high"], row["count"])
+                for row in details["changes"]
+            ]  # fmt: skip
+            notes += described(details["changes"], label)
+        return Summary(scores, details, notes)
+
+    @classmethod
+    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+        """Return the shares that models score in each task, side by side, and the changes where there are any."""
+        rows: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
+        changed: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
+        for label, result in results.items():
+            for score in result["scores"]:
+                place = rows
+                if score["metric"].endswith(", change"):
+                    place = changed
+                elif not 0 <= score["value"] <= 1 or score["better"] == "lower":
+                    continue
+                key = (score["group"], score["metric"].removesuffix(", change"))
+                place.setdefault(key, {})[label] = (score["value"], score["low"], score["high"])
+        pictures = []
+        for name, table, title in (
+            ("lm_eval", rows, "Scores in tasks of lm_eval"),
+            ("lm_eval-changes", changed, "Changes of scores in tasks of lm_eval since the results before"),
+        ):
+            if table:
+                pictures.append(_drawn(name, table, title, list(results)))
+        return pictures
+
+    @property
+    def _include(self) -> tuple[str, ...]:
+        return (self.settings.include_path,) if self.settings.include_path else ()
+
+    def _compared(self) -> tuple[str, dict[str, dict[str, Any]]]:
+        """Return the label and the outcomes of the results before; ConfigError if they cannot be compared with."""
+        given = self.settings.before
+        try:
+            results = read_results(given)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"lm_eval.before is {given}, which cannot be read: {reason}") from None
+        found = results["tasks"].get("lm_eval")
+        refuse(
+            found is None, f"lm_eval.before is {given}, which has no results of lm_eval; evaluate lm_eval there first"
+        )
+        then, now = found["settings"].get("num_fewshot"), self.settings.num_fewshot
+        refuse(
+            then != now,
+            f"lm_eval.before is {given}, whose num_fewshot is {shown(then)} and here is {shown(now)}; evaluate with "
+            "the same one",
+        )
+        try:
+            outcomes = _outcomes(found["examples"])
+        except (KeyError, TypeError):
+            raise ConfigError(f"lm_eval.before is {given}, whose results of lm_eval are not whole") from None
+        common = set(found["examples"]) & set(self.settings.tasks)
+        refuse(
+            not common,
+            f"lm_eval.before is {given}, which has none of the tasks {', '.join(self.settings.tasks)}; it has "
+            f"{', '.join(found['examples'])}",
+        )
+        return results["label"], outcomes
+
+
+def _kept(outcome: Any) -> dict[str, Any]:
+    """Return what is kept of an outcome of the harness, as plain JSON."""
+    finite = {key: metric for key, metric in outcome.metrics.items() if math.isfinite(metric.value)}
+    values = {}
+    for key in finite:
+        column = [example.metrics.get(key) for example in outcome.examples]
+        if column and all(isinstance(value, (int, float)) and math.isfinite(value) for value in column):
+            values[key] = [float(value) for value in column]
+    return {
+        "name": outcome.name,
+        "version": outcome.version,
+        "fewshot": outcome.fewshot,
+        "metrics": {
+            key: {
+                "value": metric.value,
+                "error": metric.error if metric.error is not None and math.isfinite(metric.error) else None,
+                "higher_is_better": metric.higher_is_better,
+            }
+            for key, metric in finite.items()
+        },
+        "not_finite": sorted(metric_name(key) for key in outcome.metrics.keys() - finite.keys()),
+        "documents": [example.digest for example in outcome.examples],
+        "values": values,
+        "truncated": sum(example.truncated for example in outcome.examples),
+    }
+
+
+def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes by their names; a task that several groups have is the same in all."""
+    return {
+        outcome["name"]: {**outcome, "max_length": value["max_length"]}
+        for value in values.values()
+        for outcome in value["outcomes"]
+    }
+
+
+def _interval(metric: dict[str, Any], values: list[float] | None) -> tuple[float | None, float | None]:
+    """Return Wilson's interval of a share of documents, and that of the harness's standard error otherwise."""
+    share = values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), metric["value"])
+    if share:
+        return wilson(sum(values), len(values))
+    if metric["error"] is None:
+        return None, None
+    spread = NORMAL_QUANTILE * metric["error"]
+    return metric["value"] - spread, metric["value"] + spread
+
+
+def _drawn(name: str, table: dict[tuple[str, str], dict[str, Any]], title: str, labels: list[str]) -> Picture:
+    """Return a picture with one row for each task and metric, and one point with its interval for each model."""
+    from megatron_tape.evaluation.figures import legend, new_figure, plain, styles
+
+    rows = list(table.items())[:_SHOWN]
+    looks = styles(labels)
+    figure, (axes,) = new_figure(width=7.0, height=1.2 + 0.24 * len(rows) + 0.09 * len(rows) * len(labels))
+    said = []
+    for number, label in enumerate(labels):
+        offset = (number - (len(labels) - 1) / 2) * 0.7 / max(2, len(labels))
+        look = {**looks[label], "linestyle": "none"}
+        places, values, spreads = [], [], []
+        for row, (_, cells) in enumerate(rows):
+            if label in cells:
+                value, low, high = cells[label]
+                places.append(row + offset)
+                values.append(value)
+                spreads.append(
+                    [max(0, value - (value if low is None else low)), max(0, (value if high is None else high) - value)]
+                )
+        if not values:
+            continue
+        axes.plot(values, places, **look)
+        axes.errorbar(values, places, xerr=list(zip(*spreads)), fmt="none", ecolor=look["color"], elinewidth=1)
+        means = ", ".join(f"{cells[label][0]:.3f} {task} {metric}" for (task, metric), cells in rows if label in cells)
+        said.append(f"{label}: {means}.")
+    axes.set_yticks(range(len(rows)), [plain(f"{task} {metric}") for (task, metric), _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    if name.endswith("changes"):
+        axes.axvline(0, linewidth=1, alpha=0.6)
+        axes.set_xlabel("change")
+    else:
+        axes.set_xlabel("score")
+    legend(figure)
+    left = f" The first {_SHOWN} of {len(table)} rows." if len(table) > _SHOWN else ""
+    return Picture(name, f"{title}.{left} {' '.join(said)}", figure)

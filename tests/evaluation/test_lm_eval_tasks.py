@@ -1,0 +1,239 @@
+"""Tasks of the harness by name: scores, truncation that shows, and differences to results before."""
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from harness_cases import bpe_tokenizer, evaluated, info, random_llama
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.lm_eval_changes import changes
+from megatron_tape.evaluation.lm_eval_tasks import LmEval, LmEvalSettings
+from megatron_tape.evaluation.results import write_results
+
+WORDS = "push pop heap item list sort key merge left right child parent".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with two tasks: one that chooses, one that generates, each with documents of very different sizes."""
+    folder, source = tmp_path_factory.mktemp("tasks"), random.Random(0)
+    rows = []
+    for number in range(24):
+        text = " ".join(source.choices(WORDS, k=200 if number % 4 == 0 else 5))
+        rows.append({"text": text, "choices": source.sample(WORDS, 3), "answer": number % 3})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "metadata": {"version": 3},
+    }
+    chooses = {
+        "task": "next_word",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    writes = {
+        "task": "write_word",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    rolls = {"task": "roll", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    rolls["metric_list"] = [{"metric": "word_perplexity"}]
+    for task in (chooses, writes, rolls):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(bpe_tokenizer(bos=True), 64)
+
+
+def settings(folder, **given):
+    return LmEvalSettings(**{"tasks": ["next_word"], "include_path": str(folder), **given})
+
+
+def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder, caplog):
+    values, summary, result = evaluated(LmEval(settings(folder, tasks=["next_word", "write_word", "roll"])), model)
+    (outcome,) = values["next_word"]["outcomes"]
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    right, cut = [], 0
+    for row in rows:
+        scores, truncated = [], False
+        for choice in row["choices"]:
+            context = model.tokenizer(row["text"]).input_ids
+            ids = model.tokenizer(f"{row['text']} {choice}").input_ids
+            truncated |= len(ids) > 65
+            kept = torch.tensor([ids[-65:]])
+            with torch.no_grad():
+                chances = model.model(kept[:, :-1]).logits.log_softmax(-1)
+            count = len(ids) - len(context)
+            scores.append(chances[0].gather(-1, kept[0, 1:, None])[-count:].sum().item())
+        right.append(float(np.argmax(scores) == row["answer"]))
+        cut += truncated
+    assert outcome["values"]["acc,none"] == right and 0 < sum(right) < 24
+    assert outcome["truncated"] == cut == 6 and outcome["version"] == "3" and outcome["fewshot"] == 0
+    by_name = {(score.group, score.metric): score for score in summary.scores}
+    accuracy = by_name["next_word", "acc"]
+    assert accuracy.value == sum(right) / 24 and accuracy.low < accuracy.value < accuracy.high and accuracy.count == 24
+    assert by_name["write_word", "exact_match"].value == 0
+    perplexity = by_name["roll", "word_perplexity"]
+    assert perplexity.better == "lower" and perplexity.value > 1 and perplexity.low is None  # the harness knows none
+    assert summary.notes == [
+        f"{name}: 6 of 24 documents are longer than the 64 tokens that the model takes, so that it saw only their last "
+        "part."
+        for name in ("next_word", "write_word")
+    ]
+    assert result["details"]["tasks"]["roll"]["truncated"] == 0
+    assert not caplog.records and logging.getLogger("lm_eval").level == logging.NOTSET
+    (picture,) = LmEval.draw({"a": result, "b": result})
+    assert f"a: {accuracy.value:.3f} next_word acc" in picture.alternative_text
+    assert [label.get_text() for label in picture.figure.axes[0].get_yticklabels()][0] == "next_word acc"
+
+
+def test_a_limit_takes_the_first_documents(model, folder):
+    values, summary, _ = evaluated(LmEval(settings(folder, limit=5)), model)
+    whole, _, _ = evaluated(LmEval(settings(folder)), model)
+    few, all_of_them = (run["next_word"]["outcomes"][0] for run in (values, whole))
+    assert few["documents"] == all_of_them["documents"][:5] and len(set(all_of_them["documents"])) == 24
+    assert few["values"]["acc,none"] == all_of_them["values"]["acc,none"][:5]
+    assert "Only the first 5 documents of each task." in summary.notes
+
+
+def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):
+    task = LmEval(settings(folder, num_fewshot=2, max_length=500))
+    first = task.evaluate(task.units(model)[0], model)
+    random.seed(99)
+    np.random.seed(99)
+    LmEval(settings(folder, tasks=["write_word"], limit=2)).evaluate(task.units(model)[0], model)
+    assert task.evaluate(task.units(model)[0], model) == first
+    assert first["outcomes"][0]["fewshot"] == 2 and first["max_length"] == 500
+
+
+def outcome_of(values, error=0.1, metric="acc", digests=None, value=None, higher=True):
+    value = sum(values) / len(values) if value is None else value
+    return {
+        "name": "task", "version": "1", "fewshot": 0, "truncated": 0, "not_finite": [], "max_length": 64,
+        "metrics": {f"{metric},none": {"value": value, "error": error, "higher_is_better": higher}},
+        "documents": digests or [f"{i}" for i in range(len(values))], "values": {f"{metric},none": values},
+    }  # fmt: skip
+
+
+def test_changes_are_paired_by_document():
+    before, after = [0.0, 1.0] * 50, [1.0, 1.0] * 50
+    (row,) = changes({"task": outcome_of(before)}, {"task": outcome_of(after)})
+    assert row["paired"] and row["change"] == 0.5 and row["count"] == 100
+    assert 0.35 < row["low"] < 0.5 < row["high"] < 0.65
+    # Reordered documents and others between them change nothing.
+    digests = [f"{i}" for i in reversed(range(100))] + ["new"]
+    (other,) = changes({"task": outcome_of(before)}, {"task": outcome_of([*after[::-1], 0.0], digests=digests)})
+    assert {**other, "low": 0, "high": 0} == {**row, "low": 0, "high": 0}
+    (same,) = changes({"task": outcome_of(before)}, {"task": outcome_of(before)})
+    assert (same["change"], same["low"], same["high"]) == (0, 0, 0)
+
+
+def test_a_metric_that_is_no_mean_is_compared_by_its_standard_errors():
+    before = outcome_of([-1.0, -2.0], 3.0, "perplexity", value=10.0, higher=False)
+    after = outcome_of([-1.0, -1.0], 4.0, "perplexity", value=8.0, higher=False)
+    (row,) = changes({"task": before}, {"task": after})
+    assert not row["paired"] and row["better"] == "lower" and row["change"] == -2
+    assert row["high"] - row["low"] == pytest.approx(2 * 1.959964 * 5)
+    unknown = outcome_of([-1.0, -1.0], None, "perplexity", value=8.0, higher=False)
+    (row,) = changes({"task": before}, {"task": unknown})
+    assert (row["low"], row["high"]) == (None, None)
+    assert changes({"task": before}, {"other": after}) == []
+
+
+def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_path):
+    values, _, result = evaluated(LmEval(settings(folder)), model)
+    (outcome,) = values["next_word"]["outcomes"]
+    outcome = json.loads(json.dumps(outcome))
+    outcome["values"]["acc,none"] = [1.0] * 24  # it was right everywhere before
+    outcome["metrics"]["acc,none"]["value"] = 1.0
+    then = {**result, "examples": {"next_word": {"max_length": 64, "outcomes": [outcome]}}, "data": {}, "seconds": 1.0}
+    then |= {"settings": {"num_fewshot": None}, "processes": 1}
+    record = {
+        "format": 1, "label": "base", "created": 0.0, "versions": {}, "hardware": "", "dtype": "fp32",
+        "model": {"path": "", "digest": "", "parameters": 1, "trained_length": 64, "config": {}, "run": None},
+        "tasks": {"lm_eval": then},
+    }  # fmt: skip
+    write_results(tmp_path, record)
+    task = LmEval(settings(folder, before=str(tmp_path)))
+    assert task.inputs()[-1] == tmp_path / "results.json"
+    _, summary, shown = evaluated(task, model)
+    rows = {row["metric"]: row for row in summary.details["changes"]}
+    now = next(score.value for score in summary.scores if score.metric == "acc")
+    assert rows["acc"]["before"] == 1 and rows["acc"]["change"] == now - 1 and rows["acc_norm"]["change"] == 0
+    assert f"Clearly worse: next_word acc ({now - 1:+.3f})." in summary.notes
+    assert not any(note.startswith("Clearly better") for note in summary.notes)
+    change = next(score for score in summary.scores if score.metric == "acc, change")
+    assert change.value == now - 1 and change.high < 0
+    assert [picture.name for picture in LmEval.draw({"after": shown})] == ["lm_eval", "lm_eval-changes"]
+
+    with pytest.raises(ConfigError, match="whose num_fewshot is null and here is 2"):
+        LmEval(settings(folder, before=str(tmp_path), num_fewshot=2)).check(info())
+    with pytest.raises(ConfigError, match="has none of the tasks write_word; it has next_word"):
+        LmEval(settings(folder, before=str(tmp_path), tasks=["write_word"])).check(info())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"tasks": []}, "lm_eval.tasks is []"),
+        ({"tasks": ["next_word", "next_word"]}, "names a task twice"),
+        ({"tasks": ["no.yaml"]}, "lm_eval.tasks has no.yaml, which is not a file"),
+        ({"include_path": "nowhere"}, "lm_eval.include_path is nowhere, which is not a directory"),
+        ({"limit": 0}, "lm_eval.limit is 0"),
+        ({"before": "nowhere"}, "lm_eval.before is nowhere, which cannot be read"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(folder, given, message):
+    with pytest.raises(ConfigError) as error:
+        LmEval(settings(folder, **given)).check(info())
+    assert message in str(error.value)
+
+
+def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):
+    from megatron_tape.evaluation import harness
+
+    # The harness's whole list takes long to read.
+    monkeypatch.setattr(harness, "_index", lambda include, defaults, read=harness._index: read(include, False))
+    with pytest.raises(ConfigError, match="lm_eval knows no task next_wrd; did you mean next_word"):
+        LmEval(settings(folder, tasks=["next_wrd"])).check(info())
+
+
+def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
+    task = yaml.safe_load((folder / "next_word.yaml").read_text())
+    task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")
+    (tmp_path / "gone.yaml").write_text(yaml.safe_dump(task))
+    with pytest.raises(ConfigError, match="lm_eval cannot load the task .*gone.yaml: Unable to find .*gone.jsonl"):
+        evaluated(LmEval(settings(folder, tasks=[str(tmp_path / "gone.yaml")])), model)
+
+
+def test_an_answer_that_is_longer_than_the_model_is_refused(folder):
+    small = random_llama(bpe_tokenizer(bos=True), 4)
+    with pytest.raises(ConfigError, match="write_word generates up to 4 tokens, but the model takes only 4"):
+        evaluated(LmEval(settings(folder, tasks=["write_word"])), small)
+
+
+def test_a_tokenizer_without_an_end_is_refused(folder):
+    model = random_llama(bpe_tokenizer(bos=True), 64)
+    model.tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="the tokenizer of random has no token that ends a text"):
+        model.harness()
+
+
+def test_the_tokenizer_of_other_tasks_stays_as_it_is():
+    model = random_llama(bpe_tokenizer(bos=True), 64)
+    assert model.harness().tokenizer.pad_token is not None and model.tokenizer.pad_token is None
