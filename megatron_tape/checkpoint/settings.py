@@ -23,6 +23,7 @@ ORDER_KEYS = (
     "data.split",
     "data.long_documents",
     "data.generator",
+    "data.examples",
     "train.seed",
     "train.steps",
     "train.global_batch_size",

@@ -6,6 +6,7 @@ Each error is one sentence that names the key, its value and the fix. No file is
 from typing import Any, get_type_hints
 
 from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
+from megatron_tape.config.examples import examples_of
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.lora import lora_widths
 from megatron_tape.config.schema import (
@@ -278,6 +279,20 @@ def _validate_samples(config: RunConfig) -> None:
             generator.length > model.seq_length + 1,
             f"data.generator makes sequences of up to {generator.length} tokens, but model.seq_length is "
             f"{model.seq_length}; raise it to at least {generator.length - 1}",
+        )
+    if data.source == "examples":
+        examples = examples_of(data.examples)
+        refuse(data.tokenizer is None, "data.examples are texts, but data.tokenizer is null; set it")
+        refuse(
+            examples.target_tokens >= model.seq_length,
+            f"data.examples keeps target_tokens {examples.target_tokens} of a target, but model.seq_length is "
+            f"{model.seq_length}; set target_tokens to less",
+        )
+        interval, validates = config.train.eval_interval, bool(ON_VALIDATION_DATA & set(config.train.evaluations))
+        refuse(
+            interval is not None and validates and examples.validation is None,
+            f"train.eval_interval is {interval}, but data.examples names no validation file; add the key validation, "
+            "or set eval_interval to null",
         )
 
 

@@ -22,7 +22,7 @@ OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
 ATTENTION_BACKENDS = ("auto", *BACKENDS)
-SAMPLE_SOURCES = ("generator",)
+SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
 BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
@@ -80,7 +80,7 @@ class ModelConfig(*setting_classes()):
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """What to train on: Megatron's indexed datasets (prefix), or samples that are generated."""
+    """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
     prefix: dict[str, float] | list[float | str] | str | None = None
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
@@ -89,9 +89,15 @@ class DataConfig:
     """Train on sequences of a synthetic task in place of a dataset: {task: addition}, {task: selective_copy} or {task:
     grid_navigation}, and settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples
     never repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
+    examples: dict[str, str | int | bool | None] | None = None
+    """Train on examples of inputs and targets in place of a dataset: {path: train.jsonl}. Each of its lines has input,
+    and output or target. Other keys: validation, a file like it; template, what is read before the target ({input}
+    stands for the input, whose end is left out if it is too long; by default "{input}\\n\\nAnswer:"); target_tokens,
+    the most that is kept of a target (200); and bos, whether a sequence begins with the tokenizer's token for that
+    (false). Targets end in the end-of-document token. Every epoch has another order."""
     loss_on: Literal["answers", "all"] = "answers"
-    """Which tokens of a generator's sequences enter the loss, which is their mean over the global batch: those that are
-    answers, or all. Of indexed datasets, all do."""
+    """Which tokens of a generator's or of examples' sequences enter the loss, which is their mean over the global
+    batch: those that are answers (the targets of examples), or all. Of indexed datasets, all do."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str | None = None

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.config.examples import PLACE
+from megatron_tape.config.examples import PLACE, examples_of
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import FilePart, UnreadableFile, read_chunks
+from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import ConfigError, refuse
 
 _CHUNK = 1 << 22
@@ -41,7 +43,7 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
     try:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
             if line.strip():
-                yield _parse(place, line)
+                yield parse_example(place, line)
     except (UnreadableFile, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
@@ -68,7 +70,8 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}/{names[0]}:{number}", line
 
 
-def _parse(place: str, line: bytes) -> Example:
+def parse_example(place: str, line: bytes) -> Example:
+    """Return the example of a line; raises ConfigError, which names its place, if there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -82,6 +85,10 @@ def _parse(place: str, line: bytes) -> Example:
             f"{place} has no text as its {key}; give a file whose every line has input, and output or target "
             "(the test split of SCROLLS has no outputs)",
         )
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{place} has a lone surrogate in its {key}; repair or remove it") from None
     key = record.get("id")
     return Example(place, None if key is None else str(key), record["input"], record[target_key])
 
@@ -135,6 +142,24 @@ class Cutter:
         answer = list(whole[len(self._after) :])
         kept = answer[: self._target_tokens]
         return Cut([*self._before, *shown, *self._after], kept, input_cut, len(kept) < len(answer))
+
+
+def cutter_of(config: RunConfig, tokenizer: Tokenizer) -> Cutter:
+    """Return what makes token ids of a run's examples, which end in the end-of-document token in addition.
+
+    Raises ConfigError if the tokenizer lacks a token, or the context has no room.
+    """
+    settings, used = examples_of(config.data.examples), config.data.tokenizer
+    refuse(
+        tokenizer.eod is None,
+        f"data.examples needs a tokenizer with an end-of-document token, at which answers end; {used} has none",
+    )
+    refuse(
+        settings.bos and tokenizer.bos is None,
+        f"data.examples.bos is true, but data.tokenizer {used} has no token that begins a text; set it to false",
+    )
+    bos = [tokenizer.bos] if settings.bos else []
+    return Cutter(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)
 
 
 def first_tokens(encode: Callable[[str], Sequence[int]], text: str, count: int) -> tuple[list[int], bool]:

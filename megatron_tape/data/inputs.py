@@ -8,8 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
+from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.config.values import shown
+from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
@@ -80,6 +82,17 @@ def check_datasets(config: RunConfig) -> None:
         )
     if config.data.long_documents is not None:
         find_pools(config)
+    if config.data.examples is not None:
+        _check_examples(config, tokenizer)
+
+
+def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Read all examples; raise `ConfigError` for the first bad line, or if no samples can be made of them."""
+    cutter_of(config, tokenizer)
+    settings = examples_of(config.data.examples)
+    for path in filter(None, (settings.path, settings.validation)):
+        count = sum(1 for _ in read_examples(path, ""))
+        refuse(count == 0, f"{path} holds no example; give another file as data.examples")
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -107,6 +120,18 @@ def check_inputs(config: RunConfig) -> None:
                     f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or "
                     "correct it",
                 )
+    examples = None if config.data.examples is None else examples_of(config.data.examples)
+    for name, path in (("path", examples.path), ("validation", examples.validation)) if examples else ():
+        with _names_the_setting(f"data.examples.{name}", path):
+            refuse(
+                path is not None and not Path(path).is_file(),
+                f"data.examples.{name} is {path}, but there is no such file; correct it",
+            )
+            refuse(
+                path is not None and not path.endswith((".jsonl", ".json")),
+                f"data.examples.{name} is {path}; give uncompressed JSON lines, .jsonl or .json (unzip those of "
+                "SCROLLS first)",
+            )
     tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
     with _names_the_setting("data.tokenizer", tokenizer):
         refuse(

@@ -1,6 +1,6 @@
 """Sources of training samples in place of indexed datasets: only some of a sample's tokens enter the loss.
 
-A new source is a subclass of `SampleSource` in a file of its own, with a setting in `data` whose name is entered in
+A new source is a subclass of `SampleSource`, with a setting in `data` whose name is entered in
 `config.schema.SAMPLE_SOURCES`; `config.checks` checks that setting, and `sample_source` builds the source from it.
 `Batches` gives each sample to the ranks in the same order under every parallel layout, and turns the masks into weights
 with which the loss is the mean over a global batch.
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_tape.config.examples import examples_of
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.examples import cutter_of, parse_example
+from megatron_tape.data.inputs import load_run_tokenizer
+from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
 
 
@@ -53,6 +57,48 @@ class GeneratedSamples(SampleSource):
         return padded_sample(tokens, answers | self._all, self._seq_length)
 
 
+class ExampleSamples(SampleSource):
+    """The lines of a file of `data.examples`; those of training in another order in every epoch."""
+
+    def __init__(self, config: RunConfig, validation: bool):
+        """Find the lines of the file. Raises ConfigError if it holds none."""
+        settings, tokenizer = examples_of(config.data.examples), load_run_tokenizer(config)
+        self._path = settings.validation if validation else settings.path
+        self._cut, self._end = cutter_of(config, tokenizer), tokenizer.eod
+        self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
+        self._seed = None if validation else config.train.seed
+        starts, lines = [0], []
+        with open(self._path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                starts.append(starts[-1] + len(line))
+                if line.strip():
+                    lines.append(number)
+        if not lines:
+            raise ConfigError(f"{self._path} holds no example; give another file as data.examples")
+        self._starts, self._lines = np.array(starts), np.array(lines)
+        self._epoch, self._order = -1, np.empty(0, int)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        epoch, place = divmod(index, len(self._lines))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        number = int(self._lines[self._order[place]])
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[number - 1])
+            line = file.read(int(self._starts[number] - self._starts[number - 1]))
+        example = parse_example(f"{self._path}:{number}", line)
+        cut = self._cut(example.input, example.target)
+        tokens = np.array([*cut.prompt, *cut.target, self._end], dtype=np.int64)
+        in_loss = np.arange(len(tokens)) >= len(cut.prompt)
+        return padded_sample(tokens, in_loss | self._all, self._seq_length)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        count = len(self._lines)
+        return np.arange(count) if self._seed is None else random_of(self._seed, TRAINING, epoch).permutation(count)
+
+
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:
     """Return the source that `config.data` names, one of `SAMPLE_SOURCES`, for training or for validation."""
+    if config.data.source == "examples":
+        return ExampleSamples(config, validation)
     return GeneratedSamples(config, VALIDATION if validation else TRAINING)

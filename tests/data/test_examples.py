@@ -47,6 +47,7 @@ def test_json_lines_and_zips_give_the_same_examples(tmp_path):
         ('{"input": "a"}', "qa.jsonl:2 has no text as its output; give a file whose every line has input"),
         ('{"input": "a", "output": null}', "the test split of SCROLLS has no outputs"),
         ('{"input": 3, "target": "b"}', "qa.jsonl:2 has no text as its input"),
+        ('{"input": "a", "target": "\\ud800"}', "qa.jsonl:2 has a lone surrogate in its target"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, said):

@@ -1,0 +1,113 @@
+"""Training on examples of inputs and targets: the loss is on targets, and every epoch has its own order."""
+
+import json
+
+import pytest
+from datasets_for_tests import EOD, write_tokenizer
+from models import small_model
+
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.data.batches import build_batches
+from megatron_tape.data.inputs import check_datasets, check_inputs
+from megatron_tape.data.samples import sample_source
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
+
+LINES = [
+    {"id": "1", "input": "w1 w2 w3", "output": "w4"},
+    {"id": "2", "input": "w5 w6", "target": "w7 w8"},
+    {"id": "3", "input": " ".join(["w10"] * 40), "output": "w11 w12 w13 w14 w15"},
+]
+
+
+@pytest.fixture
+def make(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer.json")
+    text = "".join(json.dumps(line) + "\n" for line in LINES)
+    (tmp_path / "train.jsonl").write_text("\n" + text)
+    (tmp_path / "held.jsonl").write_text(text)
+
+    def made(loss_on="answers", eval_interval=1, **changes):
+        examples = {"path": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held.jsonl")}
+        examples |= {"template": "{input} w9", "target_tokens": 4, **changes}
+        data = DataConfig(examples=examples, tokenizer=str(tmp_path / "tokenizer.json"), loss_on=loss_on)
+        train = TrainConfig(
+            steps=3,
+            global_batch_size=6,
+            micro_batch_size=2,
+            eval_interval=eval_interval,
+            eval_steps=1,
+            precision="fp32",
+        )
+        return RunConfig(model=small_model(), data=data, train=train)
+
+    return made
+
+
+def sequences(source, count):
+    """Return the tokens that are read and the labels in the loss of the first samples."""
+    samples = [source[i] for i in range(count)]
+    return [(sample["tokens"].tolist(), sample["labels"][sample["loss_mask"]].tolist()) for sample in samples]
+
+
+def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_the_loss(make):
+    config = make()
+    check_inputs(config)
+    check_datasets(config)
+    assert sequences(sample_source(config, validation=True), 4) == [
+        ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
+        ([5, 6, 9, 7, 8, EOD] + [0] * 10, [7, 8, EOD]),
+        # 16 tokens: 11 of the input, the template, 4 of the target; the end mark is only a label.
+        ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14, EOD]),
+        ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
+    ]
+
+
+def test_inputs_may_enter_the_loss_too(make):
+    assert sequences(sample_source(make(loss_on="all"), validation=True), 1)[0][1] == [2, 3, 9, 4, EOD]
+
+
+def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decides(make):
+    found, again = (sequences(sample_source(make(), validation=False), 30) for _ in range(2))
+    assert found == again
+    epochs = [tuple(map(str, found[i : i + 3])) for i in range(0, 30, 3)]
+    assert len({frozenset(epoch) for epoch in epochs}) == 1 and len(frozenset(epochs[0])) == 3
+    assert len(set(epochs)) > 1
+    config = make()
+    config.train.seed += 1
+    assert sequences(sample_source(config, validation=False), 30) != found
+
+
+def test_batches_are_made_of_the_examples(make):
+    config = make()
+    layout = initialize_distributed(1)
+    batches = list(build_batches(config, layout).training(3))
+    source = sample_source(config, validation=False)
+    assert len(batches) == 3
+    for i, row in enumerate(row for batch in batches for row in batch["tokens"].tolist()):
+        assert row == source[12 + i]["tokens"].tolist()
+    # The mean over the two epochs' 20 labels of the global batch.
+    weights = [weight for batch in batches for weight in batch["loss_weights"].flatten().tolist() if weight > 0]
+    assert len(weights) == 20 and weights == pytest.approx([3 / 20] * 20)
+
+
+def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(LINES[0]) + '\n{"input": "w1"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for changes, said in (
+        ({"path": str(tmp_path / "bad.jsonl")}, "bad.jsonl:2 has no text as its output"),
+        ({"validation": str(tmp_path / "empty.jsonl")}, "empty.jsonl holds no example"),
+        ({"target_tokens": 15}, "16 tokens has no room for an input beside 15 tokens of the target and 1 of the"),
+        ({"bos": True}, "data.examples.bos is true, but data.tokenizer .* has no token that begins a text"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_datasets(make(**changes))
+    for changes, said in (
+        ({"path": "none.jsonl"}, "data.examples.path is none.jsonl, but there is no such file"),
+        ({"path": str(tmp_path / "tokenizer.json") + "x"}, "no such file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_inputs(make(**changes))
+    (tmp_path / "qasper.zip").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match="qasper.zip; give uncompressed JSON lines"):
+        check_inputs(make(path=str(tmp_path / "qasper.zip")))
