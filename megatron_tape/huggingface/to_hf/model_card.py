@@ -247,6 +247,8 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
 
 def _data(data: dict) -> str:
     """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
+    if data["prefix"] is None and data.get("examples") is not None:
+        return f"examples of {Path(data['examples']['path']).name}"
     if data["prefix"] is None:
         return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
     prefixes, weights = blend(data["prefix"])
