@@ -8,7 +8,7 @@ import pytest
 from megatron_tape.position import ENCODINGS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [
     pytest.param(program, id=f"{page.name}-{i}")
     for page in PAGES

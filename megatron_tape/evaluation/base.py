@@ -40,7 +40,8 @@ class Score:
     metric: str
     """What it is, in the field's terms, such as `perplexity` or `accuracy`."""
     value: float
-    better: Literal["lower", "higher"]
+    better: Literal["lower", "higher", "neither"]
+    """neither for what describes a model without judging it."""
     length: int | None = None
     """Tokens of context that it is about; None if it is not about one length."""
     group: str = ""

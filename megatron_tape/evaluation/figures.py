@@ -31,6 +31,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 LINES = ("-", "--", ":", "-.")
 COLOR_MAP = "cividis"
 """Of heat maps: from dark blue to light yellow, alike to all kinds of eyes and in grey."""
+SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
+"""From the first to the last of an ordered series, such as layers; seen on light and on dark pages."""
 ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
 """Of texts upon the cells of a heat map, whose colours are the same on light and dark pages."""
 CELLS_WITH_TEXT = 144
@@ -72,6 +74,14 @@ def in_order(labels: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         _ORDER.reset(token)
+
+
+def shades(count: int) -> list[tuple[float, ...]]:
+    """Return colours for curves that have an order, such as those of layers."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colors = LinearSegmentedColormap.from_list("shades", SHADES)
+    return [colors(index / max(1, count - 1)) for index in range(count)]
 
 
 def shorten(text: str, longest: int = LONGEST_LABEL) -> str:

@@ -15,6 +15,7 @@ from megatron_tape.evaluation.figures import (
     legend,
     new_figure,
     plain,
+    shades,
     shorten,
     styles,
 )
@@ -97,13 +98,10 @@ def _similarities(results: dict[str, dict[str, Any]]) -> Picture:
 
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
-    """Draw the curves of some layers but the first, darker for later ones."""
-    import matplotlib
-
+    """Draw the curves of some layers but the first."""
     later = range(1, len(layers))
     shown = sorted({later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)})
-    for layer in shown:
-        color = matplotlib.colormaps["viridis"](1 - layer / max(1, len(layers) - 1) * 0.9)
+    for layer, color in zip(shown, shades(len(shown))):
         axes.plot(x, layers[layer], color=color, linewidth=1.4, label=f"layer {layer}")
 
 

@@ -168,7 +168,7 @@ class PositionPictures(Task):
             low, high = bootstrap_mean(by_document)
             value = float(by_document.mean())
             scores.append(
-                Score("state_distance", value, "higher", group=f"layer {layer}", low=low, high=high, **common)
+                Score("state_distance", value, "neither", group=f"layer {layer}", low=low, high=high, **common)
             )
         tokens = [one["tokens"] for one in found]
         own = np.array([one["loss"] for one in found])
@@ -182,9 +182,9 @@ class PositionPictures(Task):
         if self.settings.ablation:
             ablated = np.array([one["ablated"] for one in found])
             layers = range(ablated.shape[1])
-            scores += [loss("loss_increase", ablated[:, at] - own, "higher", f"layer {at}") for at in layers]
+            scores += [loss("loss_increase", ablated[:, at] - own, "neither", f"layer {at}") for at in layers]
             everywhere = np.array([one["all_ablated"] for one in found])
-            scores.append(loss("loss_increase", everywhere - own, "higher", "all layers"))
+            scores.append(loss("loss_increase", everywhere - own, "neither", "all layers"))
         details = {
             "distance": distance.mean(0).tolist(),
             "distance_by_position": np.mean([one["by_position"] for one in found], axis=0).tolist(),

@@ -1,4 +1,5 @@
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -14,8 +15,10 @@ from megatron_tape.evaluation.base import Picture, Task
 from megatron_tape.evaluation.report import page as page_module
 from megatron_tape.evaluation.report.inputs import clean, read_models
 from megatron_tape.evaluation.report.page import page
+from megatron_tape.evaluation.report.paper import SHAPE, entries, paper_tables
 from megatron_tape.evaluation.report.pictures import drawn
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
+from megatron_tape.evaluation.tasks import task_class
 from pretrain import report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
@@ -181,6 +184,20 @@ def test_the_best_value_of_a_row_is_marked(compared):
     assert marked == ["0.800", "0.900", "0.800", "0.700"]
 
 
+def test_a_single_group_is_named_once_and_what_judges_nothing_has_no_best_value(tmp_path):
+    files = []
+    for label, value in (("x", 1.5), ("y", 2.5)):
+        loss = [score("loss", value, length=length, group="books", unit="nats") for length in LENGTHS]
+        distances = [score("distance", value, "neither", group=f"layer {layer}") for layer in (0, 1)]
+        files.append(write_results(tmp_path / label, results(label, {"shiny": task(loss + distances)})))
+    content = page(read_models(files))
+    parsed = Page(content)
+    assert parsed.table("Loss (nats), books".lower(), "scores")[0] == ["length (tokens)", "x", "y"]
+    assert [row[0] for row in parsed.table("distance", "scores")] == ["group", "layer 0", "layer 1"]
+    assert re.findall(r"<strong>(.*?)</strong>", content) == ["1.500"] * 3
+    assert not any("distance" in caption and "better" in caption for _, caption in parsed.tables)
+
+
 def test_models_evaluated_with_different_settings_are_warned_of(parsed):
     assert "different settings (samples)" in parsed.sections["scores"]
 
@@ -301,6 +318,73 @@ def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
+LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+
+
+def extended(
+    label="ours", *, config=LLAMA, trained_length=8192, protocol="longlora", path="x/PG-19/test.bin", **others
+):
+    scores = [score(value=8.5, length=2048, group="test"), score(value=9.5, length=512, group="test")]
+    found = task(scores, settings={"protocol": protocol}, data={path: "0" * 64})
+    return results(label, {"perplexity": found}, config=config, trained_length=trained_length, **others)
+
+
+def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_path):
+    (model,) = read_models([write_results(tmp_path, extended())])
+    (table,) = paper_tables([model])
+    assert "PG19" in table.caption and "how ours was trained is not known here" in table.caption
+    titles = [column.title for column in table.columns]
+    assert titles == ["length (tokens)", "ours", *(f"{name}, TAPE (2025)" for name in ("TAPE", "LoRA", "Theta"))]
+    assert [column.published for column in table.columns] == [False, False, True, True, True]
+    # 512 tokens are not in the paper, and 1,024 were not evaluated here.
+    assert [[cell.text for cell in row] for row in table.rows] == [["2,048", "8.500", "7.642", "9.098", "8.640"]]
+    parsed = Page(page([model]))
+    assert parsed.table("PG19", "papers")[1][1:3] == ["8.500", "7.642"]
+    marked = [a for name, a in parsed.elements if name == "td" and "published" in a["class"]]
+    assert len(marked) == 3 and "were not measured here" in parsed.sections["papers"]
+
+
+@pytest.mark.parametrize(
+    "changed, agree",
+    [
+        ({}, True),
+        (
+            {"config": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008}},
+            True,
+        ),
+        ({"run": {"step": 1000, "settings": settings(train__steps=1000, train__global_batch_size=64)}}, True),
+        ({"path": "PG19.bin"}, True),
+        ({"protocol": "documents"}, False),
+        ({"trained_length": 4096}, False),
+        ({"config": {**LLAMA, "num_hidden_layers": 22}}, False),
+        ({"path": "x/books.bin"}, False),
+        ({"run": {"step": 9, "settings": settings(train__steps=9, train__global_batch_size=64)}}, False),
+    ],
+)
+def test_figures_of_the_paper_are_not_shown_where_a_setting_differs(tmp_path, changed, agree):
+    models = read_models([write_results(tmp_path, extended(**changed))])
+    assert len(paper_tables(models)) == agree
+
+
+def test_the_papers_tests_are_matched_by_settings_that_the_tasks_have():
+    for entry in entries():
+        known = {item.name for item in dataclasses.fields(task_class(entry["task"]).Settings)}
+        assert {key.partition(".")[0] for key in entry.get("settings", {})} <= known, entry["title"]
+        assert ("lengths" in entry) != ("groups" in entry) and set(entry.get("shape", {})) <= SHAPE.keys()
+
+
+def test_figures_by_group_are_matched_whatever_the_length(tmp_path):
+    scores = [
+        score("exact match", 0.4, "higher", group="up to 80 digits"),
+        score("exact match", 0.9, "higher", group="x"),
+    ]
+    shape = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 2048}
+    found = task(scores, settings={"digits": 40, "longest": None, "step": 1})
+    file = write_results(tmp_path, results("ours", {"addition": found}, config=shape))
+    (table,) = paper_tables(read_models([file]))
+    assert [[cell.text for cell in row][:3] for row in table.rows] == [["up to 80 digits", "0.400", "0.328"]]
+
+
 class _Drawn(Task):
     @classmethod
     def draw(cls, results):
@@ -314,10 +398,10 @@ class _Drawn(Task):
         return [Picture("drawn", f"Found by {', '.join(results)}.", figure)]
 
 
-class _Broken(Task):
+class _Fragile(_Drawn):
     @classmethod
     def draw(cls, results):
-        raise KeyError("losses")
+        return super().draw({label: result["details"]["losses"] for label, result in results.items()})
 
 
 def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypatch):
@@ -337,13 +421,17 @@ def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypa
     assert svg.count("<image") == 2  # the cells, and the colour bar
 
 
-def test_pictures_that_cannot_be_drawn_are_named_and_replaced_by_scores(tmp_path, monkeypatch, capsys):
+def test_models_that_cannot_be_drawn_are_named_and_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(page_module.TASKS, "shiny", "somewhere:Else")
-    monkeypatch.setattr(page_module, "task_class", lambda name: _Broken)
-    parsed = Page(page(read_models([write_results(tmp_path, results("x", {"shiny": ours(0.5)}))])))
-    assert "The pictures of shiny could not be drawn (KeyError: 'losses')." in parsed.sections["tasks"]
-    assert "could not be drawn" in capsys.readouterr().err
-    assert [name for name, _ in parsed.elements].count("svg") == 1
+    monkeypatch.setattr(page_module, "task_class", lambda name: _Fragile)
+    bad = write_results(tmp_path / "1", results("bad", {"shiny": ours(0.5)}))
+    good = write_results(tmp_path / "2", results("good", {"shiny": ours(0.5, details={"losses": []})}))
+    for files, drawn_text in (([bad, good], "Found by good."), ([bad], "Accuracy by context length; at the longest, ")):
+        parsed = Page(page(read_models(files)))
+        sentence = "The pictures of shiny could not be drawn for bad (KeyError: 'losses')."
+        assert sentence in parsed.sections["tasks"] and sentence in capsys.readouterr().err
+        (svg,) = [attributes for name, attributes in parsed.elements if name == "svg"]
+        assert svg["aria-label"].startswith(drawn_text)
 
 
 def test_a_picture_takes_nothing_but_shapes_and_texts_into_the_page():
@@ -383,7 +471,7 @@ def test_a_picture_is_saved_as_png(tmp_path):
         ([12.345, 3.2], ["12.35", "3.20"]),
         ([1234.56], ["1,234.6"]),
         ([3.21, 1.5e9], ["3.21", "1.5e+09"]),
-        ([0.0], ["0.00000"]),
+        ([0.0], ["0.000"]),
     ],
 )
 def test_numbers_of_one_table_have_the_same_decimals(values, shown):

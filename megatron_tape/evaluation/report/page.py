@@ -6,6 +6,7 @@ import base64
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,12 +121,7 @@ def _tasks(models: Sequence[Model]) -> Section:
         results = {model.label: model.tasks[task] for model in models if task in model.tasks}
         part = Part(title(task))
         if task in TASKS:
-            try:
-                part.pictures = _shown(f"task-{task}", task_class(task).draw(results))
-            except Exception as error:  # details of another version, or damaged ones
-                sentence = f"The pictures of {title(task)} could not be drawn ({type(error).__name__}: {error})."
-                print(f"warning: {sentence}", file=sys.stderr)
-                part.warnings.append(clean(sentence))
+            part.pictures, part.warnings = _drawn_by(task, results)
         else:
             part.warnings.append(f"This version does not know the task {task}, and shows only its scores.")
         if not part.pictures:
@@ -139,6 +135,24 @@ def _tasks(models: Sequence[Model]) -> Section:
         if part.pictures or part.notes or part.warnings:
             section.parts.append(part)
     return section
+
+
+def _drawn_by(task: str, results: dict[str, dict]) -> tuple[list[Drawing], list[str]]:
+    """Return a task's pictures, without the models whose results it cannot draw, and a warning about these."""
+    draw = task_class(task).draw
+    try:
+        return _shown(f"task-{task}", draw(results)), []
+    except Exception as error:  # details of another version, or damaged ones
+        reason = f"{type(error).__name__}: {error}"
+    left = {}
+    for label, result in results.items():
+        with suppress(Exception):
+            draw({label: result})
+            left[label] = result
+    without = [label for label in results if label not in left]
+    sentence = clean(f"The pictures of {title(task)} could not be drawn for {enumerated(without)} ({reason}).")
+    print(f"warning: {sentence}", file=sys.stderr)
+    return _shown(f"task-{task}", draw(left)) if left and without else [], [sentence]
 
 
 def _shown(prefix: str, pictures: Sequence[Picture]) -> list[Drawing]:

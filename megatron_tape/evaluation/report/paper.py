@@ -51,23 +51,24 @@ def agrees(entry: Mapping[str, Any], model: Model) -> bool:
 
 
 def _same(ours: Any, published: Any) -> bool:
-    """Return whether a setting is the published one, or among the published ones."""
-    return ours in published if isinstance(published, list) and not isinstance(ours, list) else ours == published
+    """Return whether a setting is the published one, or one of a list of them."""
+    return ours in published if isinstance(published, list) else ours == published
 
 
 def _found(entry: Mapping[str, Any], model: Model) -> dict[Place, Mapping[str, Any]]:
     """Return the model's scores that an entry has figures for, by their places in its table."""
-    task = model.tasks[entry["task"]]
+    task, data = model.tasks[entry["task"]], entry.get("data", "")
     published = {place for method in _figures(entry).values() for place in method}
-    data = entry.get("data", "")
-    named = all(data in _name(path) for path in task["data"]) and bool(task["data"])
+    all_of_it = bool(task["data"]) and all(data in _name(path) for path in task["data"])
     found = {}
     for score in task["scores"]:
         group, length = place_of(score)
         place = ("", length) if "lengths" in entry else (group, None)
-        about_data = not data or data in _name(group) or (named and not group)
-        whole = "groups" in entry or not group or bool(data)
-        if score["metric"] == entry["metric"] and about_data and whole and place in published:
+        if (
+            score["metric"] == entry["metric"]
+            and place in published
+            and (not data or all_of_it or data in _name(group))
+        ):
             found[place] = score
     return found
 

@@ -24,6 +24,8 @@ from megatron_tape.evaluation.tasks import TASKS
 Score = Mapping[str, Any]
 Kind = tuple[str, str, str]
 """Metric, unit and direction of scores that one table holds."""
+SHARE = 3
+"""Decimals of shares between 0 and 1."""
 
 
 def task_names(models: Sequence[Model]) -> list[str]:
@@ -82,12 +84,14 @@ def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind) -> Table:
             if kind_of(score) == kind:
                 found.setdefault(place_of(score), {})[index] = score
     scores = [score for row in found.values() for score in row.values()]
-    decimals = decimals_for(
-        [score[key] for score in scores for key in ("value", "low", "high") if score.get(key) is not None]
-    )
+    values = [score[key] for score in scores for key in ("value", "low", "high") if score.get(key) is not None]
+    decimals = SHARE if not kind[1] and all(0 <= value <= 1 for value in values) else decimals_for(values)
     counts = {score.get("count") for score in scores}
     places = ordered(found)
-    columns, rows = place_columns(places)
+    groups = {group for group, _ in places}
+    # A single group is said once, above the table.
+    only = groups.pop() if len(groups) == 1 and places[0][1] is not None else ""
+    columns, rows = place_columns([("" if only else group, length) for group, length in places])
     names = len(columns)
     columns += [Column(model.label, "number", index) for index, model in shown]
     best = max if kind[2] == "higher" else min
@@ -96,7 +100,7 @@ def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind) -> Table:
         winner = best(values) if len(set(values)) > 1 and kind[2] in ("higher", "lower") else None
         for index, _ in shown:
             row.append(_cell(found[place].get(index), decimals, len(counts) > 1, winner))
-    return Table(_caption(kind, scores, counts), columns, rows, names)
+    return Table(_caption(kind, only, scores, counts), columns, rows, names)
 
 
 def _cell(score: Score | None, decimals: int | None, with_count: bool, winner: float | None) -> Cell:
@@ -110,9 +114,9 @@ def _cell(score: Score | None, decimals: int | None, with_count: bool, winner: f
     return number(score["value"], decimals, " \N{MIDDLE DOT} ".join(details), score["value"] == winner)
 
 
-def _caption(kind: Kind, scores: Sequence[Score], counts: set[int | None]) -> str:
+def _caption(kind: Kind, group: str, scores: Sequence[Score], counts: set[int | None]) -> str:
     metric, unit, better = kind
-    parts = [f"{title(metric)}{f' ({unit})' if unit else ''}"]
+    parts = [_named(metric, unit) + (f", {group}" if group else "")]
     if better in ("higher", "lower"):
         parts.append(f"{better} is better")
     if any(score.get("low") is not None for score in scores):
@@ -123,6 +127,10 @@ def _caption(kind: Kind, scores: Sequence[Score], counts: set[int | None]) -> st
         count = next(iter(counts))
         parts.append(f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{count:,} for each value")
     return "; ".join(parts)
+
+
+def _named(metric: str, unit: str) -> str:
+    return f"{title(metric)} ({unit})" if unit and unit != title(metric) else title(metric)
 
 
 def draw_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
@@ -141,7 +149,7 @@ def draw_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
             if found:
                 curve(axes, look[label], *columns)
         length_axis(axes, lengths)
-        axes.set_ylabel(plain(f"{title(kind[0])}{f' ({kind[1]})' if kind[1] else ''}"))
+        axes.set_ylabel(plain(_named(*kind[:2])))
         legend(figure)
         pictures.append(Picture(f"scores-{number_of_kind}", _alternative(kind, points), figure))
     return pictures
@@ -161,4 +169,5 @@ def _alternative(kind: Kind, points: Mapping[str, Sequence[Score]]) -> str:
         for label, found in points.items()
         if found
     ]
-    return f"{title(kind[0])} by context length; at the longest, {enumerated(last)} tokens."
+    name = title(kind[0])
+    return f"{name[:1].upper()}{name[1:]} by context length; at the longest, {enumerated(last)} tokens."

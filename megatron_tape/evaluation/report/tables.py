@@ -74,7 +74,7 @@ def setting(value: Any, known: bool = True) -> Cell:
 def decimals_for(values: Iterable[float]) -> int | None:
     """Return the decimals with which numbers of one table are shown, None for so many significant digits."""
     values = list(values)
-    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 0.1
     if all(float(value).is_integer() for value in values) and largest >= 2:
         return 0 if largest < 1e12 else None
     if largest >= 1e5:
