@@ -284,6 +284,22 @@ def test_a_run_without_results_and_a_run_without_settings_are_shown(tmp_path):
     assert page.table("How far each run is")[1][1:3] == ["50", "\N{EN DASH}"]
 
 
+def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_path):
+    rows = [
+        {"step": step, "loss": 3.0, "evaluation/perplexity/loss/books/512": 5.0 - step, "evaluation/x/accuracy": 0.5}
+        | {"evaluation/perplexity/loss/books/1024": 4.0 - step}
+        for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = [a["aria-label"] for name, a in page_of(tmp_path, tmp_path).elements if name == "svg"]
+    name = tmp_path.name
+    assert labels[1:] == [
+        f"During training, perplexity, loss, books by step; at the end, {name} 3 at 512 tokens and {name} 2 at 1,024 "
+        "tokens.",
+        f"During training, x, accuracy by step; at the end, {name} 0.5.",
+    ]
+
+
 @pytest.mark.parametrize(
     "content, sentence",
     [

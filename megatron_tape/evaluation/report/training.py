@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import legend, new_figure, plain, shorten, styles
+from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, plain, shorten, styles
 from megatron_tape.evaluation.report.inputs import Model, Run, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, duration_text, enumerated, number
 
 MOST_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
+DURING = "evaluation/"
+"""How metrics begin that an evaluation during training found."""
 _HIDDEN = 0.05
 _WITH_MARKERS = 16
 _UNITS = ((1e9, "billions of tokens"), (1e6, "millions of tokens"), (1e3, "thousands of tokens"), (1, "tokens"))
@@ -24,10 +26,6 @@ def curves(models: Sequence[Model]) -> list[Picture]:
     """Return pictures of losses and learning rates, by step and, where settings tell the tokens of a step, by token."""
     runs = {model.label: model.run for model in models if model.run is not None}
     metrics = [("loss", "training loss (nats per token)"), ("validation_loss", "validation loss (nats per token)")]
-    evaluated = sorted(
-        {key for run in runs.values() for row in run.rows for key in row if key.startswith("evaluation/")}
-    )
-    metrics += [(key, title(clean(key.removeprefix("evaluation/")))) for key in evaluated]
     pictures = []
     for metric, name in metrics:
         drawn = {label: run for label, run in runs.items() if run.curve(metric)[0]}
@@ -38,7 +36,7 @@ def curves(models: Sequence[Model]) -> list[Picture]:
             most = max(run.curve(metric)[0][-1] * run.tokens_per_step for run in drawn.values())
             size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
             pictures.append(_picture(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
-    return pictures + _learning_rates(runs)
+    return pictures + _learning_rates(runs) + _evaluations(runs)
 
 
 def _picture(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
@@ -86,6 +84,43 @@ def _learning_rates(runs: dict[str, Run]) -> list[Picture]:
     legend(figure)
     highest = [f"{enumerated(labels)} up to {max(runs[labels[0]].curve('lr')[1]):.3g}" for labels in shared.values()]
     return [Picture("lr-by-step", f"Learning rate by step; {'; '.join(highest)}.", figure)]
+
+
+def _evaluations(runs: dict[str, Run]) -> list[Picture]:
+    """Return pictures of what tasks found during training, with a panel for each length.
+
+    Their metrics are called `evaluation/TASK/METRIC`, and then by group and length, if there are such.
+    """
+    found: dict[str, list[str]] = {}
+    for key in sorted({key for run in runs.values() for row in run.rows for key in row if key.startswith(DURING)}):
+        head, _, tail = key.rpartition("/")
+        found.setdefault(head if tail.isdecimal() else key, []).append(key)
+    pictures = []
+    for stem, keys in found.items():
+        keys.sort(key=_length_of)
+        figure, panels = new_figure(*grid_shape(len(keys)), width=4.2)
+        look, last = styles(runs), []
+        name = ", ".join(title(clean(part)) for part in stem.removeprefix(DURING).split("/"))
+        for axes, key in zip(panels, keys):
+            at = f" at {_length_of(key):,} tokens" if key != stem else ""
+            for label, run in runs.items():
+                steps, values = run.curve(key)
+                if steps:
+                    axes.plot(*thinned(steps, values), **look[label])
+                    last.append(f"{label} {values[-1]:.4g}{at}")
+            axes.set(xlabel="step", ylabel=plain(name))
+            axes.set_title(at.strip(), fontsize=10)
+        for axes in panels[len(keys) :]:
+            axes.set_visible(False)
+        legend(figure)
+        text = f"During training, {name} by step; at the end, {enumerated(last)}."
+        pictures.append(Picture("during-training", text, figure))
+    return pictures
+
+
+def _length_of(key: str) -> int:
+    tail = key.rpartition("/")[2]
+    return int(tail) if tail.isdecimal() else 0
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
