@@ -126,11 +126,10 @@ class Addition(Task):
             _draw_grid(axes, shorten(label), result["details"], axes is panels[len(results) - 1])
         for axes in panels[len(results) :]:
             axes.set_axis_off()
-        told = [
-            f"{label}: {score['value']:.1%} for {score['group']}"
-            for label, result in results.items()
-            for score in result["scores"]
-        ]
+        told = []
+        for label, result in results.items():
+            shares = (f"{score['value']:.1%} for {score['group']}" for score in result["scores"])
+            told.append(f"{label}: {', '.join(shares)}")
         text = f"Heat map of the share of right sums by the digits of both operands. {'; '.join(told)}."
         return [Picture(cls.name, text, figure)]
 

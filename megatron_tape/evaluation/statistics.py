@@ -46,4 +46,5 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     center = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
+    # Rounding would leave a tiny number in place of these.
+    return 0.0 if successes == 0 else low, 1.0 if successes == count else high

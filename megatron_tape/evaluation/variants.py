@@ -95,7 +95,8 @@ class Variants(Task):
             look = {**looks[label], "linestyle": "none"}
             low, high = ([score[key] for score in of.values()] for key in ("low", "high"))
             curve(axes, look, places, [score["value"] for score in of.values()], low, high)
-            told += [f"{label}: {score['value']:.1%} {name}" for name, score in of.items()]
+            shares = (f"{score['value']:.1%} {name}" for name, score in of.items())
+            told.append(f"{label}: {', '.join(shares)}")
         axes.set_xticks(range(len(names)), names)
         axes.set(ylim=(-0.03, 1.03), xlim=(-0.5, len(names) - 0.5), ylabel="accuracy")
         axes.set_title(f"{cls.name.replace('_', ' ')}: share of right answers", fontsize=10)

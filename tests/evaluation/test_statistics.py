@@ -11,6 +11,7 @@ def test_wilson_agrees_with_worked_examples():
     for successes, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
         assert wilson(successes, count) == pytest.approx((low, high), abs=1e-4)
     assert wilson(29, 29) == pytest.approx((0.8830, 1), abs=1e-4) and wilson(0, 0) == (0, 1)
+    assert wilson(0, 1000)[0] == 0 and wilson(1000, 1000)[1] == 1
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
