@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
@@ -70,6 +71,9 @@ def fingerprint(path: str | Path) -> str:
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
     files = [prefix + suffix for prefix in blend(config.data.prefix)[0] for suffix in (".idx", ".bin")]
+    if config.data.examples is not None:
+        examples = examples_of(config.data.examples)
+        files += [path for path in (examples.path, examples.validation) if path is not None]
     tokenizer = config.data.tokenizer
     if tokenizer is not None and Path(tokenizer).is_dir():
         files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())

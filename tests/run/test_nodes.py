@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from configurations import make
 
 from megatron_tape.run import nodes
 
@@ -35,6 +36,16 @@ def test_other_code_other_data_and_unreadable_data_are_named():
     ]
     (problem,) = nodes.differences({"a": node(), "b": blind})
     assert problem == nodes.Problem("b: a.bin is not readable (No such file or directory)", ("b",))
+
+
+def test_the_files_of_every_source_of_data_are_compared():
+    def files(**data):
+        return nodes.inputs(make(data__tokenizer=None, **data))
+
+    assert files() == ["somewhere/corpus.idx", "somewhere/corpus.bin"]
+    examples = {"path": "a.jsonl", "validation": "b.jsonl"}
+    assert files(data__prefix=None, data__examples=examples) == ["a.jsonl", "b.jsonl"]
+    assert files(data__prefix=None, data__generator={"task": "addition"}) == []
 
 
 @pytest.fixture
