@@ -232,6 +232,23 @@ def test_only_settings_that_differ_are_listed(parsed):
     assert [row[0] for row in rows] == ["setting", "shiny.samples"] and rows[1][1:] == ["8", "8", "9"]
 
 
+def test_what_changes_no_score_is_not_warned_of(tmp_path):
+    def page_with(first, second):
+        for label, given in (("x", first), ("y", second)):
+            changed = {"settings": {"samples": 1, **given.pop("settings", {})}, **given}
+            write_results(tmp_path / label, results(label, {"shiny": task([score()], **changed)}))
+        return page_of(tmp_path, tmp_path / "x", tmp_path / "y")
+
+    same = {"settings": {"batch_size": 1, "data": "a/x"}, "data": {"a/x": "0" * 64}}
+    moved = {"settings": {"batch_size": 2, "data": "b/y", "newer": 1}, "data": {"b/y": "0" * 64}}
+    page = page_with(dict(same), moved)
+    assert "comparable" not in page.sections["scores"]
+    assert page.table("Evaluations")[1:] == [["shiny.batch_size", "1", "2"]]
+    other = {"settings": {"batch_size": 1, "data": "a/x"}, "data": {"a/x": "1" * 64}, "dtype": "bf16"}
+    page = page_with(dict(same), other)
+    assert "evaluated with different data and different precision: the scores" in page.sections["scores"]
+
+
 def test_a_setting_that_is_newer_than_a_run_had_its_default(tmp_path):
     old, new = settings(), settings(train__deterministic=False, optimizer__eps=1e-5)
     page = page_of(tmp_path, write_run(tmp_path / "old", config=old), write_run(tmp_path / "new", config=new))
@@ -348,9 +365,13 @@ def extended(
 def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_path):
     (model,) = read_models([write_results(tmp_path, extended())])
     (table,) = paper_tables([model])
-    assert "PG19" in table.caption and "how ours was trained is not known here" in table.caption
+    assert (
+        "PG19" in table.caption
+        and "beside the TAPE paper (2025)" in table.caption
+        and "how ours was trained is not known here" in table.caption
+    )
     titles = [column.title for column in table.columns]
-    assert titles == ["length (tokens)", "ours", *(f"{name}, TAPE (2025)" for name in ("TAPE", "LoRA", "Theta"))]
+    assert titles == ["length (tokens)", "ours", *(f"{name} (paper)" for name in ("TAPE", "LoRA", "Theta"))]
     assert [column.published for column in table.columns] == [False, False, True, True, True]
     # 512 tokens are not in the paper, and 1,024 were not evaluated here.
     assert [[cell.text for cell in row] for row in table.rows] == [["2,048", "8.500", "7.642", "9.098", "8.640"]]

@@ -182,7 +182,7 @@ def _paper(models: Sequence[Model]) -> Section:
     section = Section(
         "papers",
         "Beside published figures",
-        "Columns with a year hold figures that the paper reports; they were not measured here. They are shown where "
+        "Columns marked (paper) hold figures that a paper reports; they were not measured here. They are shown where "
         "task, protocol, data by name, model size and, where it is known, training agree with ours.",
     )
     section.parts = [Part(tables=[table]) for table in paper_tables(models)]

@@ -97,12 +97,12 @@ def _table(entry: Mapping[str, Any], models: Sequence[Model]) -> Table | None:
     columns, rows = place_columns(places)
     names = len(columns)
     columns += [Column(models[index].label, "number", index) for index in ours]
-    columns += [Column(f"{method}, {entry['source']}", "number", published=True) for method in published]
+    columns += [Column(f"{method} (paper)", "number", published=True) for method in published]
     for row, place in zip(rows, places):
         row += [number(found[place]["value"] if place in found else None, decimals) for found in ours.values()]
         row += [number(by.get(place), decimals) for by in published.values()]
     unknown = [models[index].label for index in ours if entry.get("run") and not models[index].settings]
-    caption = f"{entry['title']}: {title(entry['metric'])}"
+    caption = f"{entry['title']}: {title(entry['metric'])}, beside {entry['source']}"
     if unknown:
         caption += f"; how {' and '.join(unknown)} {'was' if len(unknown) == 1 else 'were'} trained is not known here"
     return Table(caption, columns, rows, names)

@@ -13,8 +13,10 @@ from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting
 
-_UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map", "architectures", "dtype", "torch_dtype")
-"""Entries of `config.json` that say nothing about the model itself."""
+_UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map.", "architectures", "dtype", "torch_dtype")
+"""How entries of `config.json` begin that say nothing about the model itself."""
+_HARMLESS = ("batch_size",)
+"""Settings of tasks that change no score."""
 _DIGITS = 12
 
 
@@ -25,12 +27,12 @@ def setting_tables(models: Sequence[Model]) -> list[Table]:
     found = [_table("Training runs", models, {index: _effective(flat(s)) for index, s in runs.items()})]
     if any(index not in runs for index in configurations):
         described = {
-            index: {key: value for key, value in flat(config).items() if key not in _UNIMPORTANT}
+            index: {key: value for key, value in flat(config).items() if not key.startswith(_UNIMPORTANT)}
             for index, config in configurations.items()
         }
         found.append(_table("Models, by their config.json", models, described))
     evaluations = {index: _evaluation(model, models) for index, model in enumerate(models) if model.tasks}
-    found.append(_table("Evaluations", models, evaluations, lacks=False))  # a task may not have been asked for
+    found.append(_table("Evaluations", models, evaluations))
     return [table for table in found if table is not None]
 
 
@@ -75,11 +77,16 @@ def _evaluation(model: Model, models: Sequence[Model]) -> dict[str, Any]:
         task = model.tasks.get(name)
         if task is None:
             continue
-        found |= {f"{name}.{key}": value for key, value in flat(task["settings"]).items()}
+        found |= {f"{name}.{key}": value for key, value in settings_of(task).items()}
         found[f"{name}: data"] = enumerated(data_of(task)) or None
         found |= {f"{name}: {key}": task[key] for key in ("dtype", "hardware")}
         found |= {f"{name}: {key}": value for key, value in flat(task["versions"]).items()}
     return found
+
+
+def settings_of(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task but the paths of its data, whose digests tell whether they are the same."""
+    return {key: value for key, value in flat(task["settings"]).items() if key.partition(".")[0] != "data"}
 
 
 def data_of(task: Mapping[str, Any]) -> list[str]:
@@ -87,33 +94,34 @@ def data_of(task: Mapping[str, Any]) -> list[str]:
     return sorted(str(digest)[:_DIGITS] for digest in task["data"].values())
 
 
-def _table(
-    caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]], lacks: bool = True
-) -> Table | None:
-    """Return the keys whose values differ, None if there are none; `lacks` is whether a key that is not there does."""
-    keys = dict.fromkeys(key for found in values.values() for key in found)
-    rows = []
-    for key in keys:
-        known = {index: found[key] for index, found in values.items() if key in found}
-        lacking = lacks and len(known) < len(values)
-        if lacking or len({json.dumps(value, sort_keys=True, default=str) for value in known.values()}) > 1:
-            rows.append([Cell(key, key, kind="code"), *(setting(known.get(i), i in known) for i in values)])
+def _table(caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]]) -> Table | None:
+    """Return the keys whose values differ among the models that have them, None if there are none."""
+    rows = [
+        [Cell(key, key, kind="code"), *(setting(found.get(key), key in found) for found in values.values())]
+        for key in _different(list(values.values()))
+    ]
     columns = [Column("setting", "code"), *(Column(models[index].label, "code", index) for index in values)]
-    return Table(caption, columns, rows) if rows and len(values) > 1 else None
+    return Table(caption, columns, rows) if rows else None
+
+
+def _different(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that have different values; what another version or kind of model does not have is unknown."""
+    values: dict[str, set[str]] = {}
+    for found in settings:
+        for key, value in found.items():
+            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True, default=str))
+    return [key for key, different in values.items() if len(different) > 1]
 
 
 def evaluation_differences(models: Sequence[Model], task: str) -> str | None:
     """Return a sentence that warns of scores that cannot be compared; None if a task was the same for all models."""
     evaluated = [model.tasks[task] for model in models if task in model.tasks]
-    keys = dict.fromkeys(key for found in evaluated for key in flat(found["settings"]))
-    different = [
-        key
-        for key in keys
-        if len({json.dumps(flat(found["settings"]).get(key), sort_keys=True) for found in evaluated}) > 1
-    ]
+    different = [key for key in _different([settings_of(found) for found in evaluated]) if key not in _HARMLESS]
     found = []
     if len({tuple(data_of(result)) for result in evaluated}) > 1:
         found.append("different data")
+    if len({result["dtype"] for result in evaluated}) > 1:
+        found.append("different precision")
     if different:
         found.append(f"different settings ({', '.join(different)})")
     if not found:
