@@ -17,7 +17,8 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_in_the_documentation_runs(program, monkeypatch):
+def test_a_program_in_the_documentation_runs(program, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron_tape.position.ENCODINGS", dict(ENCODINGS))
     exec(compile(program, "documentation", "exec"), {"__name__": "documentation"})
 
