@@ -1,4 +1,4 @@
-"""slurm/run_all.sh: pretraining, its extension and its evaluation follow each other on a real Slurm."""
+"""slurm/run_all.sh: pretraining, extension and evaluation follow each other on a real Slurm; evaluation alone."""
 
 import os
 import re
@@ -7,12 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from cluster import REPOSITORY, rows
+from cluster import REPOSITORY, rows, wait_until
 from test_survive import settings, start, wait_for_step, whole  # noqa: F401  (fixtures)
 
+from megatron_tape.evaluation.results import read_results
 from megatron_tape.run.attempts import read_attempts
 
 STEPS = 12
+EVALUATION = ["perplexity", "--perplexity.data", "data/a", "--perplexity.lengths", "[4, 8]"]
+EVALUATION += ["--perplexity.stride", "4", "--perplexity.windows", "1", "--perplexity.documents", "3"]
 
 
 @pytest.fixture
@@ -23,11 +26,12 @@ def chain(cluster, start):  # noqa: F811
     first = settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"})
     second = ["--data.prefix=data/a", f"--train.steps={STEPS}", "--checkpoint.interval=100"]
 
-    def submit(*extending):
+    def submit(*extending, evaluating=EVALUATION):
         # Prepares the site and the data; its own job never starts.
         cluster.run("scancel", start(options=("--hold",), inject={"sleep": 0.4}))
-        output = cluster.run("bash", script, "tiny.yaml", *first, "--extend", "extend.yaml", *second, *extending)
-        assert "in runs/first" in output and "note: pretrain.evaluate is not part of this version" in output
+        arguments = ["tiny.yaml", *first, "--extend", "extend.yaml", *second, *extending, "--evaluate", *evaluating]
+        output = cluster.run("bash", script, *arguments)
+        assert "in runs/first\n" in output and output.endswith("in runs/extend/evaluation")
         return re.findall(r"^\w+ +job (\d+)", output, re.M)
 
     submit.run = cluster.work / "runs" / "extend"
@@ -44,8 +48,11 @@ def test_pretraining_is_extended_and_a_preempted_extension_loses_nothing(cluster
     assert interrupted.outcome == "interrupted" and finished.facts["checkpoint_step"] >= 3
     log = cluster.log(extension)
     assert log.count("beginning with the weights of runs/first/checkpoints/step-00000004") == 1
-    assert cluster.wait(evaluation, 60) == "FAILED"
-    assert "evaluation is not part of this version" in cluster.log(evaluation)
+    assert cluster.wait(evaluation, 120) == "COMPLETED", cluster.story(evaluation)
+    evaluated = chain.run / "evaluation" / f"step-{STEPS:08d}"
+    found = read_results(evaluated)
+    assert found["model"]["run"]["step"] == STEPS and (evaluated / "perplexity.png").is_file()
+    assert [score["length"] for score in found["tasks"]["perplexity"]["scores"] if score["metric"] == "loss"] == [4, 8]
     config = chain.run / "jobs" / extension / "config.yaml"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     command = [*launcher, "pretrain.extend_context", "--config", str(config), "--logging.directory=runs/alone"]
@@ -65,6 +72,13 @@ def test_what_cannot_be_a_chain_is_refused_before_anything_is_submitted(cluster,
     ):
         with pytest.raises(AssertionError, match="error: .*" + re.escape(part)):
             chain(wrong)
+    for wrong, part in (
+        (["perplexities"], "there is no task perplexities"),
+        (["perplexity"], "perplexity.data must be set"),
+        (["passkey"], "passkey needs a tokenizer"),
+    ):
+        with pytest.raises(AssertionError, match="error: .*" + re.escape(part)):
+            chain(evaluating=wrong)
     script = f"{cluster.work}/repo/slurm/run_all.sh"
     with pytest.raises(AssertionError, match="--extend RECIPE is missing"):
         cluster.run("bash", script, "tiny.yaml")
@@ -77,3 +91,21 @@ def test_after_a_failure_the_later_jobs_are_removed(cluster, chain):
     (cluster.work / "data" / "a.bin").rename(cluster.work / "data" / "b.gone")
     assert cluster.wait(extension) in ("FAILED", "CANCELLED")
     assert cluster.wait(evaluation) == "CANCELLED"
+
+
+def test_a_preempted_evaluation_on_two_nodes_continues(cluster, start, whole):  # noqa: F811
+    cluster.run("scancel", start(options=("--hold",), inject={"sleep": 0.5}))
+    shutil.copytree(whole / "runs" / "tiny", cluster.work / "runs" / "tiny")
+    settings = ["--model", "runs/tiny", "--perplexity.documents", "20"]
+    job = cluster.submit("evaluate_tape.sh", *EVALUATION, *settings, options=("--nodes=2",))
+    evaluations = cluster.work / "runs" / "tiny" / "evaluation"
+
+    def values():
+        return sum(file.read_bytes().count(b'"value"') for file in evaluations.glob("*/parts/*/*.jsonl"))
+
+    wait_until(lambda: values() >= 4, 240, lambda: cluster.story(job))
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job, 240) == "COMPLETED", cluster.story(job)
+    assert cluster.field(job, "Restarts") == "1" and "of them done before" in cluster.log(job)
+    (found,) = evaluations.glob("*/results.json")
+    assert read_results(found)["tasks"]["perplexity"]["processes"] == 2

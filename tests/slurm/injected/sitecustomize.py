@@ -1,7 +1,7 @@
 """Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in PYTHONPATH.
 
-TEST_INJECT is JSON: `sleep` seconds before every step; `hang` or `crash`: [rank, step]; `once` (a path): only if
-that file does not exist; it is then created.
+TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation measures; `hang` or
+`crash`: [rank, step]; `once` (a path): only if that file does not exist; it is then created.
 """
 
 import json
@@ -14,6 +14,9 @@ import time
 def inject():
     settings = json.loads(os.environ["TEST_INJECT"])
     while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
+        if hasattr(model := sys.modules.get("megatron_tape.evaluation.model"), "HFModel"):
+            slow_down(model.HFModel, settings.get("sleep", 0))
+            return
         time.sleep(0.005)
     engine = sys.modules["megatron_tape.training.engine"].Engine
     original, taken = engine.train_step, [0]
@@ -38,6 +41,16 @@ def inject():
         return True
 
     engine.train_step = train_step
+
+
+def slow_down(model, seconds):
+    original = model.losses
+
+    def losses(self, *arguments, **named):
+        time.sleep(seconds)
+        return original(self, *arguments, **named)
+
+    model.losses = losses
 
 
 if "TEST_INJECT" in os.environ:
