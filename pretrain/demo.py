@@ -1,5 +1,5 @@
-"""The demo: from text to two trained models, their loss curves and generated text, and both extended to four times the
-context, with the commands used on a cluster.
+"""The demo: from text to two trained models, their loss curves and generated text, both extended to four times the
+context, and all evaluated on one page, with the commands used on a cluster.
 
 A stage whose output already exists is skipped. Outputs appear complete or not at all, so an interrupted demo continues
 where it stopped.
@@ -19,15 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.evaluation.results import read_results
 from megatron_tape.files import atomic_output
-from pretrain import held_out
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
-CONTEXT, EXTENDED, SPLIT = 256, 1024, "95,5,0"
+CONTEXT, EXTENDED = 256, 1024
 """Of the recipes."""
-HELD_OUT, PARTS = 32, 32
+EVALUATION = "pretrain/recipes/evaluate/demo.yaml"
 PROMPT = "def main("
+ByPosition = dict[str, dict[str, tuple[list[float], list[float]]]]
+"""Positions and losses there, by when it was (before or after the extension) and model."""
 STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab:blue", "linestyle": "--"}}
 
 
@@ -43,7 +45,8 @@ def main() -> int:
     arguments.processes = arguments.processes or min(2, devices())
     started = time.monotonic()
     directory = arguments.directory
-    stages = preparation(directory) + training(arguments, directory == parser.get_default("directory"))
+    as_in_recipes = directory == parser.get_default("directory")
+    stages = preparation(directory) + training(arguments, as_in_recipes) + evaluation(directory, as_in_recipes)
     prefix, bin_directory = dataset(directory), Path(sys.executable).parent
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
 
@@ -67,24 +70,18 @@ def main() -> int:
 
     rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
     write_curves(rows, directory / "curves.png")
-    exported, extended = (
-        {name: exported_from(run_of(directory, name, context)) for name in RECIPES} for context in (CONTEXT, EXTENDED)
-    )
-    print(f"\ncomparing the losses at each of {EXTENDED:,} positions of text held out", flush=True)
-    windows = held_out.held_out_windows(prefix, SPLIT, EXTENDED, HELD_OUT)
     by_position = {
-        when: {
-            name: held_out.loss_by_position(held_out.load(source, own_export=True).model, windows).mean(0)
-            for name, source in sources.items()
-        }
-        for when, sources in (("before", exported), ("after", extended))
+        when: {name: loss_by_position(directory, name, context) for name in RECIPES}
+        for when, context in (("before", CONTEXT), ("after", EXTENDED))
     }
     write_loss_by_position(by_position, directory / "extended.png")
     write_summary(rows, by_position, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
     print(f"\n{(directory / 'summary.md').read_text()}")
-    print(f"The TAPE models for transformers: {exported['TAPE']}, {extended['TAPE']}")
+    exported = (str(exported_from(run_of(directory, "TAPE", context))) for context in (CONTEXT, EXTENDED))
+    print(f"The TAPE models for transformers: {', '.join(exported)}")
     print(f"Finished after {minutes:.1f} minutes: {directory}/summary.md, curves.png and extended.png")
+    print(f"All four models on one page: {directory}/report.html")
     print(f"Look at the curves with {bin_directory}/tensorboard --logdir {directory}")
     return 0
 
@@ -143,6 +140,33 @@ def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[tuple[s
             command += ["--extension.from", str(run_of(directory, name, CONTEXT))]
         stages += [(stage, output, command), export(f"{name} with {EXTENDED:,} tokens", logs)]
     return stages
+
+
+def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, list[str]]]:
+    """Return name, no output and command of the stages that evaluate the models and make a page of the results."""
+    python, prefix = sys.executable, str(dataset(directory))
+    runs = {(name, context): run_of(directory, name, context) for context in (CONTEXT, EXTENDED) for name in RECIPES}
+    stages = []
+    for (name, context), logs in runs.items():
+        command = [python, "-m", "pretrain.evaluate", "--config", EVALUATION, "--model", str(logs)]
+        command += ["--output", str(evaluated(logs))]
+        if not as_in_recipe:
+            command += ["--perplexity.data", prefix, "--context_gain.data", prefix]
+        stages.append((f"evaluating {name} of {context:,} tokens", None, command))
+    page = [python, "-m", "pretrain.report", *map(str, runs.values()), "--output", str(directory / "report.html")]
+    return [*stages, ("a page of all results", None, page)]
+
+
+def evaluated(run: Path) -> Path:
+    """Return where the results of a run's model go."""
+    return run / "evaluation"
+
+
+def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[float], list[float]]:
+    """Return positions, and the losses there of text held out."""
+    found = read_results(evaluated(run_of(directory, name, context)))["tasks"]["perplexity"]["details"]
+    (losses,) = found["loss_by_position"].values()
+    return losses["tokens_before"], losses["loss"]
 
 
 def dataset(directory: Path) -> Path:
@@ -217,7 +241,7 @@ def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
         figure.savefig(file, format="png", dpi=110)
 
 
-def write_loss_by_position(by_position: dict[str, dict[str, np.ndarray]], path: Path) -> None:
+def write_loss_by_position(by_position: ByPosition, path: Path) -> None:
     """Plot the losses on text held out by position, before and after the extension."""
     import matplotlib
 
@@ -227,7 +251,7 @@ def write_loss_by_position(by_position: dict[str, dict[str, np.ndarray]], path: 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for axes, (when, losses) in zip(panels, by_position.items()):
         for name, loss in losses.items():
-            axes.plot(*held_out.averaged(loss, PARTS), **STYLES[name] | {"linewidth": 2}, label=name)
+            axes.plot(*loss, **STYLES[name] | {"linewidth": 2}, label=name)
         axes.axvline(CONTEXT, color="gray", linestyle=":")
         axes.set(xlabel="position", title=f"{when} the extension from {CONTEXT} to {EXTENDED:,} tokens")
         axes.grid(alpha=0.3)
@@ -244,7 +268,7 @@ def columns(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def write_summary(rows: dict[str, list[dict]], by_position: dict[str, dict[str, np.ndarray]], path: Path) -> None:
+def write_summary(rows: dict[str, list[dict]], by_position: ByPosition, path: Path) -> None:
     """Write the final figures of each run, and those of the extensions, as Markdown tables."""
     lines = [
         "# Demo",
@@ -273,13 +297,13 @@ def write_summary(rows: dict[str, list[dict]], by_position: dict[str, dict[str, 
         "|---|---|---|---|---|",
     ]
     for name in rows:
-        means = [
-            by_position[when][name][part].mean()
-            for part in (slice(CONTEXT), slice(CONTEXT, None))
-            for when in ("before", "after")
-        ]
+        means = []
+        for early in (True, False):
+            for when in ("before", "after"):
+                positions, losses = map(np.array, by_position[when][name])
+                means.append(losses[(positions <= CONTEXT) == early].mean())
         lines.append(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
-    lines += ["", "![loss by position](extended.png)", ""]
+    lines += ["", "![loss by position](extended.png)", "", "All results: [report.html](report.html)", ""]
     with atomic_output(path, "w", overwrite=True) as file:
         file.write("\n".join(lines))
 

@@ -6,6 +6,7 @@ import pytest
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import flops_per_token
+from pretrain.evaluate import read_command
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
 # Numbers of processes: what each recipe is meant for, then others that must work as well.
@@ -63,3 +64,9 @@ def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked()
     forward = flops_per_token(model) // 3 * model.seq_length
     masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
     assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "evaluate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_file_of_evaluations_parses(path):
+    _, tasks = read_command(["--config", str(path), "--model", "runs/demo/tape"])
+    assert tasks

@@ -41,6 +41,9 @@ def test_the_demo_runs_to_its_summary(first, folder):
     assert all(6 < float(loss) < 8.4 for row in extended for loss in row[2:6])
     assert all(before != after for row in extended for before, after in (row[2:4], row[4:6]))
     assert (folder / "extended.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "report.html").read_text()
+    assert all(f">{name}<" in page for name in ("tape", "rope", "tape-1024", "rope-1024"))
+    assert {task for task in ("perplexity", "context_gain", "passkey") if task not in page} == set()
     for name, kind in (("tape", "TapeForCausalLM"), ("rope", "LlamaForCausalLM")):
         settings = json.loads((folder / f"{name}-1024-hf" / "config.json").read_text())
         assert settings["architectures"] == [kind] and settings["max_position_embeddings"] == 1024
@@ -53,7 +56,7 @@ def test_the_demo_reuses_what_is_whole(first, folder):
     stamps = {path: path.stat().st_mtime_ns for path in (folder / "data").iterdir() if path.is_file()}
     summary = (folder / "summary.md").read_text()
     second = demo(folder)
-    assert second.returncode == 0
+    assert second.returncode == 0 and second.stderr.count("is finished already") == 4 * 3
     assert second.stdout.count("exists already") == 3 and second.stderr.count("nothing to do") == 4
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert (folder / "summary.md").read_text() == summary
