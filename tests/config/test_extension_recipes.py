@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from datasets_for_tests import write_all
-from safetensors.torch import save_file
 
 from megatron_tape.checkpoint.settings import ORDER_KEYS
 from megatron_tape.config.checks import validate
@@ -17,6 +17,7 @@ from megatron_tape.config.schema import ModelConfig, config_dict
 from megatron_tape.data.batches import build_batches
 from megatron_tape.extension.base import check_base, with_base_settings
 from megatron_tape.huggingface.to_hf.export import huggingface_config
+from megatron_tape.model.names import whole_shapes
 from megatron_tape.parallel.layout import initialize_distributed
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
@@ -51,12 +52,12 @@ OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B
 
 @pytest.fixture(scope="module")
 def extend(tmp_path_factory):
-    """Read a recipe with a base whose weights are not there."""
+    """Read a recipe with a base whose files have names and shapes, but no contents."""
 
     def read(name, base):
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(huggingface_config(base, base.vocab_size, "bf16")))
-        save_file({"model.norm.weight": torch.ones(1)}, folder / "model.safetensors")
+        write_hollow_weights(folder / "model.safetensors", base)
         path = RECIPES / "extend" / f"{name}.yaml"
         config = parse_run_config(["--config", str(path), f"--extension.from={folder}"], with_base_settings)
         # The demo's tokenizer is made by the demo, and others' are downloaded.
@@ -64,6 +65,20 @@ def extend(tmp_path_factory):
         return config
 
     return read
+
+
+def write_hollow_weights(path, model):
+    """Write a sparse file, which takes no space on the disk."""
+    header, end = {}, 0
+    for name, shape in whole_shapes(model).items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 @pytest.fixture(scope="module")
