@@ -23,6 +23,11 @@ _SEARCHED = 240
 """Characters around the estimated end of the filler among which one is sought that gives the exact length."""
 
 
+_COMPLETED = 20
+_ENDINGS = (".", "..", "...", " .", " a", " on", " and", " green", " blue.", "!", ", and", " x", " .. .", " a a", ":")
+"""What may follow the filler where no end of it gives the exact length, and how many of its ends are tried with it."""
+
+
 @dataclass(frozen=True)
 class Hidden:
     """A prompt, and the key that the model has to find in it."""
@@ -68,11 +73,21 @@ class ExactPrompts:
             best = max(0.25, (moved - end) / gained) if gained else best
             end = moved
         near = range(max(0, end - _SEARCHED), min(end + _SEARCHED, len(self._filler)) + 1)
+        short: dict[int, int] = {}
         for candidate in sorted(near, key=lambda place: (not self._whole_word(place), abs(place - end))):
             prompt = self._build(candidate, depth, key)
-            if self._count(prompt) == self._tokens:
+            missing = self._tokens - self._count(prompt)
+            if missing == 0:
                 self._characters = candidate
                 return Hidden(prompt, key)
+            if missing > 0:
+                short[candidate] = missing
+        # No end of the filler gives every length: a word may have two tokens in whatever way it is cut.
+        for candidate in sorted(short, key=short.__getitem__)[:_COMPLETED]:
+            for ending in _ENDINGS:
+                prompt = self._build(candidate, depth, key, ending)
+                if self._count(prompt) == self._tokens:
+                    return Hidden(prompt, key)
         raise ConfigError(
             f"passkey finds no text of exactly {self._tokens:,} tokens with this model's tokenizer; choose another "
             "length in passkey.lengths"
@@ -81,10 +96,10 @@ class ExactPrompts:
     def _whole_word(self, end: int) -> bool:
         return end == 0 or (self._filler[end - 1 : end].strip() != "" and self._filler[end : end + 1].strip() == "")
 
-    def _build(self, end: int, depth: float, key: str) -> str:
+    def _build(self, end: int, depth: float, key: str, ending: str = "") -> str:
         sentences = sum(1 for start in self._starts if start <= end) - 1 if end else 0
         split = self._starts[round(depth * sentences)]
-        parts = [TASK, self._filler[:split].rstrip(), _information(key), self._filler[split:end], QUESTION]
+        parts = [TASK, self._filler[:split].rstrip(), _information(key), self._filler[split:end] + ending, QUESTION]
         return "\n".join(part for part in parts if part)
 
 

@@ -180,3 +180,16 @@ def test_settings_that_cannot_work_are_refused(tokenizers, given, message):
 
 def test_lengths_follow_the_model_if_they_are_not_given():
     assert [score for score in Passkey(PasskeySettings())._lengths(info(2048))] == [512, 1024, 2048]
+
+
+def test_a_length_that_no_end_of_the_filler_gives_is_reached_with_another_ending():
+    def count(text):
+        return 2 * len(text.split()) + text.count("!")
+
+    prompts = ExactPrompts(count, 301)
+    for depth in (0.0, 0.5, 1.0):
+        hidden = prompts.make(depth, "12345")
+        assert count(hidden.prompt) == 301 and hidden.prompt.count("!") == 1
+        assert hidden.prompt.count("12345") == 2
+    with pytest.raises(ConfigError, match="finds no text of exactly 301 tokens"):
+        ExactPrompts(lambda text: 2 * len(text), 301).make(0.0, "12345")
