@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b98300", "#4a9fd4", "#6e6e6e", "#882255")
-"""Colours of models, in order, that those who do not see red or green tell apart too; after Okabe and Ito."""
+COLORS = ("#1670fa", "#df6e08", "#035736", "#7a2c81", "#aa4615", "#a583bb", "#3a8e69", "#147573")
+"""Colours of models, in order, which those who do not see red or green tell apart too (`page.css` has them for dark
+pages); a test measures it."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 """Their markers. There are 11, so that together with the 8 colours 88 models look different."""
 LINES = ("-", "--", ":", "-.")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from report_cases import CONFIG, results, score, settings, task, write_results, write_run
 
@@ -490,6 +491,41 @@ def test_styles_differ_and_survive_any_label():
     assert shown[:2] == [" _hidden", r"\$a"]
     with figures.in_order(labels):
         assert figures.styles([labels[3]]) == {labels[3]: look[labels[3]]}
+
+
+# How those see linear RGB who lack the green or the red receptor (Machado, Oliveira and Fernandes, 2009).
+DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(color):
+    values = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def cielab(rgb):
+    xyz = TO_XYZ @ np.clip(rgb, 0, 1) / TO_XYZ.sum(1)
+    x, y, z = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz * (29 / 6) ** 2 / 3 + 4 / 29)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def luminance(color):
+    return TO_XYZ[1] @ linear(color)
+
+
+def test_colours_of_models_differ_for_everyone_and_are_seen_on_their_background():
+    style = (page_module.HERE / "page.css").read_text(encoding="utf-8")
+    papers, series = re.findall(r"--paper: (#\w{6})", style), re.findall(r"--series-\d: (#\w{6})", style)
+    assert tuple(series[:8]) == figures.COLORS and len(series) == 16
+    for paper, colors in zip(papers, (series[:8], series[8:])):
+        for color in colors:
+            dark, light = sorted((luminance(paper), luminance(color)))
+            assert (light + 0.05) / (dark + 0.05) >= 3, color  # as WCAG asks of graphics
+        for sight in (np.eye(3), DEUTERANOPIA, PROTANOPIA):
+            seen = [cielab(np.array(sight) @ linear(color)) for color in colors]
+            distances = [[np.linalg.norm(a - b) for b in seen[:at]] for at, a in enumerate(seen)]
+            assert min(min(row) for row in distances[1:]) > 15 and min(min(row) for row in distances[1:4]) > 35
 
 
 def test_a_picture_is_saved_as_png(tmp_path):
