@@ -164,5 +164,7 @@ class PositionTransformerLayer(TransformerLayer):
         return hidden_states, self.position(context, averaged, attention_output, mlp_output)
 
     def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
+        # For evaluation mode Megatron's function would add to `output` in place, which the position update still reads;
+        # without dropout, the modes differ in nothing else.
+        add = bias_dropout_add(True, self.config.bias_dropout_fusion)
         return add((output, bias), residual, self.hidden_dropout)
