@@ -1,0 +1,137 @@
+"""Compare the cost of the task `perplexity` with that of a bare loop over the same windows of the same model.
+
+    python -m benchmarks.perplexity [--record]
+
+The loop calls transformers once for each window, keeps the logits of the tokens to score, and adds up their losses. The
+task also measures the loss by position, for which it keeps all logits of each document's first window. Both take turns
+in one process, so that other load affects them alike. No figure appears unless both give the same loss within 1e-6.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.timing import DTYPES, add_record_arguments, positive, recorder
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.perplexity import Perplexity
+
+TOLERANCE = 1e-6
+
+
+def build(arguments: argparse.Namespace) -> HFModel:
+    """Return a Llama with random weights."""
+    width = arguments.heads * arguments.head_dim
+    config = LlamaConfig(
+        vocab_size=arguments.vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.heads,
+        max_position_embeddings=arguments.length,
+    )
+    torch.manual_seed(0)
+    with arguments.device:
+        model = LlamaForCausalLM(config)
+    info = ModelInfo("llama", arguments.vocab_size, arguments.length, {}, None, has_tokenizer=False)
+    return HFModel(info, model.to(DTYPES[arguments.precision]), None)
+
+
+@torch.inference_mode()
+def bare_loop(model: HFModel, task: Perplexity) -> float:
+    """Return the loss in nats per token of the windows that `task` scores."""
+    nats, scored = 0.0, 0
+    for work in task.work.values():
+        tokens = torch.from_numpy(work.document.tokens.astype(np.int64)).to(model.device)
+        for window in work.windows:
+            ids = tokens[window.start : window.stop]
+            logits = model.model(ids[None, :-1], use_cache=False, logits_to_keep=window.scored).logits[0]
+            nats += F.cross_entropy(logits.float(), ids[-window.scored :], reduction="sum").item()
+            scored += window.scored
+    return nats / scored
+
+
+def main() -> None:
+    """Print the ratio of the two times; `--record` or `--output` also writes it to a file."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=positive, default=1024, help="tokens of context (default: %(default)s)")
+    parser.add_argument("--documents", type=positive, default=8 if on_gpu else 1, help="default here: %(default)s")
+    parser.add_argument("--layers", type=positive, default=24 if on_gpu else 6)
+    parser.add_argument("--heads", type=positive, default=16 if on_gpu else 8)
+    parser.add_argument("--head-dim", type=positive, default=128 if on_gpu else 64)
+    parser.add_argument("--vocab-size", type=positive, default=32000)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
+    parser.add_argument("--repetitions", type=positive, default=7, help="pairs of measurements (default: %(default)s)")
+    add_record_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.toy:
+        arguments.length, arguments.layers, arguments.heads, arguments.head_dim = 64, 2, 2, 16
+        arguments.vocab_size, arguments.repetitions = 200, 3
+    record = recorder("perplexity", arguments)
+    model = build(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokens.bin")
+        random = np.random.default_rng(0)
+        random.integers(arguments.vocab_size, size=4 * arguments.length, dtype=np.uint16).tofile(path)
+        data = {f"document{number}": str(path) for number in range(arguments.documents)}
+        task = Perplexity(Perplexity.Settings(data=data, lengths=[arguments.length]))
+        units = task.units(model)
+
+        def by_task() -> float:
+            values = [task.evaluate(unit, model) for unit in units]
+            return sum(value["nats"] for value in values) / sum(value["tokens"] for value in values)
+
+        measure(arguments, {"task": by_task, "loop": lambda: bare_loop(model, task)}, record)
+
+
+def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], float]], record: object) -> None:
+    """Check that both give the same loss, then time them in turns."""
+    losses = {name: function() for name, function in functions.items()}
+    if abs(losses["task"] - losses["loop"]) > TOLERANCE:
+        sys.exit(
+            f"error: the task gives a loss of {losses['task']} and the loop {losses['loop']}, so no figure is given"
+        )
+    print(f"parity: both give {losses['loop']:.6f} nats per token", flush=True)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    while len(taken["loop"]) < arguments.repetitions and time.monotonic() < deadline:
+        # Each goes first every other time.
+        for name in (list(functions), list(functions)[::-1])[len(taken["loop"]) % 2]:
+            started = time.perf_counter()
+            functions[name]()
+            taken[name].append(time.perf_counter() - started)
+    ratio = statistics.median(task / loop for task, loop in zip(taken["task"], taken["loop"]))
+    seconds = {name: statistics.median(values) for name, values in taken.items()}
+    print(
+        f"perplexity at {arguments.length:,} tokens: the task takes {seconds['task']:.3f} s, a bare loop "
+        f"{seconds['loop']:.3f} s; ratio {ratio:.3f}, the median of {len(taken['loop'])} pairs"
+    )
+    if record:
+        settings = {name: str(v) if name in ("device", "output") else v for name, v in vars(arguments).items()}
+        settings |= {"threads": torch.get_num_threads()}
+        record.write(
+            {
+                "arguments": settings,
+                "transformers": transformers.__version__,
+                "seconds": seconds,
+                "task_over_loop": ratio,
+                "pairs": taken,
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
