@@ -14,6 +14,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_datasets, check_inputs
 from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, TrainingStopped, refuse
+from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base import check_command
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
@@ -74,6 +75,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
             check(config)
             check_start(config)
             check_datasets(config)
+            check_tasks(config)
     except ConfigError as error:
         if is_rank_0:
             print(f"error: {error}", file=sys.stderr)

@@ -33,7 +33,7 @@ WITHOUT_TORCH = "errors files command_line synthetic config parameters costs dat
 WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.from_hf.llama_family".split()
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.tasks evaluation.documents evaluation.statistics".split()
 WITHOUT_TORCH += "evaluation.document_task evaluation.perplexity evaluation.context_gain".split()
-WITHOUT_TORCH += ["evaluation.positions", "model.names"]
+WITHOUT_TORCH += ["evaluation.during_training", "evaluation.positions", "model.names"]
 WITHOUT_TORCH += ["evaluation.scrolls", "data.examples"]
 
 

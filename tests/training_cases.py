@@ -69,6 +69,8 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
+    for size in {sizes[0], last}:
+        rows[f"evaluated_tp{size}"] = run(folder, f"evaluated-{size}", prefix, tp(size), zero(3), *evaluated(data))
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     if sizes != (2,):  # on four processes only what data parallelism has to do with
@@ -85,6 +87,16 @@ def many_samples():
 
 def generated():
     return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
+
+
+def evaluated(data):
+    """Tasks of unequal units, so that ranks have different numbers of forward passes, of odd lengths."""
+    documents = f"data: {data}/b, documents: 5, stride: 3"
+    return [
+        option("evaluation.perplexity", f"{{every: 2, {documents}, lengths: [5, 12], windows: 3}}"),
+        option("evaluation.context_gain", f"{{every: 4, {documents}, lengths: [9], short: 3}}"),
+        option("evaluation.addition", "{every: 5, digits: 1, samples: 3}"),
+    ]
 
 
 def packed(data):

@@ -35,6 +35,7 @@ ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of a context extension that describe its LoRA layers."""
 WITHOUT_EFFECT = (
+    "evaluation.",
     "logging.",
     "checkpoint.",
     "model.attention_backend",

@@ -3,9 +3,10 @@
 Each error is one sentence that names the key, its value and the fix. No file is read, and torch is not imported.
 """
 
+import importlib
 from typing import Any, get_type_hints
 
-from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA
+from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA, TASKS
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.lora import lora_widths
@@ -327,6 +328,9 @@ def _validate_evaluations(config: RunConfig) -> None:
             f"train.evaluations names {name}, which is not an evaluation; choose from {', '.join(EVALUATIONS)}",
         )
         refuse(names.count(name) > 1, f"train.evaluations names {name} twice; remove one")
+    _check_section("evaluation", config.evaluation)
+    if config.evaluation.given():
+        importlib.import_module(TASKS).build_tasks(config)
 
 
 def _validate_extension(config: RunConfig) -> None:

@@ -297,6 +297,28 @@ class ExtensionConfig:
 
 
 @dataclass(kw_only=True)
+class EvaluationConfig:
+    """Tasks of pretrain.evaluate that a run does while it trains, each with the key `every`, the steps between two
+    evaluations, and with the task's settings, which python -m pretrain.evaluate --help explains; such as
+    perplexity: {every: 500, data: held_out.jsonl, lengths: [512, 1024]}. Each is also done after the last step."""
+
+    perplexity: dict[str, Any] | None = None
+    """Perplexity by context length."""
+    context_gain: dict[str, Any] | None = None
+    """What tokens gain from longer contexts."""
+    addition: dict[str, Any] | None = None
+    """Exact match of sums by the lengths of their operands."""
+    selective_copy: dict[str, Any] | None = None
+    """Accuracy of copying tokens among noise."""
+    grid_navigation: dict[str, Any] | None = None
+    """Accuracy of recalling what is where on a grid."""
+
+    def given(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of the tasks that are done, by the tasks' names."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(kw_only=True)
 class LoggingConfig:
     """What a run reports, and where."""
 
@@ -325,6 +347,7 @@ class RunConfig:
     train: TrainConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property

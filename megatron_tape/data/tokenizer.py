@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
     def bos(self) -> int | None:
         """The id that begins a text, or None."""
 
+    @property
+    def prefix(self) -> list[int]:
+        """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
+
     def vocabulary_digest(self) -> str:
         """Return a sha256, in hexadecimal, of the pieces and their ids."""
 
@@ -75,6 +79,7 @@ class _SentencePiece:
         self.vocab_size = self._model.vocab_size()
         self.eod = _id_or_none(self._model.eos_id())
         self.bos = _id_or_none(self._model.bos_id())
+        self.prefix: list[int] = []
 
     def vocabulary_digest(self) -> str:
         return _digest((self._model.id_to_piece(index), index) for index in range(self.vocab_size))
@@ -106,6 +111,8 @@ class _HuggingFace:
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._special(path.parent, "eos_token", _END_OF_DOCUMENT)
         self.bos = self._special(path.parent, "bos_token", _BEGINNING)
+        first = self._model.encode("a", add_special_tokens=True).ids[:1]
+        self.prefix = first if first == [self.bos] else []
 
     def _special(self, directory: Path, key: str, usual: tuple[str, ...]) -> int | None:
         named = [_named_token(directory / name, key) for name in ("tokenizer_config.json", "special_tokens_map.json")]

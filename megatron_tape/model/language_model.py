@@ -106,10 +106,12 @@ class LanguageModel(torch.nn.Module):
         loss_weights: Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
+        by_token: bool = False,
     ) -> Tensor:
         """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
 
-        This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum.
+        This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum; or, `by_token`, the
+        losses (B, S) themselves, in float32.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
         defaults to 0, 1, ...; shifting all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
@@ -129,7 +131,8 @@ class LanguageModel(torch.nn.Module):
         )
         if labels is None:
             return forward(runtime_gather_output=True)
-        return self.tokens.loss(forward(labels=labels), loss_weights)
+        losses = forward(labels=labels)
+        return losses.float() if by_token else self.tokens.loss(losses, loss_weights)
 
     def record_position_norms(self, record: bool) -> None:
         """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""

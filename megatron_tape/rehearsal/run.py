@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
 from megatron_tape.model import backend
@@ -80,6 +80,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
     train.global_batch_size = min(train.global_batch_size, MICRO_BATCHES * at_once)
     train.steps, train.eval_steps, train.hang_timeout = STEPS, 1, None
     train.eval_interval = None if train.eval_interval is None else STEPS
+    config.evaluation = EvaluationConfig()
     config.schedule.warmup_steps, config.schedule.decay_steps = 1, None if config.schedule.decay_steps is None else 1
     config.data.tokenizer, config.data.num_workers = None, 0
     config.checkpoint.directory, config.checkpoint.resume = f"{home}/checkpoints", "none"

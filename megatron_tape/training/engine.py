@@ -138,6 +138,14 @@ class Engine:
         self._engine.train()
         return logits
 
+    @torch.no_grad()
+    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
+        self._engine.eval()
+        losses = self._engine(tokens, labels, by_token=True)
+        self._engine.train()
+        return losses
+
     @property
     def optimizer_steps(self) -> int:
         """How many updates Adam has made; skipped steps do not count."""

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_tape.config.evaluations import EVALUATIONS
+from megatron_tape.config.evaluations import EVALUATIONS, TASK_HOOKS
 from megatron_tape.training.sampling import sample_text
 
 if TYPE_CHECKING:
+    from megatron_tape.config.schema import RunConfig
     from megatron_tape.training.engine import StepResult
     from megatron_tape.training.trainer import Trainer
 
@@ -41,8 +42,13 @@ class Hook:
         """Look at what the step did; the findings are written where the step is logged."""
         return Findings()
 
+    def due(self, trainer: Trainer, step: int) -> bool:
+        """Return whether to evaluate after `step`: here, every `train.eval_interval` steps and after the last."""
+        interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
+        return interval is not None and (step % interval == 0 or last)
+
     def evaluate(self, trainer: Trainer, step: int) -> Findings:
-        """Evaluate the model after `step`, every `train.eval_interval` steps and after the last."""
+        """Evaluate the model after `step`."""
         return Findings()
 
 
@@ -68,13 +74,13 @@ class Sample(Hook):
         return Findings(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
 
 
-def build_hooks(names: Iterable[str]) -> dict[str, Hook]:
-    """Return the hooks of these names, in their order."""
+def build_hooks(config: RunConfig) -> dict[str, Hook]:
+    """Return the hooks that `train.evaluations` names, in their order, and those of the section `evaluation`."""
     hooks = {}
-    for name in names:
+    for name in config.train.evaluations:
         module, _, kind = EVALUATIONS[name].partition(":")
         hooks[name] = getattr(importlib.import_module(module), kind)()
-    return hooks
+    return hooks | (importlib.import_module(TASK_HOOKS).task_hooks(config) if config.evaluation.given() else {})
 
 
 def joined(findings: Iterable[tuple[str, Findings]]) -> Findings:

@@ -104,8 +104,7 @@ class Trainer:
 
     def evaluates(self, step: int) -> bool:
         """Return whether the model is evaluated after `step`."""
-        interval, last = self.config.train.eval_interval, step == self.config.train.steps
-        return bool(self.hooks) and interval is not None and (step % interval == 0 or last)
+        return any(hook.due(self, step) for hook in self.hooks.values())
 
     def _compare_settings(self, checkpoint: Checkpoint) -> None:
         """Log the settings that have changed since the save. Raises ConfigError if the vocabulary has changed."""
@@ -147,7 +146,7 @@ class Trainer:
             logger.info("continuing from %s at step %d of %d", *where)
         if self.tokenizer is not None:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
-        self.hooks = build_hooks(config.train.evaluations)
+        self.hooks = build_hooks(config)
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _open_writer(self) -> MetricsWriter:
@@ -219,8 +218,8 @@ class Trainer:
             "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
         }
         found = [("training", Findings(scalars=own)), *found]
-        if self.evaluates(self.step):
-            found += [(name, hook.evaluate(self, self.step)) for name, hook in self.hooks.items()]
+        due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
+        found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
         whole = joined(found)
         if self.writer is None:
             return

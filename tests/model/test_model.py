@@ -103,6 +103,22 @@ def test_logits_and_gradients_equal_the_reference(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_evaluation_mode_gives_the_same_logits(variant):
+    built, _ = build(small_model(**VARIANTS[variant]))
+    ids = random_tokens()
+    trained = built(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(built.eval()(ids), trained, atol=1e-6, rtol=1e-6)
+
+
+def test_losses_by_token_are_those_whose_mean_is_the_loss():
+    built, _ = build(small_model())
+    ids = random_tokens()
+    losses = built(ids, ids.roll(1), by_token=True)
+    assert losses.shape == ids.shape and losses.mean() == built(ids, ids.roll(1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_shapes_are_those_of_the_parts_of_megatrons_weights(variant):
     model, parts = small_model(**VARIANTS[variant]), {}
     for name, shape in parameter_shapes(model).items():

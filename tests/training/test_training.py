@@ -51,6 +51,39 @@ def test_variants_equal_one_process(equal, size, variant):
         assert equal[1][variant][-1]["loss"] != equal[1]["tp1_zero1"][-1]["loss"]
 
 
+EVALUATED = [(1, 1), (2, 1), (2, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("size, tensor_size", EVALUATED)
+def test_evaluation_tasks_leave_every_bit_of_training_as_it_is(equal, size, tensor_size):
+    rows, plain = equal[size][f"evaluated_tp{tensor_size}"], equal[size][f"tp{tensor_size}_zero3"]
+    keys = ("step", "loss", "grad_norm", "validation_loss")
+    for row, other in zip(rows, plain, strict=True):
+        assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
+
+
+@pytest.mark.parametrize("size, tensor_size", EVALUATED)
+def test_evaluation_tasks_find_the_same_under_every_layout(equal, size, tensor_size):
+    alone = [of_tasks(row) for row in equal[1]["evaluated_tp1"]]
+    for row, expected in zip(equal[size][f"evaluated_tp{tensor_size}"], alone, strict=True):
+        assert of_tasks(row) == pytest.approx(expected, rel=1e-4)
+    by_task = [{name.split("/")[1] for name in found} for found in alone]
+    assert by_task == [
+        set(),
+        {"perplexity"},
+        set(),
+        {"perplexity", "context_gain"},
+        {"addition"},
+        {"perplexity", "context_gain", "addition"},
+    ]
+    losses = [found[f"evaluation/perplexity/loss/b/{length}"] for length in (5, 12) for found in (alone[1], alone[5])]
+    assert losses[1] < losses[0] and losses[3] < losses[2], "the model learns"
+
+
+def of_tasks(row):
+    return {name: value for name, value in row.items() if name.startswith("evaluation/")}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bf16_stays_near_fp32(equal, size):
     for row, exact in zip(equal[size]["bf16"], equal[1]["tp1_zero0"]):

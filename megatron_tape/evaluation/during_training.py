@@ -1,0 +1,69 @@
+"""Evaluation tasks that a run does while it trains: the section `evaluation` of its settings, checked without torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megatron_tape.config.parse import build_section, missing_settings
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.values import accept, shown
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import ModelInfo, Task
+from megatron_tape.evaluation.tasks import task_class
+
+EVERY = "every"
+
+
+def build_tasks(config: RunConfig) -> dict[str, Task]:
+    """Return the tasks of `evaluation` by name; raises ConfigError for wrong settings."""
+    return {name: _build_task(name, given) for name, given in config.evaluation.given().items()}
+
+
+def _build_task(name: str, given: dict[str, Any]) -> Task:
+    key, every = f"evaluation.{name}", given.get(EVERY)
+    refuse(
+        type(every) is not int or every < 1,
+        f"{key}.{EVERY} is {shown(every)}; set it to the number of steps between evaluations, such as 500",
+    )
+    settings = task_class(name).Settings
+    kinds, values = get_type_hints(settings), {}
+    for setting, value in given.items():
+        if setting == EVERY:
+            continue
+        close = difflib.get_close_matches(setting, kinds, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"choose from {EVERY}, {', '.join(kinds)}"
+        refuse(setting not in kinds, f"{key}.{setting} is no setting of this task; {fix}")
+        values[f"{key}.{setting}"] = accept(f"{key}.{setting}", value, kinds[setting])
+    missing = missing_settings({key: settings}, values)
+    refuse(bool(missing), f"{', '.join(missing)} must be set; add it to {key}")
+    return task_class(name)(build_section(key, settings, values))
+
+
+def info_of_run(config: RunConfig) -> ModelInfo:
+    """Return what tasks may know of a model that trains."""
+    return ModelInfo(
+        label=Path(config.logging.directory or "run").name,
+        vocab_size=config.model.unpadded_vocab_size or config.model.vocab_size,
+        trained_length=config.model.seq_length,
+        config={},
+        directory=None,
+        has_tokenizer=config.data.tokenizer is not None,
+    )
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Raise ConfigError if tasks of `evaluation`, their data and the model cannot work together; reads the data."""
+    info = info_of_run(config)
+    for name, task in build_tasks(config).items():
+        refuse(
+            task.needs_tokenizer and not info.has_tokenizer,
+            f"evaluation.{name} needs a tokenizer, and data.tokenizer is null; set it",
+        )
+        try:
+            task.check(info)
+        except ConfigError as error:
+            keys = "|".join(get_type_hints(task.Settings))
+            raise ConfigError(re.sub(rf"(?<![\w./-])(?={name}\.({keys})\b)", "evaluation.", str(error))) from None

@@ -1,0 +1,132 @@
+"""A model under training, as evaluation tasks see it, and the hook that does a task."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tape.evaluation.base import Score, Task, Unit
+from megatron_tape.evaluation.during_training import EVERY, build_tasks, info_of_run
+from megatron_tape.evaluation.runner import Ranks
+from megatron_tape.training.hooks import Findings, Hook
+
+if TYPE_CHECKING:
+    from megatron_tape.config.schema import RunConfig
+    from megatron_tape.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingModel:
+    """See `evaluation.base.LanguageModel`. Ranks that hold different sequences may evaluate different texts.
+
+    Under ZeRO 3 every forward pass needs all ranks. So each is announced to the others, and a rank that has finished
+    takes part with a pass over nothing of its own (`help_others`).
+    """
+
+    def __init__(self, trainer: Trainer, stage: str):
+        self.info = info_of_run(trainer.config)
+        self.tokenizer = trainer.tokenizer
+        self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
+        self._tokens, self._device = trainer.layout.tokens, trainer.layout.device
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without tokens that mark its beginning or end."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of ids, with special tokens and all spaces."""
+        return self.tokenizer.decode(tokens)
+
+    @property
+    def bos(self) -> list[int]:
+        """What the tokenizer puts before a text: a list of one id, or an empty one."""
+        return [] if self.tokenizer is None else self.tokenizer.prefix
+
+    def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on."""
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None]
+        losses = self._forward(self._engine.losses, ids[:, :-1], ids[:, 1:])
+        return losses[0, first - 1 :].double().cpu().numpy()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
+        return self._forward(self._engine.logits, tokens)[..., : self.info.vocab_size].float().cpu()
+
+    def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
+        self._watch.progress(self._stage)
+        self._any_works(True)
+        length = tokens_BS[0].shape[1]
+        padding = -length % self._tokens.sequence_shards
+        padded = [torch.nn.functional.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
+        return function(*padded)[:, :length]
+
+    def help_others(self) -> None:
+        """Take part in forward passes until no rank has any left; every rank calls this when it has finished."""
+        nothing = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
+        while self._any_works(False):
+            self._watch.progress(self._stage)
+            self._engine.losses(nothing, nothing)
+
+    def _any_works(self, this_rank: bool) -> bool:
+        """Return whether any of the ranks that hold different sequences has a pass to do; they call this together."""
+        if self._engine.zero_stage < 3:
+            return False
+        return bool(self._tokens.total(torch.tensor(float(this_rank), device=self._device)) > 0)
+
+
+class TaskHook(Hook):
+    """Does an evaluation task every so many steps and after the last one; its units are shared among the ranks."""
+
+    def __init__(self, task: Task, every: int):
+        self._task, self._every = task, every
+        self._units: list[Unit] | None = None
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Read the data before the first step: what is wrong with it must not end the run at its first evaluation."""
+        if self._units is None:
+            trainer.watch.progress(f"reading the data of {self._task.name}")
+            self._units = self._task.units(self._model(trainer))
+
+    def due(self, trainer: Trainer, step: int) -> bool:
+        """Return whether the task is done after `step`."""
+        return step % self._every == 0 or step == trainer.config.train.steps
+
+    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+        """Return the task's scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; none, with a warning, if it fails."""
+        group = trainer.layout.tokens.data_group
+        model, units = self._model(trainer), self._units
+        values: dict[str, Any] = {}
+        failure = None
+        for unit in Ranks(group.rank(), group.size()).shares(units)[group.rank()]:
+            try:
+                values[unit.key] = self._task.evaluate(unit, model)
+            except ValueError as error:
+                failure = failure or str(error)
+        model.help_others()
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, (values, failure), group=group)
+        if failure := next((found for _, found in gathered if found), None):
+            logger.warning("warning: the evaluation %s of step %d has no result: %s", self._task.name, step, failure)
+            return Findings()
+        whole = {key: value for part, _ in gathered for key, value in part.items()}
+        summary = self._task.summarize({unit.key: whole[unit.key] for unit in units}, model.info)
+        return Findings(scalars={self._tag(score): score.value for score in summary.scores})
+
+    def _model(self, trainer: Trainer) -> TrainingModel:
+        return TrainingModel(trainer, f"evaluating {self._task.name}")
+
+    def _tag(self, score: Score) -> str:
+        length = None if score.length is None else str(score.length)
+        return "/".join(filter(None, ["evaluation", self._task.name, score.metric, score.group, length]))
+
+
+def task_hooks(config: RunConfig) -> dict[str, Hook]:
+    """Return the hooks that do the tasks of the section `evaluation`, by name."""
+    given = config.evaluation.given()
+    return {f"evaluation.{name}": TaskHook(task, given[name][EVERY]) for name, task in build_tasks(config).items()}

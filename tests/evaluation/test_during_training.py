@@ -1,0 +1,122 @@
+"""Tasks as hooks of a training run; tests/training/test_training.py has them under every layout."""
+
+import dataclasses
+import json
+
+import pytest
+from configurations import make
+from datasets_for_tests import write_all
+from evaluation.loss_cases import write_jsonl
+from training_cases import RECIPE, option
+
+from megatron_tape.config.checks import validate
+from megatron_tape.config.schema import EvaluationConfig
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation import tasks
+from megatron_tape.evaluation.base import Task, Unit
+from megatron_tape.evaluation.during_training import check_tasks
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.tasks import TASKS, task_class
+from pretrain import evaluate, train
+
+
+def test_every_task_that_does_not_generate_can_be_done_during_training():
+    known = {field.name for field in dataclasses.fields(EvaluationConfig)}
+    assert known == {name for name in TASKS if not task_class(name).generates}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"data": "x"}, "evaluation.perplexity.every is null; set it to the number of steps between evaluations"),
+        ({"data": "x", "every": 0}, "evaluation.perplexity.every is 0"),
+        ({"data": "x", "every": True}, "evaluation.perplexity.every is true"),
+        ({"every": 5}, "evaluation.perplexity.data must be set; add it to evaluation.perplexity"),
+        (
+            {"data": "x", "every": 5, "length": [8]},
+            "evaluation.perplexity.length is no setting .* did you mean lengths",
+        ),
+        ({"data": "x", "every": 5, "lengths": 8}, "evaluation.perplexity.lengths is 8; set it to a list or null"),
+        ({"data": "x", "every": 5, "protocol": "best"}, "evaluation.perplexity.protocol is 'best'; choose one of"),
+        (5, "evaluation.perplexity is 5; set it to a mapping or null"),
+    ],
+)
+def test_wrong_settings_are_refused_with_all_others(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make(evaluation__perplexity=settings), 1)
+
+
+def test_data_is_refused_with_the_name_of_the_setting(tmp_path):
+    path = tmp_path / "perplexity.jsonl"
+    path.write_text('{"text": "good"}\n{"text": 3}\n')
+    settings = {"every": 5, "data": str(path), "lengths": [8]}
+    with pytest.raises(ConfigError, match=f"^{path}:2: the value of 'text' is not a string"):
+        check_tasks(make(evaluation__perplexity=settings))
+    with pytest.raises(ConfigError, match=f"^evaluation.perplexity.data is the text {path}, but"):
+        check_tasks(make(evaluation__perplexity=settings, data__tokenizer=None))
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"^evaluation.perplexity.data is '{path}', but there is no such file"):
+        check_tasks(make(evaluation__perplexity=settings))
+
+
+@pytest.fixture
+def run(tmp_path):
+    data = write_all(tmp_path)
+    words = [" ".join(f"w{(i * step) % 60}" for i in range(40)) for step in (1, 3, 7)]
+    write_jsonl(tmp_path / "held_out.jsonl", words)
+
+    def start(*overrides):
+        options = [option("data.prefix", f"{data}/a"), option("data.tokenizer", f"{data}/tokenizer.json")]
+        options += [option("logging.directory", tmp_path / "run"), "--train.steps=4", "--train.evaluations=[]"]
+        return train.main(["--config", str(RECIPE), *options, *overrides])
+
+    start.folder = tmp_path
+    return start
+
+
+def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch):
+    monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+    settings = {"data": str(run.folder / "held_out.jsonl"), "lengths": [6, 12], "stride": 4}
+    assert run(option("evaluation.perplexity", json.dumps({"every": 3, **settings})), "--logging.interval=10") == 0
+    rows = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [{name: value for name, value in row.items() if name.startswith("evaluation/")} for row in rows]
+    assert [row["step"] for row in rows] == [1, 3, 4] and not found[0] and found[1].keys() == found[2].keys()
+
+    output = run.folder / "evaluation"
+    arguments = [f"--perplexity.{key}={value}" for key, value in settings.items()]
+    command = ["perplexity", "--model", str(run.folder / "run"), "--output", str(output), "--device=cpu", *arguments]
+    assert evaluate.main(command) == 0
+    scores = read_results(output)["tasks"]["perplexity"]["scores"]
+    expected = {f"evaluation/perplexity/{s['metric']}/{s['group']}/{s['length']}": s["value"] for s in scores}
+    assert len(expected) == 6 and found[2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_documents_that_are_too_short_end_a_run_before_its_first_step(run, capfd):
+    settings = {"every": 3, "data": str(run.folder / "held_out.jsonl"), "lengths": [80]}
+    assert run(option("evaluation.perplexity", json.dumps(settings))) == 1
+    assert "error: none of the 3 documents of" in capfd.readouterr().err
+    assert (run.folder / "run" / "metrics.jsonl").read_text() == ""
+
+
+class Failing(Task):
+    """Cannot score its second unit."""
+
+    name = "perplexity"
+    Settings = dataclasses.make_dataclass("Settings", [])
+    needs_tokenizer = False
+
+    def units(self, model):
+        return [Unit("0"), Unit("1")]
+
+    def evaluate(self, unit, model):
+        if unit.key == "1":
+            raise ValueError("the loss is infinite")
+        return {}
+
+
+def test_a_task_that_fails_is_a_warning_and_training_goes_on(run, monkeypatch, capfd):
+    monkeypatch.setitem(tasks.TASKS, "perplexity", f"{__name__}:Failing")
+    assert run("--evaluation.perplexity={every: 2}") == 0
+    rows = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and not any(name.startswith("evaluation/") for row in rows for name in row)
+    assert "the evaluation perplexity of step 2 has no result: the loss is infinite" in capfd.readouterr().err
