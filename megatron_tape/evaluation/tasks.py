@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 from megatron_tape.evaluation.base import Task
 
@@ -26,6 +25,3 @@ def task_class(name: str) -> type[Task]:
     """Return the class of a task by its name, a key of `TASKS`."""
     module, _, kind = TASKS[name].partition(":")
     return getattr(importlib.import_module(module), kind)
-
-
-TASKS = {name: place for name, place in TASKS.items() if importlib.util.find_spec(place.partition(":")[0])}

@@ -42,7 +42,7 @@ def test_the_demo_runs_to_its_summary(first, folder):
     assert all(before != after for row in extended for before, after in (row[2:4], row[4:6]))
     assert (folder / "extended.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
-    assert all(f">{name}<" in page for name in ("tape", "rope", "tape-1024", "rope-1024"))
+    assert all(f">{name}<" in page for name in ("TAPE 256", "RoPE 256", "TAPE 1,024", "RoPE 1,024"))
     assert {task for task in ("perplexity", "context_gain", "passkey") if task not in page} == set()
     for name, kind in (("tape", "TapeForCausalLM"), ("rope", "LlamaForCausalLM")):
         settings = json.loads((folder / f"{name}-1024-hf" / "config.json").read_text())

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.config.recipes import read_recipe
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.evaluation.results import read_results
 from pretrain import demo_smollm2
 from pretrain.held_out import averaged, held_out_windows, loss_by_position
 
@@ -59,7 +60,7 @@ def demo(*arguments):
 def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
     write_lines(tmp_path / "text.jsonl", texts)
     arguments = ["--directory", tmp_path / "demo", "--model", model, "--corpus", tmp_path / "text.jsonl"]
-    arguments += ["--steps", 2, "--processes", 1, "--sequences", 2]
+    arguments += ["--steps", 2, "--processes", 1, "--sequences", 2, "--ruler-samples", 1]
     first = demo(*arguments)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "demo" / "results").iterdir()}
@@ -76,6 +77,11 @@ def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
     for method, kind in (("tape", "TapeForCausalLM"), ("lora", "LlamaForCausalLM")):
         settings = json.loads((tmp_path / "demo" / f"{method}-2-hf" / "config.json").read_text())
         assert settings["architectures"] == [kind]
+
+    for name, label in (("before", "before"), ("tape-2", "TAPE"), ("lora-2", "LoRA")):
+        found = read_results(tmp_path / "demo" / "ruler" / name)
+        assert found["label"] == label and len(found["tasks"]["ruler"]["examples"]) == 6 * 2
+    assert "RULER" in (tmp_path / "demo" / "report.html").read_text()
 
     again = demo(*arguments)
     assert again.returncode == 0 and again.stdout.count("exists already") == 7
