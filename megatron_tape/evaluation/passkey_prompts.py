@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import random
 import re
 from collections.abc import Callable
@@ -19,10 +20,10 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 QUESTION = "What is the pass key? The pass key is"
 PUBLISHED_TOKENS = 10
 """What the published form generates."""
-_SEARCHED = 240
+_SEARCHED = 60
 """Characters around the estimated end of the filler among which one is sought that gives the exact length."""
-
-
+_WORD = 16
+"""How many characters farther away a place after a word may be than one within a word, and is tried before."""
 _COMPLETED = 20
 _ENDINGS = (".", "..", "...", " .", " a", " on", " and", " green", " blue.", "!", ", and", " x", " .. .", " a a", ":")
 """What may follow the filler where no end of it gives the exact length, and how many of its ends are tried with it."""
@@ -46,7 +47,7 @@ class ExactPrompts:
     def __init__(self, count_tokens: Callable[[str], int], tokens: int):
         """`count_tokens` counts the tokens of a text as the model gets it; prompts have `tokens` of them."""
         self._count, self._tokens = count_tokens, tokens
-        repeats = 2 + tokens * 16 // len(FILLER)
+        repeats = 2 + tokens * 32 // len(FILLER)
         self._filler = " ".join([FILLER] * repeats)
         self._starts = [0, *(match.end() for match in re.finditer(r"\. ", self._filler))]
         self._characters = 4 * tokens
@@ -74,7 +75,7 @@ class ExactPrompts:
             end = moved
         near = range(max(0, end - _SEARCHED), min(end + _SEARCHED, len(self._filler)) + 1)
         short: dict[int, int] = {}
-        for candidate in sorted(near, key=lambda place: (not self._whole_word(place), abs(place - end))):
+        for candidate in sorted(near, key=lambda place: abs(place - end) + self._within_word(place) * _WORD):
             prompt = self._build(candidate, depth, key)
             missing = self._tokens - self._count(prompt)
             if missing == 0:
@@ -93,11 +94,11 @@ class ExactPrompts:
             "length in passkey.lengths"
         )
 
-    def _whole_word(self, end: int) -> bool:
-        return end == 0 or (self._filler[end - 1 : end].strip() != "" and self._filler[end : end + 1].strip() == "")
+    def _within_word(self, end: int) -> bool:
+        return end > 0 and (self._filler[end - 1] == " " or self._filler[end : end + 1].isalpha())
 
     def _build(self, end: int, depth: float, key: str, ending: str = "") -> str:
-        sentences = sum(1 for start in self._starts if start <= end) - 1 if end else 0
+        sentences = bisect.bisect_right(self._starts, end) - 1
         split = self._starts[round(depth * sentences)]
         parts = [TASK, self._filler[:split].rstrip(), _information(key), self._filler[split:end] + ending, QUESTION]
         return "\n".join(part for part in parts if part)

@@ -25,7 +25,7 @@ TASKS = (
 OFFLINE = tuple(task for task in TASKS if task not in ESSAYS and task not in QUESTIONS)
 """Tasks that need no data."""
 THRESHOLD = 0.856
-"""What Llama-2-7B scored at 4K in RULER's paper, which calls the longest length above it a model's effective one."""
+"""What Llama-2-7B-chat scored at 4K in RULER's paper; the longest length above it is a model's effective one."""
 _CHECKED = 8192
 """Up to this length every task is tried before any runs; longer ones are never too short."""
 
