@@ -161,7 +161,7 @@ class Perplexity(DocumentTask):
         from megatron_tape.evaluation.pictures_of_losses import by_length, by_position
 
         return [
-            *by_length(results, "perplexity", "perplexity", "perplexity"),
+            *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
             *by_position(results, "perplexity-by-position"),
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,11 @@ Results = dict[str, dict[str, Any]]
 """The results of one task by the models' labels."""
 
 
-def by_length(results: Results, metric: str, name: str, axis: str) -> list[Picture]:
-    """Return a picture of a metric by context length with its intervals; none if no model has it."""
+def by_length(results: Results, metric: str, name: str, axis: str, steep: float = math.inf) -> list[Picture]:
+    """Return a picture of a metric by context length with its intervals; none if no model has it.
+
+    The axis of values is logarithmic where the largest is more than `steep` times the smallest.
+    """
     found = {
         label: [score for score in result["scores"] if score["metric"] == metric and score["length"] is not None]
         for label, result in results.items()
@@ -26,7 +30,7 @@ def by_length(results: Results, metric: str, name: str, axis: str) -> list[Pictu
     groups = list(dict.fromkeys(score["group"] for scores in found.values() for score in scores))
 
     def draw(axes: Axes, group: str) -> list[str]:
-        sentences, lengths = [], set()
+        sentences, lengths, values = [], set(), []
         for label, scores in found.items():
             rows = sorted((score for score in scores if score["group"] == group), key=lambda score: score["length"])
             if not rows:
@@ -34,8 +38,11 @@ def by_length(results: Results, metric: str, name: str, axis: str) -> list[Pictu
             x, y, low, high = ([row[key] for row in rows] for key in ("length", "value", "low", "high"))
             curve(axes, styles(results)[label], x, y, low, high)
             lengths |= set(x)
+            values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
         length_axis(axes, lengths)
+        if max(values) > steep * min(values):
+            axes.set_yscale("log")
         return sentences
 
     return _panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)

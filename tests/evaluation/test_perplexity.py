@@ -274,7 +274,9 @@ def test_pictures_show_every_model_and_describe_it(texts):
     assert "nine: 9 at 16 tokens, 9 at 64 tokens; twenty: 20 at 16 tokens" in perplexity.alternative_text
     drawn = {line.get_label(): list(line.get_ydata()) for line in perplexity.figure.axes[0].lines}
     assert drawn["nine"] == pytest.approx([9, 9]) and drawn["twenty"] == pytest.approx([20, 20])
-    assert len(position.figure.axes[0].lines) == 2
+    assert len(position.figure.axes[0].lines) == 2 and perplexity.figure.axes[0].get_yscale() == "linear"
+    results["many"] = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 64], stride=8)
+    assert Perplexity.draw(results)[0].figure.axes[0].get_yscale() == "log"
     assert Perplexity.draw({"nine": {"scores": [], "details": {}}}) == []
 
 

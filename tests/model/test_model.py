@@ -144,13 +144,13 @@ def test_shifting_positions_changes_no_logit(variant):
     assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
 
 
-def test_labels_give_the_mean_cross_entropy():
+def test_labels_give_the_mean_or_weighted_cross_entropy():
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     built, _ = build(small_model())
     losses = F.cross_entropy(built(ids).transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(built(ids, labels), losses.mean())
-    mask = (torch.arange(16) % 3 == 0).float().expand(2, -1)
-    torch.testing.assert_close(built(ids, labels, mask), losses[:, ::3].mean())
+    weights = (torch.arange(16) % 3 == 0).float().expand(2, -1)
+    torch.testing.assert_close(built(ids, labels, weights / weights.sum()), losses[:, ::3].mean())
 
 
 @pytest.mark.parametrize("encoding", ["tape", "rope", "nope"])
