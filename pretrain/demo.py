@@ -149,7 +149,7 @@ def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, lis
     stages = []
     for (name, context), logs in runs.items():
         command = [python, "-m", "pretrain.evaluate", "--config", EVALUATION, "--model", str(logs)]
-        command += ["--output", str(evaluated(logs)), "--label", f"{name} {context:,}"]
+        command += ["--label", f"{name} {context:,}"]
         if not as_in_recipe:
             command += ["--perplexity.data", prefix, "--context_gain.data", prefix]
         stages.append((f"evaluating {name} of {context:,} tokens", None, command))
@@ -157,15 +157,10 @@ def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, lis
     return [*stages, ("a page of all results", None, page)]
 
 
-def evaluated(run: Path) -> Path:
-    """Return where the results of a run's model go."""
-    return run / "evaluation"
-
-
 def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[float], list[float]]:
-    """Return positions, and the losses there of text held out."""
-    found = read_results(evaluated(run_of(directory, name, context)))["tasks"]["perplexity"]["details"]
-    (losses,) = found["loss_by_position"].values()
+    """Return positions, and the losses there of text held out, for the last step of a run."""
+    newest = max((run_of(directory, name, context) / "evaluation").glob("step-*"))
+    (losses,) = read_results(newest)["tasks"]["perplexity"]["details"]["loss_by_position"].values()
     return losses["tokens_before"], losses["loss"]
 
 
