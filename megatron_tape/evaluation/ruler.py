@@ -283,7 +283,7 @@ class Ruler(Task):
     def _notes(self, values: dict[str, dict[str, Any]]) -> list[str]:
         settings, tasks = self.settings, self._tasks
         notes = [
-            f"The {self._mean_name()} is that of {', '.join(tasks)}, each with {settings.samples} samples per length."
+            f"The {self._mean_name()} is that of {', '.join(tasks)}; samples of each at a length: {settings.samples}."
         ]
         if set(tasks) & set(ESSAYS):
             from megatron_tape.evaluation.ruler_samples import has_punkt
