@@ -64,6 +64,16 @@ def main(argv: list[str] | None = None) -> int:
             f"error{'' if is_rank_0 else ' (rank ' + os.environ['RANK'] + ')'}: {message}", file=sys.stderr, flush=True
         )
         return 1
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for every command
+            raise
+        reason = str(error).split(". ")[0]
+        print(
+            f"error (rank {os.environ.get('RANK', '0')}): the GPU's memory is too small ({reason}); choose shorter "
+            "lengths, a smaller batch_size or --dtype bf16, and run the command again to continue",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return 1
     return 0
 
 
@@ -133,7 +143,8 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     from megatron_tape.evaluation.runner import Ranks, finished_tasks, identity_of, refuse_other_model
 
     ranks = Ranks.join()
-    device = choose_device(options.device)
+    with ranks.alone():
+        device = choose_device(options.device)
     dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
     todo, failure = None, None
     if ranks.rank == 0:
@@ -232,9 +243,8 @@ def _load(options: argparse.Namespace, source: Source, output: Path, device: str
             raise failure
         refuse(failed, "rank 0 could not export the checkpoint; see its message")
     trusted = source.checkpoint or "auto_map" in source.info.config
-    model = load_model(source.info, directory, dtype, device, trusted)
-    ranks.wait()
-    return model
+    with ranks.alone():
+        return load_model(source.info, directory, dtype, device, trusted)
 
 
 def _export(source: Source, directory: Path, dtype: str) -> None:

@@ -19,7 +19,7 @@ from megatron_tape.huggingface.from_hf.settings import read_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048
-"""Tokens that go through the model at once; longer texts go through it chunk by chunk, with a cache."""
+"""Tokens that go through the model at once; longer texts go through most models chunk by chunk, with a cache."""
 _ROWS = 1024
 """Tokens whose logits are held in float32 at once."""
 
@@ -58,6 +58,33 @@ class HFModel:
         ids = self.tokenizer("a", verbose=False)["input_ids"]
         return ids[:1] if own is not None and ids[:1] == [own] else []
 
+    @cached_property
+    def takes_chunks(self) -> bool:
+        """Whether chunks with a cache give what one pass over the whole text gives.
+
+        Not with a recurrent state, which many models of transformers take up again for single tokens only; nor with
+        RoPE whose frequencies depend on the length, as the keys of the first chunks would be cached with other ones.
+        """
+        return not (self.model._is_stateful or self._rope_types & {"dynamic", "longrope"})
+
+    @cached_property
+    def _rope_types(self) -> set[str]:
+        config = self.model.config.get_text_config(decoder=True)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        # Some models have parameters for each type of layer.
+        every = [parameters, *parameters.values()]
+        return {one["rope_type"] for one in every if isinstance(one, dict) and "rope_type" in one}
+
+    @torch.inference_mode()
+    def forget_lengths(self) -> None:
+        """Make what follows independent of the texts before.
+
+        transformers takes the frequencies of dynamic RoPE for the longest text since the last one that was shorter than
+        the trained length.
+        """
+        if "dynamic" in self._rope_types:
+            self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False)
+
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on."""
@@ -66,18 +93,24 @@ class HFModel:
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         inputs, cache, parts = ids[None, :-1], None, []
         length = inputs.shape[1]
-        if length > self.chunk:
+        chunk = self.chunk if self.takes_chunks else max(1, length)
+        if length > chunk:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=self.model.config)
-        for start in range(0, length, self.chunk):
-            stop = min(start + self.chunk, length)
+        self.forget_lengths()
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
             # The logits at position i predict token i + 1.
             scored = max(0, stop - max(start, first - 1))
             more = {} if cache is None else {"past_key_values": cache}
             output = self.model(
                 inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **more
             )
+            if cache is not None and cache.get_seq_length() != stop:
+                # A model that brings its own code may know nothing of this cache.
+                self.takes_chunks = False
+                return self.losses(tokens, first)
             if scored:
                 parts.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
         return torch.cat(parts).cpu().numpy() if parts else np.empty(0)
@@ -85,12 +118,14 @@ class HFModel:
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
+        self.forget_lengths()
         return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
         from megatron_tape.evaluation.harness_model import harness_model
 
+        self.forget_lengths()
         return harness_model(self, batch_size, max_length)
 
 

@@ -14,13 +14,15 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.results import (
     FORMAT,
@@ -62,16 +64,31 @@ class Ranks:
         import torch.distributed as dist
 
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        with _others_alive():
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def wait(self) -> None:
-        """Wait for the other ranks."""
-        self.share(None)
-        if self.count > 1:
-            import torch.distributed as dist
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, and an empty list on the others; all wait for each other."""
+        if self.count == 1:
+            return [value]
+        import torch.distributed as dist
 
+        values = [None] * self.count if self.rank == 0 else None
+        with _others_alive():
+            dist.gather_object(value, values, dst=0)
             dist.barrier()
+        return values or []
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what only this rank does: a ConfigError, which only rank 0 reports, becomes a ValueError elsewhere."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.rank == 0:
+                raise
+            raise ValueError(str(error)) from None
 
     def leave(self) -> None:
         """End the process group."""
@@ -89,6 +106,14 @@ class Ranks:
             shares[rank].append(unit)
         order = {unit.key: index for index, unit in enumerate(units)}
         return [sorted(share, key=lambda unit: order[unit.key]) for share in shares]
+
+
+@contextmanager
+def _others_alive() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(f"another process has ended; see its message ({str(error).splitlines()[0]})") from None
 
 
 class Parts:
@@ -109,13 +134,17 @@ class Parts:
                     continue
         return values
 
-    def append(self, rank: int, key: str, value: dict[str, Any]) -> None:
-        """Add a value to the rank's file. Raises ValueError if it is not plain JSON of finite numbers."""
+    def append(self, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
+        """Add a value to the rank's file; return it as it is read back.
+
+        Raises ValueError if it is not plain JSON of finite numbers.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"key": key, "value": value}, allow_nan=False)
         # An unfinished line of a killed process must not swallow this one.
         with open(self.directory / f"rank-{rank:05d}.jsonl", "ab") as file:
             file.write(f"\n{line}\n".encode())
+        return json.loads(line)["value"]
 
 
 def sha256(path: Path) -> str:
@@ -189,27 +218,31 @@ def run_task(
     parts = Parts(output / "parts" / f"{task.name}-{identity[:16]}")
     started = time.monotonic()
     units = task.units(model)
-    done = ranks.share(sorted(parts.read()) if ranks.rank == 0 else None)
-    left = [unit for unit in units if unit.key not in set(done)]
+    values = parts.read() if ranks.rank == 0 else {}
+    done = set(ranks.share(sorted(values)))
+    left = [unit for unit in units if unit.key not in done]
     share = ranks.shares(left)[ranks.rank]
     if ranks.rank == 0:
         again = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
         unit_word = "part" if len(units) == 1 else "parts"
         command_line.say(f"{task.name}: {len(units):,} {unit_word}{again}")
     progress = command_line.Progress(1_000_000) if ranks.rank == 0 and share else None
-    whole, finished = sum(unit.cost for unit in share), 0.0
+    whole, finished, own = sum(unit.cost for unit in share), 0.0, {}
     for number, unit in enumerate(share, 1):
-        parts.append(ranks.rank, unit.key, task.evaluate(unit, model))
+        with ranks.alone():
+            own[unit.key] = parts.append(ranks.rank, unit.key, task.evaluate(unit, model))
         finished += unit.cost
         if progress is not None:
             shown = f"{task.name}: {number:,} of {len(share):,} parts"
             progress.update(round(1_000_000 * finished / whole), lambda _: shown)  # noqa: B023
     if progress is not None:
         progress.end()
-    ranks.wait()
+    # Not read from their files, which a network file system may show to other machines only after a minute.
+    gathered = ranks.gather(own)
     if ranks.rank != 0:
         return None
-    values = parts.read()
+    for part in gathered:
+        values |= part
     examples = {unit.key: values[unit.key] for unit in units}
     summary = task.summarize(examples, model.info)
     return {

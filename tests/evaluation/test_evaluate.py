@@ -6,21 +6,27 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import tasks
-from megatron_tape.evaluation.base import Score, Summary, Task, Unit
+from megatron_tape.evaluation.base import ModelInfo, Score, Summary, Task, Unit
 from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.runner import Parts, Ranks
+from megatron_tape.evaluation.runner import Parts, Ranks, run_task
 from megatron_tape.evaluation.source import find_model
 from pretrain import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -61,11 +67,7 @@ def llama(tmp_path_factory):
 
 def save_llama(directory, seed):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(directory)
     return directory
 
 
@@ -173,12 +175,111 @@ def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
         HFModel(source.info, model, None).losses(tokens, 0)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        # The frequencies depend on the length, so that the keys of the first chunks would be cached with others.
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+        LlamaConfig(
+            **SMALL,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+                "short_factor": [1.0] * 8, "long_factor": [5.0] * 8,
+            },
+        ),
+        # A recurrent state, which the model goes on with for single tokens only.
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3),
+    ],
+    ids=["dynamic RoPE", "LongRoPE", "Mamba"],
+)  # fmt: skip
+def test_models_that_chunks_would_change_read_a_text_at_once_and_forget_the_one_before(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    long, short = np.random.default_rng(0).integers(0, 64, 97), np.random.default_rng(1).integers(0, 64, 50)
+    expected = []
+    for tokens in (short, long):
+        ids = torch.from_numpy(tokens)[None]
+        with torch.no_grad():
+            logits = model(ids[:, :-1], use_cache=False).logits[0]
+        expected.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy())
+    model = HFModel(ModelInfo("model", 64, 32, {}, None, False), model, None, chunk=16)
+    # The short text again after the long one.
+    for tokens, losses in ((long, expected[1]), (short, expected[0])):
+        np.testing.assert_allclose(model.losses(tokens, 5), losses[4:], atol=2e-6)
+        logits = model.logits(torch.from_numpy(tokens)[None, :-1])[0]
+        found = torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens)[1:], reduction="none").numpy()
+        np.testing.assert_allclose(found, losses, atol=2e-6)
+
+
+def test_a_model_that_ignores_the_cache_reads_a_text_at_once(llama, monkeypatch):
+    source = find_model(str(llama))
+    model = load_model(source.info, llama, "fp32", "cpu").model
+    tokens = np.random.default_rng(0).integers(0, 64, 57)
+    expected = HFModel(source.info, model, None).losses(tokens, 1)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, past_key_values=None, **more: forward(*a, **more))
+    np.testing.assert_allclose(HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6)
+
+
 def test_every_unit_goes_to_one_rank_and_the_loads_are_even():
     units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
     shares = Ranks(0, 3).shares(units)
     assert sorted(unit.key for share in shares for unit in share) == sorted(unit.key for unit in units)
     loads = [sum(unit.cost for unit in share) for share in shares]
     assert max(loads) - min(loads) <= 1
+
+
+class Second(Ranks):
+    """The second of two processes, without the first."""
+
+    def share(self, value):
+        return []
+
+    def gather(self, value):
+        self.__dict__["gathered"] = value
+        return []
+
+
+def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise ConfigError("no GPU is left for it")
+
+    monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("megatron_tape.evaluation.model.choose_device", fails)
+    assert run("--model", llama, "--output", tmp_path) == 1
+    assert capsys.readouterr().err == "error (rank 1): no GPU is left for it\n"
+    monkeypatch.setattr(Toy, "evaluate", fails)
+    with pytest.raises(ValueError, match="no GPU") as error:
+        run_task(Toy(ToySettings()), None, Second(1, 2), tmp_path, "0" * 64, {}, "fp32")
+    assert not isinstance(error.value, ConfigError)
+
+
+def test_the_first_process_gets_values_from_the_others_and_not_from_their_files(tmp_path, monkeypatch):
+    class First(Ranks):
+        def share(self, value):
+            return value
+
+        def gather(self, value):
+            theirs = {f"unit-{i}": {"loss": 2.0} for i in range(4) if f"unit-{i}" not in value}
+            assert value and theirs
+            return [value, theirs]
+
+    monkeypatch.setattr(Toy, "evaluate", lambda self, unit, model: {"loss": 1, "pair": (1, 2)})
+    model = SimpleNamespace(info=None, device=torch.device("cpu"))
+    result = run_task(Toy(ToySettings()), model, First(0, 2), tmp_path, "0" * 64, {}, "fp32")
+    assert len(result["examples"]) == 4 and result["scores"][0]["value"] == 1.5
+    assert [1, 2] in [value.get("pair") for value in result["examples"].values()], "as JSON gives it back"
+
+
+def test_a_gpu_that_is_too_small_ends_in_one_sentence(llama, tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(Toy, "evaluate", fails)
+    assert run("--model", llama, "--output", tmp_path) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error (rank 0): the GPU's memory is too small (CUDA out of memory); choose shorter"), error
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path):
