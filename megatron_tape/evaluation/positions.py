@@ -75,7 +75,9 @@ class PositionPictures(Task):
             refuse(value < 1, f"positions.{name} is {value}; set it to 1 or more")
         length = self._length(info)
         refuse(length < 2, f"positions.length is {length}; set it to 2 or more")
-        sizes = config["num_hidden_layers"], config["num_attention_heads"]
+        # A checkpoint's settings have names of their own.
+        layers = config["num_hidden_layers"] if "num_hidden_layers" in config else config["num_layers"]
+        sizes = layers, config["num_attention_heads"]
         for pair in settings.heads:
             if len(pair) != 2 or not all(0 <= index < size for index, size in zip(pair, sizes)):
                 raise ConfigError(

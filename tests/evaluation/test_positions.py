@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from megatron_tape.config.schema import DataConfig, LoggingConfig, ModelConfig, RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import position_probes as probes
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.positions import PositionPictures, PositionSettings, distances_of
+from megatron_tape.evaluation.source import made_by
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 
@@ -173,6 +175,22 @@ def test_settings_that_cannot_work_are_refused(models, data, settings, said):
     with pytest.raises(ConfigError) as error:
         PositionPictures(PositionSettings(**{"data": data, **settings})).check(models["planted"].info)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_checkpoint_is_checked_by_its_own_settings(data):
+    config = RunConfig(
+        model=ModelConfig(
+            position_encoding="tape", num_layers=LAYERS, hidden_size=32, ffn_hidden_size=48, num_attention_heads=HEADS,
+            vocab_size=256, seq_length=LENGTH,
+        ),
+        data=DataConfig(prefix=["data/bytes"], tokenizer="bytes"),
+        train=TrainConfig(steps=1, micro_batch_size=1, global_batch_size=1),
+        logging=LoggingConfig(directory="runs/tape"),
+    )  # fmt: skip
+    info = made_by(config).info
+    PositionPictures(PositionSettings(data=data, heads=[[4, 3]])).check(info)
+    with pytest.raises(ConfigError, match="layers from 0 to 4 and heads from 0 to 3"):
+        PositionPictures(PositionSettings(data=data, heads=[[5, 0]])).check(info)
 
 
 def test_a_model_without_position_states_is_refused(data):
