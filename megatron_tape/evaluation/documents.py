@@ -17,6 +17,8 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
+LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
+"""Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
 _CHECKED = 1 << 22
 
 
@@ -193,4 +195,10 @@ def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list
         return [info.trained_length // 4, info.trained_length // 2, info.trained_length]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
     refuse(not good, f"{key} is {shown(lengths)}; give different numbers of tokens, each at least 2")
+    limit = info.trained_length if info.config.get("model_type") in LEARNED_POSITIONS else None
+    refuse(
+        limit is not None and max(lengths) > limit,
+        f"{key} has {max(lengths)}, but {info.label} has learned embeddings of {limit} positions and no others; leave "
+        "out longer lengths",
+    )
     return sorted(lengths)

@@ -91,7 +91,9 @@ def _from_transformers(path: Path, label: str | None) -> Source:
             "and save it with save_pretrained, if you trust it"
         )
     text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
-    vocabulary, length = text.get("vocab_size"), text.get("max_position_embeddings")
+    # GPT-2 and its relatives call it n_positions, MPT max_seq_len.
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    vocabulary, length = text.get("vocab_size"), next((text[name] for name in names if name in text), None)
     if type(vocabulary) is not int or vocabulary < 1:
         raise ValueError(f"vocab_size is {vocabulary!r} in its config.json, but must be a whole number above 0")
     name = path.resolve().name

@@ -17,6 +17,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model import HFModel
 from megatron_tape.evaluation.perplexity import Perplexity
+from megatron_tape.evaluation.source import find_model
 
 RANDOM = np.random.default_rng(0)
 TEXTS = ["".join(map(chr, RANDOM.integers(32, 127, size))) for size in (150, 40, 260, 200)]
@@ -257,6 +258,18 @@ def test_a_text_needs_a_tokenizer_and_a_length_a_trained_one(texts):
         task.check(ModelInfo("plain", 256, 64, {}, None, has_tokenizer=False))
     with pytest.raises(ConfigError, match="perplexity.lengths is null"):
         task.check(ModelInfo("plain", 256, None, {}, None, has_tokenizer=True))
+
+
+def test_models_with_learned_positions_read_no_more_than_they_have(texts, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')
+    (tmp_path / "tokenizer.json").touch()
+    info = find_model(str(tmp_path), "gpt2").info
+    task = Perplexity(Perplexity.Settings(data=texts))
+    task.check(info)
+    assert task.lengths(info) == [8, 16, 32]
+    with pytest.raises(ConfigError, match="lengths has 33, but gpt2 has learned embeddings of 32 positions"):
+        Perplexity(Perplexity.Settings(data=texts, lengths=[33, 16])).check(info)
 
 
 def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):
