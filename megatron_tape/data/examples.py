@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
             if line.strip():
                 yield parse_example(place, line)
-    except (UnreadableFile, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (UnreadableFile, OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 

@@ -62,10 +62,16 @@ def test_files_that_are_no_examples_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "qa.zip", "w") as archive:
         archive.writestr("qa/train.jsonl", "")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "qa.zip").read_bytes()[:-5])
+    with zipfile.ZipFile(tmp_path / "damaged.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("qa/validation.jsonl", "".join(json.dumps({"id": str(i**5)}) for i in range(999)))
+    content = bytearray((tmp_path / "damaged.zip").read_bytes())
+    content[200:260] = bytes(255 - byte for byte in content[200:260])
+    (tmp_path / "damaged.zip").write_bytes(content)
     (tmp_path / "qa.csv").write_text("a,b\n")
     for name, said in (
         ("qa.zip", "does not hold validation.jsonl once; choose another split"),
         ("cut.zip", "its format is unknown"),
+        ("damaged.zip", "damaged.zip cannot be read: Error -3 while decompressing"),
         ("qa.csv", "its format is unknown; give .jsonl"),
         ("none.jsonl", "No such file"),
     ):
