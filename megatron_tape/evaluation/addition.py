@@ -36,7 +36,8 @@ class AdditionSettings:
     samples: int = 100
     """Sums for each pair of lengths."""
     seed: int = 0
-    """Seed of the sums. They are never those of training."""
+    """Seed of the sums. They are drawn apart from those of training; both have the same ones only where operands are so
+    short that few sums exist."""
     batch_size: int = 100
     """Sums that the model adds at once."""
 
