@@ -1,5 +1,5 @@
 # make demo: train TAPE and RoPE on real text.  make test: run every test.  make check-gpu: check and measure on a GPU.
-# make demo-smollm2: download SmolLM2-135M (93 MB) and train TAPE, and LoRA, in it on two cores in half an hour.
+# make demo-smollm2: download SmolLM2-135M (93 MB), train TAPE, and LoRA, in it on two cores, and evaluate the models.
 # make test TESTS="tests/slurm -m 'not slow'" runs some.
 PYTHON ?= python3
 VENV := .venv
