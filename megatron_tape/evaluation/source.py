@@ -17,6 +17,7 @@ from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.from_hf.settings import read_settings
 
 _CODE = ("configuration_tape.py", "modeling_tape.py")
+_CLASSES = {"configuration_tape.TapeConfig", "modeling_tape.TapeModel", "modeling_tape.TapeForCausalLM"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -51,7 +52,7 @@ class Source:
     def files(self) -> list[Path]:
         """Return the files of a directory of transformers that decide what the model answers."""
         names = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"}
-        names |= {"added_tokens.json", *_TOKENIZERS}
+        names |= {"added_tokens.json", *_TOKENIZERS, "vocab.json", "merges.txt", "vocab.txt", "spiece.model"}
         return sorted(
             file
             for file in self.path.iterdir()
@@ -105,15 +106,26 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         directory=path,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
     )
-    foreign = "auto_map" in settings and not _is_ours(path)
+    tokenizer = path / "tokenizer_config.json"
+    foreign = ("auto_map" in settings and not _is_ours(path, settings["auto_map"])) or (
+        tokenizer.is_file() and "auto_map" in read_settings(tokenizer)
+    )
     return Source(path, info, False, None, Path("evaluations") / name, foreign)
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether the Python files of a directory are those that this project exports, byte for byte."""
+def _is_ours(path: Path, classes: Any) -> bool:
+    """Return whether a directory's Python files are those that this project exports, byte for byte, and no others run.
+
+    `classes` is the `auto_map` of its config.json, which could name a class in another directory, too.
+    """
     ours = Path(__file__).parents[1] / "huggingface"
     found = {file.name for file in path.glob("*.py")}
-    return found == set(_CODE) and all((path / name).read_bytes() == (ours / name).read_bytes() for name in _CODE)
+    named = isinstance(classes, dict) and all(one in _CLASSES for one in map(str, classes.values()))
+    return (
+        named
+        and found == set(_CODE)
+        and all((path / name).read_bytes() == (ours / name).read_bytes() for name in _CODE)
+    )
 
 
 def made_by(config: RunConfig) -> Source:

@@ -158,6 +158,28 @@ def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path):
+    for name in ("configuration_tape.py", "modeling_tape.py"):
+        (tmp_path / name).write_bytes((ROOT / "megatron_tape" / "huggingface" / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    settings = json.loads((llama / "config.json").read_text())
+    own = {"AutoConfig": "configuration_tape.TapeConfig", "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM"}
+
+    def runs_own_code(classes, tokenizer=None):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {"auto_map": classes}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer or {}))
+        return find_model(str(tmp_path)).runs_own_code
+
+    assert not runs_own_code(own)
+    # transformers looks for such a class in another directory, or in a repository of the hub.
+    assert runs_own_code(own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"})
+    assert runs_own_code(["modeling_tape.TapeForCausalLM"])
+    assert runs_own_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
+    digest = find_model(str(tmp_path)).digest()
+    (tmp_path / "merges.txt").write_text("a b")
+    assert find_model(str(tmp_path)).digest() != digest
+
+
 def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
     source = find_model(str(llama))
     model = load_model(source.info, llama, "fp32", "cpu").model
