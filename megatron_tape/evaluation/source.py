@@ -15,6 +15,7 @@ from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_d
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.from_hf.settings import read_settings
+from megatron_tape.records import read_record
 
 _CODE = ("configuration_tape.py", "modeling_tape.py")
 _CLASSES = {"configuration_tape.TapeConfig", "modeling_tape.TapeModel", "modeling_tape.TapeForCausalLM"}
@@ -106,11 +107,8 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         directory=path,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
     )
-    tokenizer = path / "tokenizer_config.json"
-    foreign = ("auto_map" in settings and not _is_ours(path, settings["auto_map"])) or (
-        tokenizer.is_file() and "auto_map" in read_settings(tokenizer)
-    )
-    return Source(path, info, False, None, Path("evaluations") / name, foreign)
+    foreign = "auto_map" in settings and not _is_ours(path, settings["auto_map"])
+    return Source(path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path))
 
 
 def _is_ours(path: Path, classes: Any) -> bool:
@@ -128,6 +126,11 @@ def _is_ours(path: Path, classes: Any) -> bool:
     )
 
 
+def _tokenizer_runs_code(directory: Path) -> bool:
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and "auto_map" in read_record(file, dict[str, Any])
+
+
 def made_by(config: RunConfig) -> Source:
     """Return the model that a run will have made when it is finished."""
     run, has_tokenizer = Path(config.logging.directory), config.data.tokenizer is not None
@@ -143,10 +146,14 @@ def _from_checkpoint(path: Path, label: str | None) -> Source:
         raise ValueError(f"{path} was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
-    has_tokenizer = state["config"].get("data", {}).get("tokenizer") is not None or (path / "tokenizer").is_dir()
+    own, given = path / "tokenizer", state["config"].get("data", {}).get("tokenizer")
+    # The files beside a tokenizer come along when it is exported.
+    places = [own] if given is None else [own, Path(given) if Path(given).is_dir() else Path(given).parent]
+    foreign = any(map(_tokenizer_runs_code, places))
     facts = {"settings": state["config"], "step": state["step"]}
     output = run / "evaluation" / path.name if run != path else Path("evaluations") / name
-    return Source(path, _info(model, label or name, has_tokenizer), True, facts, output, False)
+    info = _info(model, label or name, given is not None or own.is_dir())
+    return Source(path, info, True, facts, output, foreign)
 
 
 def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:

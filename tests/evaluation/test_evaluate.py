@@ -13,14 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
+from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import tasks
+from megatron_tape.evaluation import source, tasks
 from megatron_tape.evaluation.base import ModelInfo, Score, Summary, Task, Unit
 from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import Parts, Ranks, run_task
 from megatron_tape.evaluation.source import find_model
 from pretrain import evaluate
+from tests.configurations import make
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = dict(
@@ -178,6 +180,19 @@ def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path)
     digest = find_model(str(tmp_path)).digest()
     (tmp_path / "merges.txt").write_text("a b")
     assert find_model(str(tmp_path)).digest() != digest
+
+
+def test_a_checkpoint_whose_tokenizer_brings_code_is_not_trusted(tmp_path, monkeypatch):
+    given = tmp_path / "data" / "tokenizer.json"
+    config = config_dict(make(data__tokenizer=str(given)))
+    monkeypatch.setattr(source, "read_state", lambda path: {"config": config, "step": 3})
+    monkeypatch.setattr(source, "find_checkpoint", lambda path, deep: tmp_path / "run" / "checkpoints" / "step-3")
+    given.parent.mkdir()
+    (given.parent / "tokenizer_config.json").write_text("{}")
+    found = find_model(str(tmp_path))
+    assert not found.runs_own_code and found.info.has_tokenizer and found.info.trained_length == 32
+    (given.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
+    assert find_model(str(tmp_path)).runs_own_code
 
 
 def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
