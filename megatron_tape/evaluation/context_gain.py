@@ -89,7 +89,8 @@ class ContextGain(DocumentTask):
         except (ValueError, OSError) as error:
             raise ConfigError(f"context_gain.key_tokens_from is {given}, which cannot be read: {error}") from None
         refuse(
-            found is None or not isinstance(found["details"].get("key_tokens"), dict),
+            found is None
+            or not all(isinstance(found["details"].get(key), dict) for key in ("key_tokens", "scored_tokens")),
             f"context_gain.key_tokens_from is {given}, which has no results of context_gain; evaluate that model first",
         )
         return found["details"]
@@ -101,9 +102,11 @@ class ContextGain(DocumentTask):
         for key, work in self.work.items() if self.other is not None else ():
             document, scored = key.rpartition("/")[0], sum(window.scored for window in work.windows)
             chosen = self.other["key_tokens"].get(document)
-            same = self.other.get("scored_tokens", {}).get(document) == self._digest(key)
+            same = self.other["scored_tokens"].get(document) == self._digest(key)
             refuse(
-                not same or not all(type(index) is int and 0 <= index < scored for index in chosen or ()),
+                not same
+                or not isinstance(chosen, list)
+                or not all(type(index) is int and 0 <= index < scored for index in chosen),
                 f"context_gain.key_tokens_from is {self.settings.key_tokens_from}, which scored other tokens of "
                 f"{document}; evaluate both models with the same data, settings and tokenizer",
             )

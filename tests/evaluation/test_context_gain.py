@@ -97,6 +97,10 @@ def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_result
     first["details"]["key_tokens"]["periodic/1"] = [0, 9999]
     with pytest.raises(ConfigError, match="periodic/1"):
         run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=write_results(first), **periodic)
+    for damage in ({"key_tokens": {}}, {"key_tokens": {name: {"0": 1} for name in first["details"]["key_tokens"]}}):
+        path = write_results({**first, "details": first["details"] | damage})
+        with pytest.raises(ConfigError, match="which scored other tokens"):
+            run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ConfigError, match="context_gain.key_tokens_from is .*results.json, which cannot be read"):
         run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
