@@ -56,9 +56,13 @@ class _TaskResult(TypedDict):
 
 
 class TaskResult(_TaskResult, total=False):
-    """The outcome of one task; `identity` is a digest of all that it depends on."""
+    """The outcome of one task; `identity` is a digest of all that it depends on.
+
+    `parts_before` counts the parts that were done before an interruption, whose time is not in `seconds`.
+    """
 
     identity: str
+    parts_before: int
     dtype: str
     hardware: str
     versions: dict[str, str]

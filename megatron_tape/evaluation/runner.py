@@ -255,6 +255,7 @@ def run_task(
         "notes": summary.notes,
         "examples": examples,
         "identity": identity,
+        "parts_before": len(units) - len(left),
         "dtype": dtype,
         "hardware": hardware(model.device),
         "versions": versions(),

@@ -99,6 +99,7 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     whole, cut = (read_results(tmp_path / name)["tasks"]["toy"] for name in ("whole", "cut"))
     for key in ("examples", "scores", "settings", "identity", "details", "notes"):
         assert whole[key] == cut[key]
+    assert (whole["parts_before"], cut["parts_before"]) == (0, 2)
     assert not list((tmp_path / "cut" / "parts").iterdir())
     results = read_results(tmp_path / "whole")
     assert results["label"] == "llama" and results["model"]["trained_length"] == 32

@@ -14,11 +14,12 @@ from report_cases import CONFIG, results, score, settings, task, write_results, 
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.base import Picture, Task
 from megatron_tape.evaluation.report import page as page_module
-from megatron_tape.evaluation.report.inputs import clean, read_models
+from megatron_tape.evaluation.report.inputs import Model, clean, read_models
 from megatron_tape.evaluation.report.page import page
 from megatron_tape.evaluation.report.paper import SHAPE, entries, paper_tables
 from megatron_tape.evaluation.report.pictures import drawn
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
+from megatron_tape.evaluation.report.training import evaluation_seconds
 from megatron_tape.evaluation.tasks import task_class
 from pretrain import report
 
@@ -208,6 +209,15 @@ def test_notes_name_the_models_that_they_are_about(parsed):
     assert "All of them." in tasks and tasks.count("All of them.") == 1
     assert re.search(r"tape:\s+Only tape\.", tasks) and re.search(r"rope:\s+Only rope\.", tasks)
     assert "does not know the task shiny" in tasks
+
+
+def test_the_time_of_an_evaluation_that_was_interrupted_says_what_it_is_without():
+    task = {"processes": 2, "seconds": 5.0, "dtype": "fp32"}
+    (before,), (after,) = (
+        [row[1].detail for row in evaluation_seconds([Model("m", {"perplexity": task | more})]).rows]
+        for more in ({"parts_before": 0}, {"parts_before": 2})
+    )
+    assert after == f"{before} \N{MIDDLE DOT} without 2 parts done before an interruption"
 
 
 def test_runs_are_shown_with_losses_and_speeds(parsed):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatron_tape.command_line import counted
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, plain, shorten, styles
 from megatron_tape.evaluation.report.inputs import Model, Run, clean
@@ -197,4 +198,6 @@ def evaluation_seconds(models: Sequence[Model]) -> Table | None:
 def _seconds(task: dict) -> Cell:
     processes, seconds = task["processes"], task["seconds"]
     detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task['dtype'])}"
+    if before := task.get("parts_before"):
+        detail += f" \N{MIDDLE DOT} without {counted(before, 'part')} done before an interruption"
     return Cell(duration_text(seconds), seconds, detail, "number")
