@@ -113,7 +113,7 @@ def _others_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ValueError(f"another process has ended; see its message ({str(error).splitlines()[0]})") from None
+        raise ValueError("another process of this evaluation has ended; see its message") from error
 
 
 class Parts:
@@ -162,8 +162,8 @@ def _digest(file: Any) -> str:
 
 def identity_of(task: Task, model_digest: str, dtype: str, data: dict[str, str]) -> str:
     """Return a digest of all that the values of a task's units depend on."""
-    # A file's name does not matter, only what is in it.
-    facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.values())]
+    # Settings name files; which of them has what contents matters, too.
+    facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -19,7 +19,7 @@ from megatron_tape.evaluation import source, tasks
 from megatron_tape.evaluation.base import ModelInfo, Score, Summary, Task, Unit
 from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.runner import Parts, Ranks, run_task
+from megatron_tape.evaluation.runner import Parts, Ranks, identity_of, run_task
 from megatron_tape.evaluation.source import find_model
 from pretrain import evaluate
 from tests.configurations import make
@@ -117,6 +117,11 @@ def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, c
     assert run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
     assert run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0 and len(Toy.evaluated) == 6
     assert len(read_results(tmp_path)["tasks"]["toy"]["examples"]) == 2
+
+
+def test_files_that_have_changed_places_are_other_data():
+    one, other = ({"a.jsonl": first, "b.jsonl": second} for first, second in (("1", "2"), ("2", "1")))
+    assert identity_of(Toy(ToySettings()), "m", "fp32", one) != identity_of(Toy(ToySettings()), "m", "fp32", other)
 
 
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
