@@ -14,6 +14,7 @@ import io
 import json
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,14 +116,23 @@ class _Step(int):
     """
 
     def __lt__(self, used: int) -> bool:
+        _pass_on_interruption()
         if used <= int(self):
             raise TooShort("its smallest sample does not fit")
         return True
 
     def __gt__(self, other: int) -> bool:
+        _pass_on_interruption()
         if other is self:
             raise TooShort("its smallest sample does not fit")
         return int(self) > other
+
+
+def _pass_on_interruption() -> None:
+    """Raise again what such an `except`, which is asking, should not have caught: Ctrl-C, or the end of a job."""
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, Exception):
+        raise error
 
 
 class _Measure:

@@ -115,6 +115,23 @@ def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokeni
     assert "good, mean of 2 chosen tasks: 1.00 at 1,024, 0.50 at 2,048" in means.alternative_text
 
 
+def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
+    from megatron_tape.command_line import Interrupted
+    from megatron_tape.evaluation.ruler_samples import Sources, make_samples
+
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 12:
+            raise Interrupted(15)
+        return tokenizer(*arguments, **options)
+
+    with pytest.raises(Interrupted):
+        make_samples("vt", 1024, 8, interrupted, 0, Sources())
+    assert len(calls) == 12
+
+
 def test_samples_depend_neither_on_the_order_of_tasks_nor_on_what_was_drawn_before(tokenizer):
     from megatron_tape.evaluation.ruler_samples import Sources, make_samples
 
