@@ -14,6 +14,8 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from megatron_tape import command_line
 from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.source import Source, find_model
+from megatron_tape.evaluation.source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.tasks import TASKS, task_class
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from megatron_tape.evaluation.runner import Ranks
 
 EXIT_INTERRUPTED = 75
+EXAMPLE = (
+    "python -m pretrain.evaluate perplexity --model runs/tape --output results/tape "
+    "--perplexity.data held_out.jsonl --perplexity.lengths '[1024, 2048]'"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,8 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         for task in tasks:
             check_task(task, source)
+        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+        refuse(
+            not (existing.is_dir() and os.access(existing, os.W_OK)),
+            f"--output is {output}, but {existing} is not a writable directory; choose another",
+        )
         if not options.check:
-            evaluate(options, tasks, source, output)
+            with _no_empty_directory(output):
+                evaluate(options, tasks, source, output)
     except command_line.Interrupted:
         command_line.say("interrupted; run the same command to continue")
         return EXIT_INTERRUPTED
@@ -81,13 +93,27 @@ def _interrupt(number: int, frame: object) -> None:
     raise command_line.Interrupted(number)
 
 
+@contextmanager
+def _no_empty_directory(output: Path) -> Iterator[None]:
+    """Remove an output directory that did not exist before if an error or an interruption leaves it empty."""
+    existed = output.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                output.rmdir()
+        raise
+
+
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     """Return the options and the tasks that a command line names. Raises ConfigError in one sentence."""
     sections = {name: task_class(name).Settings for name in TASKS}
     parser = settings_parser(
         sections,
         usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
-        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. Without any, those for which --config has a section.",
+        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. Without any, those for which --config has a section.\n\n"
+        f"An example:\n  {EXAMPLE}",
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="what to evaluate")
@@ -123,11 +149,16 @@ def check_evaluation(arguments: list[str], source: Source) -> None:
 
 def check_task(task: Task, source: Source) -> None:
     """Raise ConfigError if a task cannot work with a model."""
+    fix = (
+        "export the model with one: tools/convert_checkpoint.py to-hf --tokenizer T"
+        if source.checkpoint
+        else "save the one it was trained with into that directory (save_pretrained of transformers)"
+    )
     refuse(
         task.needs_tokenizer and not source.info.has_tokenizer,
-        f"{task.name} needs a tokenizer, and {source.path} has none; export the model with one: "
-        "tools/convert_checkpoint.py to-hf --tokenizer T",
+        f"{task.name} needs a tokenizer, and {source.path} has none; {fix}",
     )
+    check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)
 
@@ -137,7 +168,10 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
-        output.mkdir(parents=True, exist_ok=True)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be created ({error.strerror}); choose another") from None
         command_line.say("loading torch and transformers")
     from megatron_tape.evaluation.model import choose_device
     from megatron_tape.evaluation.runner import Ranks, finished_tasks, identity_of, refuse_other_model
@@ -198,6 +232,7 @@ def _run(
     result = run_task(task, model, ranks, output, identity, data, dtype)
     if result is None:
         return
+    result["notes"] += note_on_training(task.name, source)
     facts = facts_of(model.info, options.model, digest, model.parameters, source.run)
     results = record(output, model.info.label, facts, task.name, result)
     pictures = draw(output, type(task), results)

@@ -44,6 +44,8 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is dict and arguments[1] in (float, int | float):
         return "a mapping of names to numbers"
+    if origin is list and arguments[0] is int:
+        return "a list of whole numbers, such as [1024, 2048]"
     return {list: "a list", dict: "a mapping"}.get(origin or kind) or _WORDS.get(kind, "a value")
 
 

@@ -27,6 +27,7 @@ once."""
 _COMPRESSED_BLOCK = 1 << 16
 _SCANNED_BLOCK = 1 << 20
 _EXAMPLES = 3
+_EMPTY = "empty text"
 
 
 class UnreadableFile(ValueError):
@@ -150,13 +151,16 @@ def read_chunks(parts: list[FilePart], text_key: str, chunk_bytes: int) -> Itera
         position += part.size
 
 
-def parse_chunk(chunk: Chunk, text_key: str) -> tuple[list[str], list[int], Problems]:
-    """Return the texts of a chunk, the line or row number of each, and what is wrong with the others."""
+def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[list[str], list[int], Problems]:
+    """Return the texts of a chunk, the line or row number of each, and what is wrong with the others.
+
+    An empty text is a problem, too, unless `keep_empty`.
+    """
     problems, texts, numbers = Problems(), [], []
     lines = chunk.unit == "line"
     for number, raw in enumerate(_split_lines(chunk.payload) if lines else chunk.payload, start=chunk.first):
         text, reason = _parse_line(raw, text_key) if lines else _parse_text(raw)
-        if reason is None:
+        if reason is None or (keep_empty and reason == _EMPTY):
             texts.append(text)
             numbers.append(number)
         else:
@@ -164,14 +168,18 @@ def parse_chunk(chunk: Chunk, text_key: str) -> tuple[list[str], list[int], Prob
     return texts, numbers, problems
 
 
-def read_texts(paths: list[str], text_key: str) -> Iterator[tuple[str, int]]:
-    """Yield every text with how many bytes of the inputs have been read; raises ValueError at the first bad one."""
+def read_texts(paths: list[str], text_key: str, keep_empty: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield every text with how many bytes of the inputs have been read; raises ValueError at the first bad one.
+
+    An empty text is a bad one, unless `keep_empty`.
+    """
     for chunk in read_chunks([FilePart(path) for path in paths], text_key, chunk_bytes=1 << 18):
         if isinstance(chunk, UnreadableFile):
             raise chunk
-        texts, _, problems = parse_chunk(chunk, text_key)
+        texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         if bad := problems.first():
-            raise ValueError(f"{bad[0]}: {bad[1]}; repair or remove it")
+            others = f", but {_other_keys(chunk, text_key)}" if bad[1] == _no_key(text_key) else ""
+            raise ValueError(f"{bad[0]}: {bad[1]}{others}; repair or remove it")
         for text in texts:
             yield text, chunk.position
 
@@ -361,7 +369,7 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if text_key not in record:
-        return "", f"no key {text_key!r}"
+        return "", _no_key(text_key)
     text = record[text_key]
     if not isinstance(text, str):
         return "", f"the value of {text_key!r} is not a string"
@@ -369,7 +377,20 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
         text.encode("utf-8")
     except UnicodeEncodeError:
         return "", "a lone surrogate, which UTF-8 cannot hold"
-    return (text, None) if text else ("", "empty text")
+    return (text, None) if text else ("", _EMPTY)
+
+
+def _no_key(text_key: str) -> str:
+    return f"no key {text_key!r}"
+
+
+def _other_keys(chunk: Chunk, text_key: str) -> str:
+    """Return the first keys of the first line of a chunk that lacks `text_key`, for a message."""
+    for line in _split_lines(chunk.payload):
+        keys = json.loads(line)
+        if text_key not in keys:
+            return ", ".join(map(repr, list(keys)[:10])) or "none at all"
+    return "others"
 
 
 def _parse_text(raw: bytes | None) -> tuple[str, str | None]:
@@ -379,4 +400,4 @@ def _parse_text(raw: bytes | None) -> tuple[str, str | None]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         return "", "invalid UTF-8"
-    return (text, None) if text else ("", "empty text")
+    return (text, None) if text else ("", _EMPTY)

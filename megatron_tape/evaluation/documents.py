@@ -106,8 +106,11 @@ def check_sources(
                 f"{key} is the text {source.path}, but {info.label} has no tokenizer; give token ids, as an indexed "
                 "dataset or a .bin",
             )
-            for _ in _texts(source, text_key):
-                pass
+            section = key.partition(".")[0]
+            refuse(
+                not sum(bool(text) for text in _texts(source, text_key, f"{section}.text_key")),
+                f"{key} is {source.path}, which holds no text; give another file",
+            )
         else:
             _long_documents(source, _token_documents(source), minimum, most, info.vocab_size)
 
@@ -147,11 +150,13 @@ def _long_documents(
     return found, short
 
 
-def _texts(source: Source, text_key: str) -> Iterator[str]:
+def _texts(source: Source, text_key: str, setting: str = "text_key") -> Iterator[str]:
+    """Yield the texts of a source, empty ones included; for bad ones ConfigError, which names the key's `setting`."""
     try:
-        yield from (text for text, _ in read_texts([source.path], text_key))
+        yield from (text for text, _ in read_texts([source.path], text_key, keep_empty=True))
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        message = str(error).replace("--text-key", setting)
+        raise ConfigError(message + (f", or set {setting}" if f": no key {text_key!r}" in message else "")) from None
 
 
 def _token_documents(source: Source) -> Iterator[np.ndarray]:

@@ -161,8 +161,10 @@ def load_model(
             # Long texts are cut by the tasks themselves, and the tokenizer would warn of each.
             tokenizer.model_max_length = int(1e30)
     except Exception as error:  # any error of the libraries below, often with many lines
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{directory} cannot be loaded: {reason or type(error).__name__}") from None
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if type(error).__name__ == "SafetensorError":
+            reason = f"its weights are cut off or damaged ({reason}); copy or download them again"
+        raise ConfigError(f"{directory} cannot be loaded: {reason}") from None
     info = dataclasses.replace(
         info, directory=Path(directory), config=read_settings(Path(directory) / "config.json"),
         has_tokenizer=tokenizer is not None,

@@ -285,13 +285,13 @@ def record(output: Path, label: str, model: Model, name: str, result: TaskResult
 
 
 def refuse_other_model(output: Path, digest: str) -> None:
-    """Raise ValueError if the output directory holds results of another model."""
+    """Raise ConfigError if the output directory holds results of another model."""
     try:
         results = read_results(output)
     except FileNotFoundError:
         return
     if results["model"]["digest"] != digest:
-        raise ValueError(
+        raise ConfigError(
             f"{output / NAME} holds results of another model, {results['model']['path']}; choose another --output"
         )
 

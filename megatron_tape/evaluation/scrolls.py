@@ -220,7 +220,25 @@ class Scrolls(Task):
             notes += self._notes(name, found)
         if len(resampled) > 1:
             scores.append(self._mean(scores, resampled, by_dataset, length))
-        return Summary(scores, details, notes)
+        return Summary(scores, details, notes + self._left_out())
+
+    def _left_out(self) -> list[str]:
+        """Return a note of the files in the directory `data` that were not read since their metric is not known."""
+        data, split = self.settings.data, self.settings.split
+        if not isinstance(data, str):
+            return []
+        known = {**METRICS, **self.settings.metrics}
+        found = [*Path(data).glob("*.zip"), *Path(data).glob("*.jsonl"), *Path(data).glob(f"*/{split}.jsonl")]
+        # By what is a dataset's name in each of the three forms.
+        names = {str(path): path.parent.name if path.parent != Path(data) else path.stem for path in sorted(found)}
+        others = {path: name for path, name in names.items() if name not in known}
+        if not others:
+            return []
+        metrics = ", ".join(f"{name}: rouge" for name in dict.fromkeys(others.values()))
+        return [
+            f"Left out, as no metric is known for them: {', '.join(others)}. --scrolls.metrics '{{{metrics}}}' would "
+            "include them; f1 and exact_match are the other metrics."
+        ]
 
     @staticmethod
     def _mean(scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int) -> Score:

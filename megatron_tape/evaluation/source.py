@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
-from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.from_hf.settings import read_settings
 from megatron_tape.records import read_record
+from megatron_tape.synthetic import GENERATORS
 
 _CODE = ("configuration_tape.py", "modeling_tape.py")
 _CLASSES = {"configuration_tape.TapeConfig", "modeling_tape.TapeModel", "modeling_tape.TapeForCausalLM"}
@@ -71,7 +72,7 @@ def find_model(given: str, label: str | None = None) -> Source:
         hub = f"; models of the hub come here with: hf download {given} --local-dir models/{path.name}"
         raise ConfigError(
             f"--model {given} does not exist; give a run, a checkpoint, or a directory in the format of transformers"
-            + (hub if given.count("/") == 1 and not given.startswith((".", "/")) else "")
+            + (hub if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir() else "")
         )
     try:
         if (path / "adapter_config.json").is_file():
@@ -81,6 +82,11 @@ def find_model(given: str, label: str | None = None) -> Source:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path, label)
         return _from_checkpoint(find_checkpoint(path, deep=False), label)
+    except NoCheckpoint as error:
+        raise ConfigError(
+            f"--model {given} cannot be evaluated: {error}, or a directory in the format of transformers, with "
+            "config.json and .safetensors"
+        ) from None
     except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
         raise ConfigError(f"--model {given} cannot be evaluated: {error}") from None
 
@@ -136,6 +142,41 @@ def made_by(config: RunConfig) -> Source:
     run, has_tokenizer = Path(config.logging.directory), config.data.tokenizer is not None
     facts = {"settings": config_dict(config), "step": config.train.steps}
     return Source(run, _info(config.model, run.name, has_tokenizer), True, facts, run / "evaluation", False)
+
+
+def check_trained_on(task: str, source: Source) -> None:
+    """Raise ConfigError if `task` is a synthetic one and the model is known to have been trained on something else."""
+    if task not in GENERATORS:
+        return
+    fix = f"give a model that was trained with data.generator: {{task: {task}}}"
+    refuse(
+        source.info.has_tokenizer,
+        f"{task} is for models that were trained on it, but {source.path} has a tokenizer, so it was trained on text; "
+        f"{fix}",
+    )
+    data = _training_data(source)
+    generator = data.get("generator") or {}
+    refuse(
+        bool(data) and generator.get("task") != task,
+        f"{task} is for models that were trained on it, but {source.path} was trained on "
+        f"{generator.get('task', 'other data')}; {fix}",
+    )
+
+
+def note_on_training(task: str, source: Source) -> list[str]:
+    """Return a note if `task` is a synthetic one and nothing says whether the model was trained on it."""
+    if task not in GENERATORS or _training_data(source):
+        return []
+    return [
+        f"What {source.info.label} was trained on is unknown; the scores mean something only if that was {task} with "
+        "the same tokens."
+    ]
+
+
+def _training_data(source: Source) -> dict[str, Any]:
+    """Return what a run was trained on, from its settings; nothing if they do not say, or there are none."""
+    data = source.run["settings"].get("data", {}) if source.run else {}
+    return {key: data[key] for key in ("prefix", "generator", "examples") if data.get(key)}
 
 
 def _from_checkpoint(path: Path, label: str | None) -> Source:

@@ -128,7 +128,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     other = save_llama(tmp_path / "other", seed=1)
     assert run("--model", llama, "--output", tmp_path / "out") == 0
     before = (tmp_path / "out" / "results.json").read_bytes()
-    assert run("--model", other, "--output", tmp_path / "out") == 1
+    assert run("--model", other, "--output", tmp_path / "out") == 2
     assert "holds results of another model" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_bytes() == before
 
@@ -138,9 +138,15 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     [
         (["toy"], "--model is missing"),
         (["--model", "{llama}"], "no task is named"),
+        (["passkey", "--model", "{llama}"], "save the one it was trained with into that directory"),
         (["toys", "--model", "{llama}"], "there is no task toys"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
-        (["toy", "--model", "{tmp}"], "holds no checkpoint"),
+        (["toy", "--model", "{tmp}"], "or a directory in the format of transformers, with config.json"),
+        (
+            ["selective_copy", "--model", "{text}"],
+            "{text} has a tokenizer, so it was trained on text; give a model that",
+        ),
+        (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
         (["toy", "--model", "{llama}", "--toy.unit", "1"], "unknown key toy.unit; did you mean toy.units?"),
         (["toy", "--model", "{adapter}"], "it is an adapter"),
@@ -150,20 +156,45 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
 )
 def test_mistakes_end_in_one_sentence_before_anything_is_written(llama, tmp_path, capsys, arguments, message):
     config = (llama / "config.json").read_text()
-    places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp")}
+    places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp", "text")}
     for name, directory in places.items():
         directory.mkdir()
         if name in ("pickle", "code"):
             (directory / "config.json").write_text(config)
+    for name in ("config.json", "model.safetensors"):
+        (places["text"] / name).write_bytes((llama / name).read_bytes())
+    (places["text"] / "tokenizer.json").write_text("{}")
     (places["adapter"] / "adapter_config.json").write_text("{}")
     (places["code"] / "config.json").write_text(json.dumps(json.loads(config) | {"auto_map": {"AutoConfig": "x.Y"}}))
     (places["code"] / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     (places["code"] / "x.py").write_text("raise SystemExit('this must not run')")
     filled = [argument.format(llama=llama, **places) for argument in arguments]
-    status = evaluate.main([*filled, "--device", "cpu", "--output", str(tmp_path / "out")])
+    status = evaluate.main(["--device", "cpu", "--output", str(tmp_path / "out"), *filled])
     error = capsys.readouterr().err
-    assert status == 2 and message in error and error.count("\n") == 1, error
+    assert status == 2 and message.format(**places) in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path, monkeypatch, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((llama / name).read_bytes()[: 900 if name == "model.safetensors" else None])
+    assert run("--model", tmp_path, "--output", tmp_path / "out") == 2
+    assert f"{tmp_path} cannot be loaded: its weights are cut off or damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "mine").mkdir()
+    for output in ("out", "mine"):
+        assert run("--model", llama, "--output", tmp_path / output, "--device", "cuda") == 2
+    assert not (tmp_path / "out").exists() and (tmp_path / "mine").is_dir()
+    assert run("--model", llama, "--output", "/proc/out") == 2
+    assert "--output /proc/out cannot be created" in capsys.readouterr().err
+
+
+def test_a_name_in_a_directory_of_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ConfigError, match="^--model runs/typo does not exist; .* format of transformers$"):
+        find_model("runs/typo")
 
 
 def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path):

@@ -228,7 +228,19 @@ def bad_ids(path):
     "name, write, settings, message",
     [
         ("a.jsonl", bad_texts, {}, "a.jsonl:2: the value of 'text' is not a string; repair or remove it"),
-        ("a.jsonl", bad_texts, {"text_key": "body"}, "a.jsonl:1: no key 'body'"),
+        (
+            "a.jsonl",
+            bad_texts,
+            {"text_key": "body"},
+            "a.jsonl:1: no key 'body', but 'text'; repair or remove it, or set perplexity.text_key$",
+        ),
+        (
+            "a.jsonl",
+            lambda path: path.write_text('{"text": ""}\n'),
+            {},
+            "perplexity.data is a.jsonl, which holds no text",
+        ),
+        ("a.jsonl", lambda path: path.write_bytes(b""), {}, "a.jsonl, which holds no text; give another file$"),
         ("a.bin", bad_ids, {}, "token 2 of document 0 of .*a.bin is 300, outside the model's vocabulary of 256"),
         ("a.bin", lambda path: path.write_bytes(b"abc"), {}, "has 3 bytes, which are no uint16 ids"),
         ("a.bin", bad_ids, {"lengths": [100]}, "none of the 1 documents .* has the 101 tokens"),
@@ -250,6 +262,15 @@ def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, monkeypatch, name
     task = Perplexity(Perplexity.Settings(**{"data": name, "lengths": [16], **settings}))
     with pytest.raises(ConfigError, match=message):
         task.check(ByteModel(uniform(9)).info)
+
+
+def test_empty_texts_count_as_too_short(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["", "one text of more than sixteen bytes", "", "short"])
+    task = Perplexity(Perplexity.Settings(data=str(path), lengths=[16]))
+    model = ByteModel(uniform(9))
+    task.check(model.info)
+    assert [unit.key for unit in task.units(model)] == ["a/1/16"]
+    assert task.notes_on_documents() == ["a: 3 documents were too short and left out."]
 
 
 def test_a_text_needs_a_tokenizer_and_a_length_a_trained_one(texts):

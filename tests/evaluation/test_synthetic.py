@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_tape.evaluation.grid_navigation import GridNavigation
 from megatron_tape.evaluation.model import HFModel
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.selective_copy import SelectiveCopy
+from megatron_tape.evaluation.source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.tasks import TASKS, task_class
 from megatron_tape.synthetic import Addition as Sums
 from megatron_tape.synthetic import GridNavigation as Walks
@@ -284,7 +286,7 @@ def test_a_model_of_another_vocabulary_is_refused():
             kind(kind.Settings()).check(replace(INFO, vocab_size=12))
 
 
-def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch):
+def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = ["--data.prefix=null", "--data.generator={task: selective_copy, copied: 5, blanks: 4, symbols: 3}"]
@@ -299,3 +301,17 @@ def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypa
     assert [(score["group"], score["count"]) for score in found.values()] == [("IID", 5), ("sparse", 5)]
     assert (tmp_path / "out" / "selective_copy.png").is_file()
     assert evaluate.main(["addition", "--model=run", "--device=cpu"]) == 2
+    assert "was trained on selective_copy; give a model that" in capfd.readouterr().err
+    assert results["tasks"]["selective_copy"]["notes"] == []
+
+
+def test_a_model_of_which_nothing_is_known_is_evaluated_with_a_note_and_one_of_other_data_is_refused():
+    unknown = Source(Path("m"), INFO, False, None, Path("out"), False)
+    check_trained_on("addition", unknown)
+    (note,) = note_on_training("addition", unknown)
+    assert note.startswith("What model was trained on is unknown")
+    assert note_on_training("perplexity", unknown) == []
+    on_text = replace(unknown, run={"settings": {"data": {"prefix": "corpus", "generator": None}}, "step": 1})
+    with pytest.raises(ConfigError, match="m was trained on other data; give a model .* {task: addition}$"):
+        check_trained_on("addition", on_text)
+    check_trained_on("perplexity", on_text)
