@@ -153,6 +153,7 @@ class ContextGain(DocumentTask):
         chooser = info.label if other is None else other.get("key_tokens_chosen_by", "another model")
         notes.append(f"Key tokens were chosen by {chooser}{BIAS if other is None else ''}.")
         details = {
+            "scored": self.scored(),
             "short": short,
             "key_tokens_chosen_by": chooser,
             "key_tokens": {name: found.tolist() for name, found in keys.items()},

@@ -6,6 +6,7 @@ one. Every scored token is the label of one window, and has at least three quart
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatron_tape.evaluation.documents import (
     find_sources,
     long_documents,
 )
+
+_HASHED = 1 << 22
 
 
 @dataclass(kw_only=True)
@@ -153,6 +156,28 @@ class DocumentTask(Task):
         start = first_scored(longest, settings.stride)
         stop = min(start + (settings.windows or 8) * settings.stride, len(document.tokens))
         return cut_windows(start, stop, length, settings.stride, len(model.bos))
+
+    def scored(self) -> dict[str, dict[str, Any]]:
+        """Return the `count` of scored tokens of each source, and a `digest` of their ids and places.
+
+        Models of one digest were measured on the same tokens.
+        """
+        spans: dict[str, tuple[np.ndarray, int, int]] = {}
+        for work in self.work.values():
+            first, stop = work.windows[0].stop - work.windows[0].scored, work.windows[-1].stop
+            _, before, after = spans.get(work.document.key, (None, first, stop))
+            spans[work.document.key] = work.document.tokens, min(first, before), max(stop, after)
+        found: dict[str, dict[str, Any]] = {}
+        digests: dict[str, Any] = {}
+        for key, (tokens, first, stop) in spans.items():
+            name = key.split("/")[0]
+            digest = digests.setdefault(name, hashlib.sha256())
+            digest.update(f"{key} {first} {stop} ".encode())
+            for start in range(first, stop, _HASHED):  # the tokens may be a large file, mapped into memory
+                digest.update(np.ascontiguousarray(tokens[start : min(start + _HASHED, stop)], "<i8"))
+            count = found.get(name, {"count": 0})["count"] + stop - first
+            found[name] = {"count": count, "digest": digest.hexdigest()[:16]}
+        return found
 
     def notes_on_documents(self) -> list[str]:
         """Return a sentence for each source that says how many documents were too short."""

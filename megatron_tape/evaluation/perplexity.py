@@ -137,23 +137,21 @@ class Perplexity(DocumentTask):
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         """Return the scores by source and length."""
         protocol = self._protocol
-        scores, positions, counts = [], {}, {}
+        scores, positions, notes, scored = [], {}, [], self.scored()
         for (name, length), found in by_source_and_length(values).items():
             if protocol != "documents":
                 scores += _scores_of_means(found, length, f"{name} ({protocol})", protocol == "yarn")
                 continue
             scores += _scores_of_documents(found, length, name)
-            counts[name] = (sum(value["tokens"] for value in found), len(found))
+            if length == max(self.lengths(info)):
+                notes.append(_note_on_scored(name, found))
+                if all("bytes" in value for value in found) and name in scored:
+                    scored[name]["bytes"] = sum(value["bytes"] for value in found)
             if "positions" in found[0]:
                 positions[name] = _mean_by_position([value["positions"] for value in found], length)
-        notes = [
-            f"{name}: the same {tokens:,} tokens of {documents:,} document{'s' if documents > 1 else ''} are scored at "
-            "every length" + ("" if documents > 1 else ", and one document gives no interval") + "."
-            for name, (tokens, documents) in counts.items()
-        ]
         notes += self.notes_on_documents()
         notes += [NOTES[protocol]] if protocol in NOTES else []
-        return Summary(scores, {"loss_by_position": positions} if positions else {}, notes)
+        return Summary(scores, {"scored": scored} | ({"loss_by_position": positions} if positions else {}), notes)
 
     @classmethod
     def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
@@ -164,6 +162,16 @@ class Perplexity(DocumentTask):
             *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
             *by_position(results, "perplexity-by-position"),
         ]
+
+
+def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
+    """Return a sentence about the tokens of a source that are scored; `values` are those of a length."""
+    tokens, documents = sum(value["tokens"] for value in values), len(values)
+    size = f" ({sum(value['bytes'] for value in values):,} bytes)" if all("bytes" in value for value in values) else ""
+    return (
+        f"{name}: {tokens:,} tokens{size} of {documents:,} document{'s' if documents > 1 else ''} are scored, the same "
+        "ones at every length" + ("" if documents > 1 else "; one document gives no interval") + "."
+    )
 
 
 def _yarn_windows(count: int, length: int, stride: int, marks: int) -> Iterator[Window]:

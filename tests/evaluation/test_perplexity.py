@@ -39,9 +39,15 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(texts):
         assert score(result, "bits_per_byte", length)["value"] == pytest.approx(math.log2(100), rel=1e-12)
     assert np.allclose(result["details"]["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
     assert result["notes"] == [
-        "texts: the same 192 tokens of 3 documents are scored at every length.",
+        "texts: 192 tokens (192 bytes) of 3 documents are scored, the same ones at every length.",
         "texts: 1 document was too short and left out.",
     ]
+    other = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[32, 64], stride=8)
+    recorded = result["details"]["scored"]
+    assert (recorded["texts"]["count"], recorded["texts"]["bytes"]) == (192, 192)
+    assert other["details"]["scored"] == recorded
+    shorter = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 32], stride=8)
+    assert shorter["details"]["scored"]["texts"]["digest"] != recorded["texts"]["digest"]
 
 
 def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):

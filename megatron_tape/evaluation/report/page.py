@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,9 +19,10 @@ from megatron_tape.evaluation.figures import COLORS, in_order
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.paper import paper_tables
 from megatron_tape.evaluation.report.pictures import Drawing, drawn
-from megatron_tape.evaluation.report.scores import draw_scores, score_tables, task_names, title
+from megatron_tape.evaluation.report.scores import draw_scores, heading, score_tables, task_names, title
 from megatron_tape.evaluation.report.settings import evaluation_differences, setting_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated
+from megatron_tape.evaluation.report.tokens import per_token, token_differences
 from megatron_tape.evaluation.report.training import curves, evaluation_seconds, runs_table, training_speeds
 from megatron_tape.evaluation.tasks import TASKS, task_class
 
@@ -96,14 +98,24 @@ def _scores(models: Sequence[Model]) -> Section:
     section = Section(
         "scores",
         "Scores",
-        "The best value of each row is bold, whether or not intervals overlap. Click a column's title to sort by it.",
+        "The best value of each row is bold, whether or not intervals overlap, unless a warning says that the models "
+        "cannot be compared. Click a column's title to sort by it.",
     )
     for task in task_names(models):
-        tables = score_tables(models, task)
-        differences = evaluation_differences(models, task)
-        if tables:
-            section.parts.append(Part(title(task), tables, warnings=[differences] if differences else []))
+        part = _score_part(models, task)
+        if part.tables:
+            section.parts.append(part)
     return section
+
+
+def _score_part(models: Sequence[Model], task: str) -> Part:
+    differences, tokens = evaluation_differences(models, task), token_differences(models, task)
+
+    def comparable(score: Mapping[str, Any]) -> bool:
+        return differences is None and (tokens is None or not per_token(task, score))
+
+    warnings = [warning for warning in (differences, tokens) if warning is not None]
+    return Part(heading(task), score_tables(models, task, comparable), warnings=warnings)
 
 
 def _training(models: Sequence[Model]) -> Section:
@@ -119,13 +131,15 @@ def _tasks(models: Sequence[Model]) -> Section:
     section = Section("tasks", "Tasks side by side")
     for task in task_names(models):
         results = {model.label: model.tasks[task] for model in models if task in model.tasks}
-        part = Part(title(task))
+        part = Part(heading(task))
         if task in TASKS:
             part.pictures, part.warnings = _drawn_by(task, results)
         else:
             part.warnings.append(f"This version does not know the task {task}, and shows only its scores.")
         if not part.pictures:
-            part.pictures = _shown(f"task-{task_names(models).index(task)}", draw_scores(results))
+            part.pictures = _shown(f"task-{task_names(models).index(task)}", draw_scores(task, results))
+        if part.pictures and (tokens := token_differences(models, task)):
+            part.warnings.append(tokens)
         about: dict[str, list[str]] = {}
         for label, result in results.items():
             for note in result["notes"]:

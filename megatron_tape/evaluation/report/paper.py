@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.evaluation.report.inputs import Model
-from megatron_tape.evaluation.report.scores import ordered, place_columns, place_of, title
+from megatron_tape.evaluation.report.scores import metric_title, ordered, place_columns, place_of
 from megatron_tape.evaluation.report.settings import flat
 from megatron_tape.evaluation.report.tables import Column, Table, decimals_for, number
 
@@ -102,7 +102,7 @@ def _table(entry: Mapping[str, Any], models: Sequence[Model]) -> Table | None:
         row += [number(found[place]["value"] if place in found else None, decimals) for found in ours.values()]
         row += [number(by.get(place), decimals) for by in published.values()]
     unknown = [models[index].label for index in ours if entry.get("run") and not models[index].settings]
-    caption = f"{entry['title']}: {title(entry['metric'])}, beside {entry['source']}"
+    caption = f"{entry['title']}: {metric_title(entry['metric'], entry['task'])}, beside {entry['source']}"
     if unknown:
         caption += f"; how {' and '.join(unknown)} {'was' if len(unknown) == 1 else 'were'} trained is not known here"
     return Table(caption, columns, rows, names)

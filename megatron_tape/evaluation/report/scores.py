@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_tape.evaluation.base import Picture
@@ -24,6 +24,8 @@ from megatron_tape.evaluation.tasks import TASKS
 Score = Mapping[str, Any]
 Kind = tuple[str, str, str]
 """Metric, unit and direction of scores that one table holds."""
+_NAMES = {"lm_eval": "lm-evaluation-harness", "ruler": "RULER", "scrolls": "SCROLLS"}
+"""Tasks whose owners write them in another way than our settings do."""
 SHARE = 3
 """Decimals of shares between 0 and 1."""
 
@@ -35,16 +37,34 @@ def task_names(models: Sequence[Model]) -> list[str]:
 
 
 def title(name: str) -> str:
-    """Return the name of a task or metric as it is read."""
-    return name.replace("_", " ")
+    """Return the name of a task as it is read."""
+    return _NAMES.get(name, name.replace("_", " "))
 
 
-def score_tables(models: Sequence[Model], task: str) -> list[Table]:
-    """Return a table for each metric of a task: a row per group and length, a column per model."""
+def heading(name: str) -> str:
+    """Return the name of a task as it is read in a heading."""
+    return _NAMES.get(name) or capitalized(title(name))
+
+
+def capitalized(text: str) -> str:
+    """Return a text whose first letter is a capital one."""
+    return text[:1].upper() + text[1:]
+
+
+def metric_title(metric: str, task: str) -> str:
+    """Return the name of a metric as it is read; those of lm-evaluation-harness are known by their identifiers."""
+    return metric if task == "lm_eval" else metric.replace("_", " ")
+
+
+def score_tables(models: Sequence[Model], task: str, comparable: Callable[[Score], bool]) -> list[Table]:
+    """Return a table for each metric of a task: a row per group and length, a column per model.
+
+    The best values are marked in tables of scores that are `comparable`.
+    """
     # A column keeps its model's number, so that it has the same colour everywhere.
     shown = [(index, model) for index, model in enumerate(models) if task in model.tasks]
     kinds = dict.fromkeys(kind_of(score) for _, model in shown for score in model.tasks[task]["scores"])
-    return [_table(shown, task, kind) for kind in kinds]
+    return [_table(shown, task, kind, comparable) for kind in kinds]
 
 
 def kind_of(score: Score) -> Kind:
@@ -77,7 +97,7 @@ def place_columns(places: Sequence[tuple[str, int | None]]) -> tuple[list[Column
     return columns, rows
 
 
-def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind) -> Table:
+def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind, comparable: Callable[[Score], bool]) -> Table:
     found: dict[tuple[str, int | None], dict[int, Score]] = {}
     for index, model in shown:
         for score in model.tasks[task]["scores"]:
@@ -95,12 +115,13 @@ def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind) -> Table:
     names = len(columns)
     columns += [Column(model.label, "number", index) for index, model in shown]
     best = max if kind[2] == "higher" else min
+    judged = kind[2] in ("higher", "lower") and all(map(comparable, scores))
     for row, place in zip(rows, places):
         values = [score["value"] for score in found[place].values()]
-        winner = best(values) if len(set(values)) > 1 and kind[2] in ("higher", "lower") else None
+        winner = best(values) if judged and len(set(values)) > 1 else None
         for index, _ in shown:
             row.append(_cell(found[place].get(index), decimals, len(counts) > 1, winner))
-    return Table(_caption(kind, only, scores, counts), columns, rows, names)
+    return Table(_caption(task, kind, only, scores, counts), columns, rows, names)
 
 
 def _cell(score: Score | None, decimals: int | None, with_count: bool, winner: float | None) -> Cell:
@@ -114,9 +135,10 @@ def _cell(score: Score | None, decimals: int | None, with_count: bool, winner: f
     return number(score["value"], decimals, " \N{MIDDLE DOT} ".join(details), score["value"] == winner)
 
 
-def _caption(kind: Kind, group: str, scores: Sequence[Score], counts: set[int | None]) -> str:
+def _caption(task: str, kind: Kind, group: str, scores: Sequence[Score], counts: set[int | None]) -> str:
     metric, unit, better = kind
-    parts = [_named(metric, unit) + (f", {group}" if group else "")]
+    named = _named(task, metric, unit)
+    parts = [(named if task == "lm_eval" else capitalized(named)) + (f", {group}" if group else "")]
     if better in ("higher", "lower"):
         parts.append(f"{better} is better")
     if any(score.get("low") is not None for score in scores):
@@ -129,12 +151,13 @@ def _caption(kind: Kind, group: str, scores: Sequence[Score], counts: set[int | 
     return "; ".join(parts)
 
 
-def _named(metric: str, unit: str) -> str:
-    return f"{title(metric)} ({unit})" if unit and unit != title(metric) else title(metric)
+def _named(task: str, metric: str, unit: str) -> str:
+    name = metric_title(metric, task)
+    return f"{name} ({unit})" if unit and unit != name else name
 
 
-def draw_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
-    """Return a picture for each metric that has scores at several lengths, as `Task.draw` returns them."""
+def draw_scores(task: str, results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    """Return a picture for each metric of a task that has scores at several lengths, as `Task.draw` returns them."""
     pictures = []
     look = styles(results)
     kinds = dict.fromkeys(kind_of(score) for result in results.values() for score in result["scores"])
@@ -149,9 +172,9 @@ def draw_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
             if found:
                 curve(axes, look[label], *columns)
         length_axis(axes, lengths)
-        axes.set_ylabel(plain(_named(*kind[:2])))
+        axes.set_ylabel(plain(_named(task, *kind[:2])))
         legend(figure)
-        pictures.append(Picture(f"scores-{number_of_kind}", _alternative(kind, points), figure))
+        pictures.append(Picture(f"scores-{number_of_kind}", _alternative(task, kind, points), figure))
     return pictures
 
 
@@ -163,11 +186,10 @@ def _points(scores: Sequence[Score], kind: Kind) -> list[Score]:
     return sorted((s for s in found if place_of(s)[0] == chosen), key=lambda score: score["length"])
 
 
-def _alternative(kind: Kind, points: Mapping[str, Sequence[Score]]) -> str:
+def _alternative(task: str, kind: Kind, points: Mapping[str, Sequence[Score]]) -> str:
     last = [
         f"{label} {shown_number(found[-1]['value'], decimals_for([found[-1]['value']]))} at {found[-1]['length']:,}"
         for label, found in points.items()
         if found
     ]
-    name = title(kind[0])
-    return f"{name[:1].upper()}{name[1:]} by context length; at the longest, {enumerated(last)} tokens."
+    return f"{capitalized(metric_title(kind[0], task))} by context length; at the longest, {enumerated(last)} tokens."

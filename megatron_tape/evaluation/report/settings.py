@@ -117,6 +117,9 @@ def evaluation_differences(models: Sequence[Model], task: str) -> str | None:
     """Return a sentence that warns of scores that cannot be compared; None if a task was the same for all models."""
     evaluated = [model.tasks[task] for model in models if task in model.tasks]
     different = [key for key in _different([settings_of(found) for found in evaluated]) if key not in _HARMLESS]
+    key_tokens = [result["details"].get("key_tokens") for result in evaluated]
+    if key_tokens and key_tokens[0] is not None and all(found == key_tokens[0] for found in key_tokens):
+        different = [key for key in different if key != "key_tokens_from"]  # the model that chose names no other
     found = []
     if len({tuple(data_of(result)) for result in evaluated}) > 1:
         found.append("different data")

@@ -24,13 +24,16 @@ _UNITS = ((1e9, "billions of tokens"), (1e6, "millions of tokens"), (1e3, "thous
 
 
 def curves(models: Sequence[Model]) -> list[Picture]:
-    """Return pictures of losses and learning rates, by step and, where settings tell the tokens of a step, by token."""
+    """Return pictures of losses and learning rates, by step and, where settings tell the tokens of a step, by token.
+
+    What no run has logged twice is left out.
+    """
     runs = {model.label: model.run for model in models if model.run is not None}
     metrics = [("loss", "training loss (nats per token)"), ("validation_loss", "validation loss (nats per token)")]
     pictures = []
     for metric, name in metrics:
         drawn = {label: run for label, run in runs.items() if run.curve(metric)[0]}
-        if not drawn:
+        if not _is_curve(drawn, metric):
             continue
         pictures.append(_picture(drawn, metric, name, "step", lambda run: 1))
         if all(run.tokens_per_step for run in drawn.values()):
@@ -38,6 +41,11 @@ def curves(models: Sequence[Model]) -> list[Picture]:
             size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
             pictures.append(_picture(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
     return pictures + _learning_rates(runs) + _evaluations(runs)
+
+
+def _is_curve(runs: dict[str, Run], metric: str) -> bool:
+    """Return whether at least one run has two points."""
+    return any(len(run.curve(metric)[0]) > 1 for run in runs.values())
 
 
 def _picture(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
@@ -71,7 +79,7 @@ def _learning_rates(runs: dict[str, Run]) -> list[Picture]:
         steps, rates = run.curve("lr")
         if steps:
             shared.setdefault((*steps, *rates), []).append(label)
-    if not shared:
+    if not _is_curve(runs, "lr"):
         return []
     figure, (axes,) = new_figure()
     look = styles(runs)
@@ -94,6 +102,8 @@ def _evaluations(runs: dict[str, Run]) -> list[Picture]:
     """
     found: dict[str, list[str]] = {}
     for key in sorted({key for run in runs.values() for row in run.rows for key in row if key.startswith(DURING)}):
+        if not _is_curve(runs, key):
+            continue
         head, _, tail = key.rpartition("/")
         found.setdefault(head if tail.isdecimal() else key, []).append(key)
     pictures = []
