@@ -116,7 +116,11 @@ class TaskHook(Hook):
             return Findings()
         whole = {key: value for part, _ in gathered for key, value in part.items()}
         summary = self._task.summarize({unit.key: whole[unit.key] for unit in units}, model.info)
-        return Findings(scalars={self._tag(score): score.value for score in summary.scores})
+        scalars = {self._tag(score): score.value for score in summary.scores}
+        if trainer.writer is not None:
+            shown = (f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items())
+            logger.info("evaluation at step %d | %s", step, " | ".join(shown))
+        return Findings(scalars=scalars)
 
     def _model(self, trainer: Trainer) -> TrainingModel:
         return TrainingModel(trainer, f"evaluating {self._task.name}")

@@ -74,13 +74,16 @@ def run(tmp_path):
     return start
 
 
-def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch):
+def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch, capfd):
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = {"data": str(run.folder / "held_out.jsonl"), "lengths": [6, 12], "stride": 4}
     assert run(option("evaluation.perplexity", json.dumps({"every": 3, **settings})), "--logging.interval=10") == 0
+    logged = capfd.readouterr()
     rows = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [{name: value for name, value in row.items() if name.startswith("evaluation/")} for row in rows]
     assert [row["step"] for row in rows] == [1, 3, 4] and not found[0] and found[1].keys() == found[2].keys()
+    line = " | ".join(f"{name.removeprefix('evaluation/')} {value:.4g}" for name, value in found[1].items())
+    assert f"evaluation at step 3 | {line}\n" in logged.out + logged.err
 
     output = run.folder / "evaluation"
     arguments = [f"--perplexity.{key}={value}" for key, value in settings.items()]
