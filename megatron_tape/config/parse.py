@@ -184,6 +184,12 @@ def _default(item: dataclasses.Field) -> Any:
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
     """Return the error for a key that does not exist, with the existing key that is spelled most similarly."""
+    tasks = [known.partition(".")[2] for known in kinds if known.startswith("evaluation.")]
+    if key.startswith("evaluation.") and tasks:
+        return ConfigError(
+            f"unknown key {key}; a run evaluates {', '.join(tasks)} while it trains, and python -m pretrain.evaluate "
+            "does the other tasks, such as those that generate text"
+        )
     same_name = [known for known in kinds if known.rpartition(".")[2] == key.rpartition(".")[2]]
     close = same_name or difflib.get_close_matches(key, [*kinds, "print_config"], n=1)
     return ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "correct or remove it"))

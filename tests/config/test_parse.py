@@ -107,6 +107,11 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--model.hidden", "3"], "unknown key model.hidden; did you mean model.hidden_size?"),
         (["stray"], "unexpected argument 'stray'"),
         (["--train.lr=3"], "unknown key train.lr; did you mean optimizer.lr?"),
+        (
+            ["--evaluation.passkey={every: 3}"],
+            "unknown key evaluation.passkey; a run evaluates perplexity, context_gain, ",
+        ),
+        (["--evaluation.perplexty={every: 3}"], "unknown key evaluation.perplexty; a run evaluates perplexity, "),
         (["--print-config"], "unknown key print-config; did you mean print_config?"),
         (["--train.evaluations=[1]"], "train.evaluations[0] is 1; set it to text"),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'; set it to a number"),
