@@ -40,13 +40,14 @@ def main() -> int:
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
+    parser.add_argument("--steps", type=int, help="training steps, with a quicker evaluation (default: the recipes')")
     arguments = parser.parse_args()
     arguments.processes = arguments.processes or min(2, devices())
     started = time.monotonic()
     directory = arguments.directory
     as_in_recipes = directory == parser.get_default("directory")
-    stages = preparation(directory) + training(arguments, as_in_recipes) + evaluation(directory, as_in_recipes)
+    stages = preparation(directory) + training(arguments, as_in_recipes)
+    stages += evaluation(directory, as_in_recipes, quick=arguments.steps is not None)
     prefix, bin_directory = dataset(directory), Path(sys.executable).parent
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
 
@@ -142,7 +143,7 @@ def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[tuple[s
     return stages
 
 
-def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, list[str]]]:
+def evaluation(directory: Path, as_in_recipe: bool, quick: bool) -> list[tuple[str, None, list[str]]]:
     """Return name, no output and command of the stages that evaluate the models and make a page of the results."""
     python, prefix = sys.executable, str(dataset(directory))
     runs = {(name, context): run_of(directory, name, context) for context in (CONTEXT, EXTENDED) for name in RECIPES}
@@ -152,6 +153,8 @@ def evaluation(directory: Path, as_in_recipe: bool) -> list[tuple[str, None, lis
         command += ["--label", f"{name} {context:,}"]
         if not as_in_recipe:
             command += ["--perplexity.data", prefix, "--context_gain.data", prefix]
+        if quick:
+            command += ["--perplexity.documents", "4", "--context_gain.documents", "2", "--passkey.samples", "1"]
         stages.append((f"evaluating {name} of {context:,} tokens", None, command))
     page = [python, "-m", "pretrain.report", *map(str, runs.values()), "--output", str(directory / "report.html")]
     return [*stages, ("a page of all results", None, page)]

@@ -29,6 +29,9 @@ _SHOWN_HEADS = 3
 _DIGITS = 3
 _LENGTH = 1024
 
+MODEL_TYPE = "tape"
+"""What `config.json` calls a TAPE model."""
+
 
 @dataclass(kw_only=True)
 class PositionSettings:
@@ -65,7 +68,7 @@ class PositionPictures(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for a model without position states, or settings or data that do not suit it."""
         settings, config = self.settings, info.config
-        if (kind := config.get("model_type")) != "tape":
+        if (kind := config.get("model_type")) != MODEL_TYPE:
             raise ConfigError(
                 f"positions looks at the position states of TAPE models, and {info.label} is a {kind} model, which has "
                 "none; leave the task out, or evaluate a TAPE model"
