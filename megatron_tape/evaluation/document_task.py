@@ -217,12 +217,7 @@ def window_losses(
     `marks` go before the window. Raises ValueError if a loss is infinite or NaN.
     """
     tokens = np.concatenate([np.asarray(marks, np.int64), document.tokens[window.start : window.stop]])
-    try:
-        losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
-    except IndexError as error:  # positions that a model has learned, and no others
-        raise ValueError(
-            f"{model.info.label} cannot read {len(tokens) - 1:,} tokens at once ({error}); give shorter lengths"
-        ) from None
+    losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
     if not np.isfinite(losses).all():
         raise ValueError(
             f"{model.info.label} gives a loss that is infinite or NaN in {document.key}, tokens {window.start:,} to "

@@ -304,18 +304,6 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):
         run(Perplexity, ByteModel(lambda before, token: math.nan), data=texts, lengths=[16], stride=4)
 
 
-def test_a_length_that_a_model_has_no_positions_for_is_an_error_that_says_so(texts):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2)
-    info = ModelInfo("gpt2", 256, None, {}, None, has_tokenizer=True)
-    model = HFModel(info, GPT2LMHeadModel(config), None)
-    model.encode, model.decode = lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode()
-    assert score(run(Perplexity, model, data=texts, lengths=[32]), "perplexity")["value"] > 200
-    with pytest.raises(ValueError, match="gpt2 cannot read 33 tokens at once .*; give shorter lengths"):
-        run(Perplexity, model, data=texts, lengths=[33])
-
-
 def test_pictures_show_every_model_and_describe_it(texts):
     results = {
         label: run(Perplexity, ByteModel(uniform(size)), data=texts, lengths=[16, 64], stride=8)
