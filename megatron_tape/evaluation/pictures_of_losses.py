@@ -41,7 +41,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
         length_axis(axes, lengths)
-        if max(values) > steep * min(values):
+        if 0 < steep * min(values) < max(values):
             axes.set_yscale("log")
         return sentences
 

@@ -10,6 +10,7 @@ from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.context_gain import ContextGain
+from megatron_tape.evaluation.pictures_of_losses import by_length
 
 RANDOM = np.random.default_rng(0)
 SURE = -math.log(0.99)
@@ -124,3 +125,19 @@ def test_pictures_show_gains_by_length(periodic):
     assert drawn["copies"] == pytest.approx([0, math.log(256) - SURE], abs=1e-5) and drawn["uniform"] == [0, 0]
     assert "copies: 0 at 32 tokens, 5.535 at 64 tokens; uniform: 0 at 32" in gain.alternative_text
     assert [line.get_label() for line in keys.figure.axes[0].lines if line.get_label()[0] != "_"] == ["copies"]
+
+
+def test_negative_gains_are_drawn_on_a_linear_axis():
+    score = {"metric": "gain", "group": "texts", "low": None, "high": None}
+    results = {"model": {"scores": [score | {"length": 16, "value": -0.1}, score | {"length": 32, "value": 0.2}]}}
+    (picture,) = by_length(results, "gain", "gain", "gain (nats per token)")
+    (axes,) = picture.figure.axes
+    assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.1
+    (picture,) = by_length(
+        {"model": {"scores": [score | {"length": 16, "value": 1.0}, score | {"length": 32, "value": 100.0}]}},
+        "gain",
+        "gain",
+        "gain (nats per token)",
+        steep=10,
+    )
+    assert picture.figure.axes[0].get_yscale() == "log"
