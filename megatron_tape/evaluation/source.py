@@ -15,11 +15,10 @@ from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_d
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.from_hf.settings import read_settings
+from megatron_tape.huggingface.remote_code import AUTO_MAP, is_own_code
 from megatron_tape.records import read_record
 from megatron_tape.synthetic import GENERATORS
 
-_CODE = ("configuration_tape.py", "modeling_tape.py")
-_CLASSES = {"configuration_tape.TapeConfig", "modeling_tape.TapeModel", "modeling_tape.TapeForCausalLM"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -122,14 +121,8 @@ def _is_ours(path: Path, classes: Any) -> bool:
 
     `classes` is the `auto_map` of its config.json, which could name a class in another directory, too.
     """
-    ours = Path(__file__).parents[1] / "huggingface"
-    found = {file.name for file in path.glob("*.py")}
-    named = isinstance(classes, dict) and all(one in _CLASSES for one in map(str, classes.values()))
-    return (
-        named
-        and found == set(_CODE)
-        and all((path / name).read_bytes() == (ours / name).read_bytes() for name in _CODE)
-    )
+    named = isinstance(classes, dict) and set(map(str, classes.values())) <= set(AUTO_MAP.values())
+    return named and is_own_code(path)
 
 
 def _tokenizer_runs_code(directory: Path) -> bool:

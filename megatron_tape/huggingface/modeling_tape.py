@@ -1,7 +1,7 @@
 """TAPE language models for transformers: a Llama-like decoder whose rotary positions are rewritten by content.
 
-"Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). This file and
-`configuration_tape.py` are part of an exported checkpoint; they need only torch and transformers.
+"Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). The files
+`*_tape.py` are part of an exported checkpoint; they need only torch and transformers.
 
 In addition to its hidden state, every token carries a position state z (B, S, G, D): D/2 complex numbers for each
 key/value head, stored as [real | imaginary]. It starts as RoPE's phases exp(i s theta_f), with yarn times its attention
@@ -18,52 +18,21 @@ import inspect
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple, logging
 
+from .attention_tape import attend, rotate
+from .cache_tape import NO_CONTINUOUS_BATCHING, check_cache
 from .configuration_tape import TapeConfig
 
 logger = logging.get_logger(__name__)
-_CACHES = (DynamicCache, StaticCache)
-_NO_CONTINUOUS_BATCHING = (
-    "TAPE models do not support continuous batching (generate_batch, paged attention): its cache cannot hold the "
-    "position state; use generate"
-)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
-
-
-def rotate(x: Tensor, z: Tensor) -> Tensor:
-    """Multiply x (..., D) by z (..., D) as complex numbers, both stored as [real | imaginary]."""
-    x_re, x_im = x.chunk(2, dim=-1)
-    z_re, z_im = z.chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)], dim=-1)
-
-
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attend with explicit scores; values may have any width, and are not copied, like keys, for each head of a group.
-
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True is seen) or
-    additive. Returns the averages (B, S, H, E) and the attention map (B, H, S, T).
-    """
-    B, H, S, _ = query.shape
-    G = key.shape[1]
-    scores = torch.matmul(query.reshape(B, G, -1, query.shape[-1]) * scaling, key.transpose(2, 3)).view(B, H, S, -1)
-    if attention_mask is not None:
-        if attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    weights = F.dropout(weights, dropout, training=module.training)
-    averages = torch.matmul(weights.view(B, G, -1, weights.shape[-1]), value).view(B, H, S, -1)
-    return averages.transpose(1, 2), weights
 
 
 class TapePhases(nn.Module):
@@ -168,22 +137,10 @@ class TapeAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        (output, *averaged), weights = self.attend(query, key, value, attention_mask, **kwargs)
-        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
-
-    def attend(self, query, key, value, attention_mask, **kwargs) -> tuple[list[Tensor], Tensor | None]:
-        """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map or None."""
-        implementation = self.config._attn_implementation
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        # The fast kernels require values as wide as keys, so they run once for each part; a single query has so little
-        # to do that reading the keys once is faster.
-        if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
-            averages, weights = eager_attention_forward(self, query, key, value, attention_mask, **kwargs)
-            return averages.split(self.head_dim, dim=-1), weights
-        attention = ALL_ATTENTION_FUNCTIONS[implementation]
-        parts = value.split(self.head_dim, dim=-1)
-        return [attention(self, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
+        (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
+        return self.o_proj(output.reshape(B, S, -1)), averaged[0] if averaged else None, weights
 
 
 class TapeMLP(nn.Module):
@@ -300,13 +257,7 @@ class TapeModel(TapePreTrainedModel):
                 f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
-        if kwargs.get("cache") is not None or config._attn_implementation.startswith("paged|"):
-            raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
-        if past_key_values is not None and type(past_key_values) not in _CACHES:
-            raise NotImplementedError(
-                f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "
-                f"position state with the values; use {' or '.join(cache.__name__ for cache in _CACHES)}"
-            )
+        check_cache(past_key_values, kwargs.get("cache"), config)
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
@@ -412,7 +363,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse at once: transformers logs what fails in its generation thread, and returns what there is."""
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
 
 
 __all__ = ["TapeForCausalLM", "TapeModel", "TapePreTrainedModel"]

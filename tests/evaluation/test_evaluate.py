@@ -21,6 +21,7 @@ from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import Parts, Ranks, identity_of, run_task
 from megatron_tape.evaluation.source import find_model
+from megatron_tape.huggingface.remote_code import write_code
 from pretrain import evaluate
 from tests.configurations import make
 
@@ -198,8 +199,7 @@ def test_a_name_in_a_directory_of_this_machine_is_not_looked_for_on_the_hub(tmp_
 
 
 def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path):
-    for name in ("configuration_tape.py", "modeling_tape.py"):
-        (tmp_path / name).write_bytes((ROOT / "megatron_tape" / "huggingface" / name).read_bytes())
+    write_code(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     settings = json.loads((llama / "config.json").read_text())
     own = {"AutoConfig": "configuration_tape.TapeConfig", "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM"}

@@ -6,7 +6,6 @@ are read, joined over the tensor-parallel ranks, split as Hugging Face does, and
 
 import json
 import math
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.remote_code import AUTO_MAP, write_code
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.to_hf.model_card import model_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
@@ -26,7 +26,6 @@ from megatron_tape.position import ENCODINGS, encoding_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-_CODE = ("configuration_tape.py", "modeling_tape.py")
 # The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -90,8 +89,7 @@ def write_model(
     write_json(directory / "config.json", config | ids)
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
     if encoding_of(model).exports_to == "tape":
-        for file in _CODE:
-            shutil.copyfile(Path(__file__).parents[1] / file, directory / file)
+        write_code(directory)
     card = model_card(name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
     (directory / "README.md").write_text(card, encoding="utf-8")
     write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size, with_lora)
@@ -156,11 +154,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
         return config | older | ({"mlp_bias": False} if kind == "llama" else window)
     return config | {
-        "auto_map": {
-            "AutoConfig": "configuration_tape.TapeConfig",
-            "AutoModel": "modeling_tape.TapeModel",
-            "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
-        },
+        "auto_map": dict(AUTO_MAP),
         "qk_norm": model.qk_norm,
         "position_mlp_size": model.position_mlp_width,
         "gate_input": model.gate_input,
