@@ -1,4 +1,4 @@
-# Functions that the scripts in this folder share; it is sourced, never run. See README.md, "Run on your cluster".
+# Functions that the scripts in this folder share; it is sourced, never run. See docs/cluster.md.
 # shellcheck shell=bash
 
 # load_site ROOT: read ROOT/slurm/site.env, if it exists, and choose the Python to run.
