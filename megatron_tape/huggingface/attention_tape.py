@@ -44,7 +44,8 @@ def attend(
     query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the form that the attention
     implementation of `module.config` expects.
     """
-    implementation, D = module.config._attn_implementation, query.shape[-1]
+    # The paged implementations differ in the cache, which has been updated, and expect the mask to be given.
+    implementation, D = module.config._attn_implementation.removeprefix("paged|"), query.shape[-1]
     # The fast kernels require values as wide as keys, so they run once for each part; a single query has so little
     # to do that reading the keys once is faster.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):

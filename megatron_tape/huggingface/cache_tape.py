@@ -1,18 +1,12 @@
 """Caches of TAPE models: which ones keep the position state with the values."""
 
-from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 
 CACHES = (DynamicCache, StaticCache)
-NO_CONTINUOUS_BATCHING = (
-    "TAPE models do not support continuous batching (generate_batch, paged attention): its cache cannot hold the "
-    "position state; use generate"
-)
 
 
-def check_cache(past_key_values: Cache | None, paged: object | None, config: PreTrainedConfig) -> None:
+def check_cache(past_key_values: Cache | None) -> None:
     """Raise NotImplementedError for a cache that is not known to keep the position state with the values."""
-    if paged is not None or config._attn_implementation.startswith("paged|"):
-        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
     if past_key_values is not None and type(past_key_values) not in CACHES:
         raise NotImplementedError(
             f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "

@@ -27,8 +27,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import attend, rotate
-from .cache_tape import NO_CONTINUOUS_BATCHING, check_cache
+from .cache_tape import check_cache
 from .configuration_tape import TapeConfig
+from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
@@ -134,7 +135,9 @@ class TapeAttention(nn.Module):
         if average_state:
             value = torch.cat([value, state.expand_as(value)], dim=-1)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if past_key_values is not None:
+        if (paged := kwargs.pop("cache", None)) is not None:
+            key, value = update_paged(paged, key, value, self.layer_idx, kwargs)
+        elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
@@ -257,7 +260,8 @@ class TapeModel(TapePreTrainedModel):
                 f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
-        check_cache(past_key_values, kwargs.get("cache"), config)
+        check_cache(past_key_values)
+        check_paged_cache(kwargs.get("cache"), config, kwargs)
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
@@ -362,8 +366,21 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Refuse at once: transformers logs what fails in its generation thread, and returns what there is."""
-        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
+        """Return transformers' manager of continuous batching, whose paged cache will hold the position state.
+
+        Raises NotImplementedError where the installed transformers or the attention implementation cannot do it.
+        """
+        check_continuous_batching()
+        implementation = self.config._attn_implementation
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        manager = super().init_continuous_batching(*args, **kwargs)
+        if manager is not kept:
+            try:
+                prepare_manager(manager, self)
+            except NotImplementedError:
+                self.set_attn_implementation(implementation)
+                raise
+        return manager
 
 
 __all__ = ["TapeForCausalLM", "TapeModel", "TapePreTrainedModel"]

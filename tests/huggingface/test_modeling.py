@@ -5,15 +5,12 @@ import logging
 import pytest
 import torch
 from released import load
+from small_models import SMALL, build, tokens
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    ContinuousBatchingManager,
     DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -30,18 +27,6 @@ from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 from megatron_tape.model.reference import ReferenceConfig, forward, from_released
 
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.15,
-    rms_norm_eps=1e-5,
-)
-
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -55,23 +40,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def randomize(model):
-    """Move TAPE's matrices away from their zero start."""
-    for name, parameter in model.named_parameters():
-        if ".position." in name:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
-
-
-def build(dtype=torch.float32, **changes):
-    config = TapeConfig(**({"position_mlp_size": 6, "attn_implementation": "sdpa"} | SMALL | changes))
-    return randomize(TapeForCausalLM(config)).to(dtype).eval()
-
-
-def tokens(batch=2, length=17):
-    return torch.randint(1, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 def reference_logits(model, input_ids, weights=None, **options):
@@ -387,38 +355,6 @@ def test_the_attention_of_a_loaded_model_can_be_switched(tmp_path):
     assert torch.equal(model(tokens()).logits, expected) and len(widths) == 5
     with pytest.raises(ValueError, match="nonesuch"):
         model.set_attn_implementation("nonesuch")
-
-
-def test_continuous_batching_is_refused_rather_than_answered_wrongly():
-    model = build()
-    prompts = tokens().tolist()
-    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
-        model.generate_batch(prompts, max_new_tokens=4)
-    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
-        model.generate(tokens(), max_new_tokens=4, cache_implementation="paged")
-    # A server builds the manager itself; an error in its thread becomes the request's.
-    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
-    manager = ContinuousBatchingManager(model, GenerationConfig(eos_token_id=-1), small)
-    manager.start()
-    manager.add_request(prompts[0], request_id="one", max_new_tokens=4)
-    result = manager.get_result(timeout=60)
-    manager.stop(block=True)
-    assert "do not support continuous batching" in result.error and not result.generated_tokens
-    manager.destroy()
-
-
-def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused():
-    model = build()
-
-    class Other(DynamicCache):
-        pass
-
-    for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), Other()):
-        with pytest.raises(NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"):
-            model(tokens(), past_key_values=cache)
-    model.set_attn_implementation("paged|eager")
-    with pytest.raises(NotImplementedError, match="do not support continuous batching"):
-        model(tokens())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
