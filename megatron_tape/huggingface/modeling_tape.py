@@ -34,6 +34,9 @@ from .paged_tape import check_continuous_batching, check_paged_cache, prepare_ma
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
+_MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
+# TAPE's matrices were once parameters rather than modules; transformers reads both sides as regular expressions.
+_FORMER_NAMES = {rf"\.position\.{name}$": f".position.{name}.weight" for name in _MATRICES}
 
 
 class TapePhases(nn.Module):
@@ -67,32 +70,56 @@ class TapePhases(nn.Module):
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
 
+def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
+    """Return the matrix (rows, columns) that a linear module multiplies by.
+
+    LoRA layers, quantized and offloaded weights and hooks take effect only where the module is called, so such a module
+    multiplies the identity, in the type of `like`.
+    """
+    plain = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
+    if plain and not (linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)):
+        return linear.weight
+    return linear(torch.eye(columns, dtype=like.dtype, device=like.device)).T
+
+
 class TapePosition(nn.Module):
     """The update of the position state: mixing over tokens, then a gated linear map of its G heads for each token."""
 
     def __init__(self, config: TapeConfig):
         super().__init__()
         H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
-        self.token_mixing = nn.Parameter(torch.zeros(G, H))
-        self.x_proj = nn.Parameter(torch.empty(P, config.hidden_size))
-        self.up_proj = nn.Parameter(torch.empty(P, G))
-        self.down_proj = nn.Parameter(torch.zeros(G, P))
+        self.token_mixing = nn.Linear(H, G, bias=False)
+        self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
+        self.up_proj = nn.Linear(G, P, bias=False)
+        self.down_proj = nn.Linear(P, G, bias=False)
+        # transformers initializes modules that have parameters of their own, and this one has none.
+        self.token_mixing.initial_std = self.down_proj.initial_std = 0.0
+        self.up_proj.initial_std = G**-0.5
+        self.register_load_state_dict_pre_hook(_take_former_names)
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
         """Return the next layer's state (B, S, G, D) from the state, its averages (B, S, H, D), and (B, S, C)."""
         B, S, G, D = state.shape
         N = B * S
-        mixing = self.token_mixing.expand(N, -1, -1)
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
+        mixing = matrix_of(self.token_mixing, averaged.shape[1], averaged).expand(N, -1, -1)
         # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
         wider = state.dtype != averaged.dtype
         mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
-        gate = F.silu(F.linear(gate_input, self.x_proj)).view(N, -1)
+        gate = F.silu(self.x_proj(gate_input)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
-        outer = (self.down_proj.T.unsqueeze(2) * self.up_proj.unsqueeze(1)).flatten(1)
+        up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
+        outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
         M = (gate @ outer).view(N, G, G)
         new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
+
+
+def _take_former_names(_module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Rename TAPE's matrices in the weights of an earlier export."""
+    for name in _MATRICES:
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name)
 
 
 class TapeAttention(nn.Module):
@@ -198,20 +225,29 @@ class TapePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    # peft renames what an adapter holds by this, before it looks for the names of the model.
+    _checkpoint_conversion_mapping = _FORMER_NAMES
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         """Allow `set_attn_implementation`: transformers searches this file for words, which differ between versions."""
         return True
 
+    @classmethod
+    def from_pretrained(cls, *args, key_mapping: dict[str, str] | None = None, **kwargs):
+        """Load a model as transformers does, also one whose weights have the names of earlier exports."""
+        loaded = super().from_pretrained(*args, key_mapping={**_FORMER_NAMES, **(key_mapping or {})}, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # transformers would save the model under the names that it was loaded from.
+        if (renamed := getattr(model, "_weight_conversions", None)) is not None:
+            model._weight_conversions = [each for each in renamed if each.source_patterns[0] not in _FORMER_NAMES]
+        return loaded
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Start as RoPE: with token_mixing and down_proj at zero the position state keeps its phases."""
-        if isinstance(module, TapePosition):
-            nn.init.zeros_(module.token_mixing)
-            nn.init.normal_(module.x_proj, std=self.config.initializer_range)
-            nn.init.normal_(module.up_proj, std=module.up_proj.shape[1] ** -0.5)
-            nn.init.zeros_(module.down_proj)
+        if (std := getattr(module, "initial_std", None)) is not None:
+            nn.init.normal_(module.weight, std=std)
         elif isinstance(module, TapePhases):
             module.inv_freq.copy_(module.frequencies()[0])
         else:

@@ -33,6 +33,11 @@ def split_layer(name: str) -> tuple[str, str, str]:
     return "", "", name
 
 
+def whole_name(prefix: str, rest: str) -> str:
+    """Return Hugging Face's name of an unfused parameter, given the last two results of `split_layer`."""
+    return prefix + (f"{rest}.weight" if rest.startswith(POSITION) else PLAIN.get(rest, rest))
+
+
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers.
 
@@ -75,5 +80,5 @@ def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
         else:
             square = rest == f"{POSITION}token_mixing" and len(shape) == 1
-            shapes[prefix + PLAIN.get(rest, rest)] = shape * 2 if square else shape
+            shapes[whole_name(prefix, rest)] = shape * 2 if square else shape
     return shapes

@@ -110,11 +110,11 @@ def forward(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Run the decoder on token ids (B, S).
 
-    `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing` A (G, H),
-    `.x_proj` W_x (P, C), `.up_proj` W_up (P, G) and `.down_proj` W_down (G, P); a layer without them leaves the
-    position state unchanged, so without any of them this is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`) and
-    norms of each head's q and k (`self_attn.q_norm.weight`) are applied if present. Returns `logits` (B, S, V) and,
-    after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
+    `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing.weight`
+    A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P); a layer
+    without them leaves the position state unchanged, so without any of them this is RoPE. Biases of q, k and v
+    (`self_attn.q_proj.bias`) and norms of each head's q and k (`self_attn.q_norm.weight`) are applied if present.
+    Returns `logits` (B, S, V) and, after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
     """
     B, S = input_ids.shape
     H, G = config.num_attention_heads, config.num_query_groups
@@ -147,11 +147,11 @@ def forward(
         m = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T) @ w["mlp.down_proj.weight"].T
         x = x + m
 
-        if "position.token_mixing" in w:
-            z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing"], u)
-            gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj"].T)
-            up = torch.einsum("pg,bsgd->bspd", w["position.up_proj"], z)
-            z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj"], gate[..., None] * up)
+        if "position.token_mixing.weight" in w:
+            z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing.weight"], u)
+            gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj.weight"].T)
+            up = torch.einsum("pg,bsgd->bspd", w["position.up_proj.weight"], z)
+            z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up)
 
         hidden_states.append(x)
         position_states.append(z)
@@ -173,9 +173,9 @@ def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if name.endswith("post_attention_linear.weight"):
-            renamed[name.replace("post_attention_linear.weight", "position.token_mixing")] = value.sum(1).diag()
+            renamed[name.replace("post_attention_linear.weight", "position.token_mixing.weight")] = value.sum(1).diag()
         elif ".pe." in name:
-            renamed[name.replace(".pe.", ".position.").removesuffix(".weight")] = value
+            renamed[name.replace(".pe.", ".position.")] = value
         else:
             renamed[name] = value
     return renamed

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
-from megatron_tape.model.names import FUSED, PLAIN, POSITION, WRAPPED, split_layer
+from megatron_tape.model.names import FUSED, POSITION, WRAPPED, split_layer, whole_name
 from megatron_tape.position import PositionEncoding
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
@@ -69,10 +69,10 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(rest):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[prefix + PLAIN.get(rest, rest)]
+    tensor = weights[whole_name(prefix, rest)]
     if rest == f"{POSITION}token_mixing" and model.token_mixing == "per_head":
         if torch.count_nonzero(tensor - tensor.diag().diag()):
-            raise ValueError(f"{prefix + rest} mixes heads; it needs model.token_mixing: full")
+            raise ValueError(f"{whole_name(prefix, rest)} mixes heads; it needs model.token_mixing: full")
         return tensor.diag()
     return tensor
 
@@ -91,7 +91,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {lora_name(prefix, *match.groups()): tensor}
     if rest == f"{POSITION}token_mixing" and tensor.dim() == 1:
         tensor = tensor.diag()
-    return {prefix + PLAIN.get(rest, rest): tensor}
+    return {whole_name(prefix, rest): tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:

@@ -52,7 +52,7 @@ def models():
         torch.manual_seed(0)
         made[label] = Bytes(TapeForCausalLM(TapeConfig(**SIZES)), label)
     with torch.no_grad():
-        made["planted"].model.model.layers[PLANTED].position.token_mixing[1] = 2.0
+        made["planted"].model.model.layers[PLANTED].position.token_mixing.weight[1] = 2.0
     return made
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversions import convert, refused
 from datasets_for_tests import write_all
+from former_names import with_former_names
 from launch import run_group
 from models import random_tokens
 from safetensors.torch import load_file
@@ -133,10 +134,10 @@ def test_an_adapter_holds_everything_that_was_trained_and_nothing_else(exported)
         "self_attn.o_proj.lora_B.weight": (32, 3),
         "input_layernorm.weight": (32,),
         "post_attention_layernorm.weight": (32,),
-        "position.token_mixing": (2, 4),
-        "position.x_proj": (16, 32),
-        "position.up_proj": (16, 2),
-        "position.down_proj": (2, 16),
+        "position.token_mixing.weight": (2, 4),
+        "position.x_proj.weight": (16, 32),
+        "position.up_proj.weight": (16, 2),
+        "position.down_proj.weight": (2, 16),
     }
     outside = {key.removeprefix("base_model.model.") for key in held if ".layers." not in key}
     assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -195,6 +196,21 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
     refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
             "--output", tmp_path / "third")  # fmt: skip
+
+
+def test_adapters_and_bases_of_before_tapes_matrices_were_modules(exported, trained, tmp_path, expected):
+    name = "tape_tp2_zero3"
+    adapter = with_former_names(exported / name, tmp_path / "adapter")
+    base = with_former_names(exported / name / "base", tmp_path / "base")
+    # The base's own code, in its directory, may be as old as its names, so a new adapter of it has them, too.
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", base]
+    assert convert(*to_hf, "--output", tmp_path / "new").returncode == 0
+    new, before = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "new", adapter))
+    assert new.keys() == before.keys() and all(torch.equal(new[key], before[key]) for key in new)
+    for place in (base, exported / name / "base"):
+        model = with_adapter(load(place), adapter)
+        torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits(model.merge_and_unload()), expected[name], atol=1e-5, rtol=0)
 
 
 def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):

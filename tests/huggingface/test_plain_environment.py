@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from former_names import with_former_names
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +19,7 @@ import importlib.util, sys
 from pathlib import Path
 
 import torch, transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 torch.set_num_threads(1)
@@ -26,7 +28,15 @@ for name in ("megatron_tape", "megatron", "pretrain", "deepspeed", "sentencepiec
 assert transformers.__version__ == sys.argv[1], transformers.__version__
 expected = torch.load("expected.pt")
 text = Path("text").read_text(encoding="utf-8")
-for name, path in zip(("tape", "rope"), sys.argv[4:]):
+earlier, found = AutoModelForCausalLM.from_pretrained(sys.argv[4], trust_remote_code=True, output_loading_info=True)
+assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+with torch.no_grad():
+    logits = earlier(torch.tensor(expected["ids"][:96]).view(2, 48)).logits
+torch.testing.assert_close(logits, expected["tape"], atol=1e-5, rtol=0)
+earlier.save_pretrained("saved_again")
+assert "model.layers.0.position.up_proj.weight" in load_file("saved_again/model.safetensors")
+
+for name, path in zip(("tape", "rope"), sys.argv[5:]):
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     ids = tokenizer(text).input_ids
     assert ids == expected["ids"] and tokenizer.decode(ids) == text, name
@@ -95,6 +105,7 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_
             OLDEST_TRANSFORMERS,
             "tape_yarn",
             "rope_yarn",
+            with_former_names(exports["tape"].directory, tmp_path / "earlier"),
             *(exports[name].directory for name in ("tape", "rope")),
         ],
         cwd=tmp_path,

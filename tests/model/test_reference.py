@@ -74,10 +74,10 @@ def random_tape(heads=4, groups=2, head_dim=8, layers=3, width=5, vocabulary=31,
             "mlp.down_proj.weight": (hidden, 2 * hidden),
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
-            "position.token_mixing": (groups, heads),
-            "position.x_proj": (width, hidden),
-            "position.up_proj": (width, groups),
-            "position.down_proj": (groups, width),
+            "position.token_mixing.weight": (groups, heads),
+            "position.x_proj.weight": (width, hidden),
+            "position.up_proj.weight": (width, groups),
+            "position.down_proj.weight": (groups, width),
         }
         weights |= {f"model.layers.{layer}.{name}": draw(*shape) for name, shape in shapes.items()}
     return weights, ReferenceConfig(num_attention_heads=heads, num_query_groups=groups)
@@ -101,7 +101,7 @@ def test_shifting_all_positions_changes_no_logit():
 def test_zero_tape_matrices_make_it_rope(zero):
     weights, config = random_tape()
     for name in weights:
-        if name.endswith(("token_mixing", zero)):
+        if name.endswith(("token_mixing.weight", f"position.{zero}.weight")):
             weights[name] = torch.zeros_like(weights[name])
     rope = {name: value for name, value in weights.items() if ".position." not in name}
     assert torch.equal(forward(weights, tokens(), config)["logits"], forward(rope, tokens(), config)["logits"])

@@ -18,14 +18,14 @@ from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.from_hf.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
-from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_shapes
+from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
 from megatron_tape.model.weights import from_megatron, initial_parameters, to_megatron
 from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
 TENSORS = "tensors-tp00-dp00000.safetensors"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)")
+_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
 _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 
 
@@ -83,7 +83,7 @@ class ZeroStart(Mapping):
         encoding = encoding_of(self._model)
         for layer in range(self._model.num_layers):
             for name in encoding.parameters(layer):
-                yield f"model.layers.{layer}.{POSITION}{name}"
+                yield whole_name(f"model.layers.{layer}.", f"{POSITION}{name}")
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -24,6 +25,8 @@ PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# TAPE's matrices as exports named them before they were modules.
+_BARE = re.compile(r"(.*\.position\.(?:token_mixing|x_proj|up_proj|down_proj))")
 
 
 class _Index(TypedDict):
@@ -31,28 +34,33 @@ class _Index(TypedDict):
 
 
 class _Safetensors(Mapping):
-    """Tensors of several safetensors files, each of which is open only while one of its tensors is read."""
+    """Tensors of several safetensors files by current names, each of which is open only while a tensor is read."""
 
     def __init__(self, paths: list[Path]):
-        self._places: dict[str, Path] = {}
+        self._places: dict[str, tuple[Path, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
             try:
                 with safe_open(path, "np") as file:  # reads names and shapes only
-                    self._places |= dict.fromkeys(file.keys(), path)
-                    self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                    for stored in file.keys():
+                        self._places[current_name(stored)] = path, stored
+                        self.shapes[current_name(stored)] = tuple(file.get_slice(stored).get_shape())
             except SafetensorError as error:
                 raise ValueError(
                     f"{path} is not a complete safetensors file ({error}); download or write it again"
                 ) from None
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._places[name]
+        path, stored = self._places[name]
         try:
             with safe_open(path, "pt") as file:
-                return file.get_tensor(name)
+                return file.get_tensor(stored)
         except SafetensorError as error:
             raise ValueError(f"{name} in {path} cannot be read: {error}") from None
+
+    def stored_name(self, name: str) -> str:
+        """Return the name under which the file holds a weight."""
+        return self._places[name][1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -61,8 +69,13 @@ class _Safetensors(Mapping):
         return len(self._places)
 
 
+def current_name(stored: str) -> str:
+    """Return the current name of a weight that an earlier export may hold under another name."""
+    return _BARE.sub(r"\1.weight", stored) if _BARE.fullmatch(stored) else stored
+
+
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the tensors of all files by name; raises FileNotFoundError or ValueError in one sentence."""
+    """Return the tensors of all files by current names; raises FileNotFoundError or ValueError in one sentence."""
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"weights {path} is not a file; give a safetensors file")
@@ -76,12 +89,15 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
         )
     weights: dict[str, Tensor] = {}
     for path in paths:
-        weights |= _read_pickle(path)
+        weights |= {current_name(name): tensor for name, tensor in _read_pickle(path).items()}
     return weights
 
 
 def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the weights of a model of transformers; raises FileNotFoundError or ValueError in one sentence."""
+    """Return the weights of a model of transformers by current names.
+
+    Raises FileNotFoundError or ValueError in one sentence.
+    """
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
     if first is None:
@@ -96,7 +112,7 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory} is incomplete: {name}, which its index names, is missing")
     weights = open_files([directory / name for name in files], allow_pickle)
-    if missing := sorted(set(places) - set(weights)):
+    if missing := sorted(set(map(current_name, places)) - set(weights)):
         raise ValueError(f"{directory} is incomplete: {missing[0]}, which its index names, is in none of its files")
     return weights
 
