@@ -120,7 +120,7 @@ def test_weights_to_begin_with_are_not_zero_and_the_same_for_both_encodings(fold
     assert rope.keys() < tape.keys() and all(torch.equal(tape[name], rope[name]) for name in rope)
     for name, weight in tape.items():
         assert weight.count_nonzero() > 0.9 * weight.numel() and torch.equal(weight, weight.bfloat16().float()), name
-    assert {name.split(".")[-1] for name in tape.keys() - rope.keys()} == {
+    assert {name.split(".")[-2] for name in tape.keys() - rope.keys()} == {
         "token_mixing", "x_proj", "up_proj", "down_proj",
     }  # fmt: skip
 
