@@ -40,6 +40,14 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
     """Return the YAML value in a file that `yaml.safe_dump` wrote; like `read_record`, and aliases are refused."""
+    try:
+        return parse_yaml(read_small(path, limit), shape)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
+
+
+def parse_yaml(text: str | bytes, shape: Any) -> Any:
+    """Parse YAML without aliases and check its shape, as `parse_record` does with JSON."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -50,15 +58,12 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
             return super().compose_node(parent, index)
 
     try:
-        try:
-            value = yaml.load(read_small(path, limit), Loader)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        except yaml.YAMLError as error:
-            raise ValueError(f"it is not YAML ({' '.join(str(error).split())})") from None
-        check_shape(value, shape)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}") from None
+        value = yaml.load(text, Loader)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML ({' '.join(str(error).split())})") from None
+    check_shape(value, shape)
     return value
 
 

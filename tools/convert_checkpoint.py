@@ -2,7 +2,9 @@
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
     python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output exported/adapter --adapter
+    python tools/convert_checkpoint.py to-hf --checkpoint runs/tape --output exported/tape --push-to-hub ME/tape
     python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3_tape
+    python tools/convert_checkpoint.py from-hf --model SmolLM2-135M.Q8_0.gguf --output imported/smollm2_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
 
 An output appears only when it is complete; an existing output is never changed.
@@ -11,6 +13,7 @@ An output appears only when it is complete; an existing output is never changed.
 import argparse
 
 from megatron_tape import command_line
+from megatron_tape.files import refuse_existing
 
 
 def main() -> None:
@@ -23,7 +26,11 @@ def to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face model from a checkpoint of this project."""
     size = parse_size(arguments.max_shard_size)
     model = arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer
+    if arguments.private and arguments.push_to_hub is None:
+        raise ValueError("--private is for a model of the Hub; add --push-to-hub NAME, or leave it out")
     if arguments.adapter:
+        if arguments.push_to_hub is not None or arguments.results:
+            raise ValueError("--push-to-hub and --results are for whole models; leave out --adapter")
         from megatron_tape.huggingface.adapter import export_adapter
 
         export_adapter(*model, arguments.base)
@@ -32,7 +39,15 @@ def to_hf(arguments: argparse.Namespace) -> None:
         raise ValueError("--base names the model of an adapter; add --adapter, or leave it out")
     from megatron_tape.huggingface.to_hf.export import export
 
-    export(*model)
+    if arguments.push_to_hub is None:
+        export(*model, arguments.results)
+        return
+    from megatron_tape.huggingface.hub import repository_of, upload
+
+    refuse_existing(arguments.output, fix="choose another --output")
+    repository = repository_of(arguments.push_to_hub)
+    export(*model, arguments.results, repository)
+    upload(arguments.output, repository, arguments.private)
 
 
 def from_hf(arguments: argparse.Namespace) -> None:
@@ -50,6 +65,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
         arguments.position_mlp_size,
         arguments.seed,
         arguments.allow_pickle,
+        arguments.base_model,
     )
 
 
@@ -129,6 +145,19 @@ def parser() -> argparse.ArgumentParser:
         help="with --adapter: the model that it adds to; if DIR does not exist, that model is written there "
         "(default: OUTPUT/base)",
     )
+    add(
+        "--results",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the run, if any)",
+    )
+    add(
+        "--push-to-hub",
+        metavar="NAME",
+        help="also upload the model to the Hugging Face Hub, as NAME or OWNER/NAME; needs a login (hf auth login)",
+    )
+    add("--private", action="store_true", help="with --push-to-hub: a new model is visible to its owner only")
 
     what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
     example = (
@@ -142,7 +171,14 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="DIR",
-        help="directory with config.json, weights and tokenizer, as transformers saves them",
+        help="directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file, or a "
+        "directory with one",
+    )
+    add(
+        "--base-model",
+        metavar="OWNER/NAME",
+        help="the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL "
+        "lies in the Hub's cache)",
     )
     _add_output(imported)
     add(

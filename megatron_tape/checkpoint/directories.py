@@ -53,17 +53,29 @@ class Cut(TypedDict):
     stride: int
 
 
+class CardFacts(TypedDict, total=False):
+    """What the model card of an export says of the model that was imported, by the keys of the Hub's metadata."""
+
+    base_model: str
+    license: str
+    license_name: str
+    license_link: str
+    language: list[str]
+
+
 class Progress(TypedDict, total=False):
     """Further state of a run.
 
     `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary,
-    `origin` where an imported checkpoint came from, and `identity` a digest of the files that it was imported from.
+    `origin` where an imported checkpoint came from, `identity` a digest of the files that it was imported from, and
+    `card` what their model card says.
     """
 
     bad_steps: int
     vocabulary: str
     origin: str
     identity: str
+    card: CardFacts
 
 
 class Source(TypedDict):

@@ -15,6 +15,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.extension.base import Base, find_base
 from megatron_tape.huggingface.from_hf.imported import write_imported
+from megatron_tape.huggingface.from_hf.source_card import source_card
 from megatron_tape.huggingface.from_hf.weight_files import open_directory
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.run.watch import Watch
@@ -44,7 +45,8 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
     logger.info("importing %s to %s", base.path, target)
     model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
     weights = _Counted(open_directory(base.path, allow_pickle=False), advance)
-    write_imported(target, model, weights, f"the model {base.path.resolve().name}", base.path, identity=base.identity)
+    origin, card = f"the model {base.path.resolve().name}", source_card(base.path)
+    write_imported(target, model, weights, origin, base.path, identity=base.identity, card=card)
     return target
 
 

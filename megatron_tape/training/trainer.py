@@ -144,6 +144,8 @@ class Trainer:
             self.progress |= self.checkpoint.state["progress"]
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
+        elif self.base is not None and (card := self.base.state["progress"].get("card")):
+            self.progress["card"] = card
         if self.tokenizer is not None:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
         self.hooks = build_hooks(config)

@@ -180,8 +180,12 @@ def test_a_run_goes_on_without_its_base_unless_that_holds_its_frozen_weights(ext
 def test_a_model_of_transformers_is_imported_once_and_only_as_it_was(extend, bases, data, tmp_path, capfd):
     source = tmp_path / "source"
     shutil.copytree(bases["llama"], source)
+    (source / "README.md").write_text("---\nlicense: llama3\nlanguage: de\n---\n")
     extend(str(source), "--train.steps=1")
     base = tmp_path / "run" / "base"
+    (_, trained), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
+    for step in (base, trained):  # for the model cards of exports
+        assert read_state(step)["progress"]["card"] == {"license": "llama3", "language": ["de"]}
     assert read_state(base)["config"]["model"]["position_encoding"] == "rope"
     written = (base / "manifest.json").stat().st_mtime_ns
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -190,6 +190,10 @@ def test_the_card_gives_the_training_facts(exported, trained):
     ):
         assert fact in card
     assert "16 rows" in card and str(trained) not in card
+    assert "tags:\n- tape\n- pretrained\n" in card and "as training measured it at step 4" in card
+    norms = [f"{rows[-1][f'position/update_norm/layer_{layer:02d}']:.3g}" for layer in range(2)]
+    assert f"![Bars by layer: update {', '.join(norms)}](positions.png)" in card
+    assert (exported / "models" / "tp2_zero3" / "positions.png").is_file()
     weights = load_file(exported / "models" / "tp2_zero3" / "model.safetensors")
     assert f"| Parameters | {sum(tensor.numel() for tensor in weights.values()):,} |" in card
 

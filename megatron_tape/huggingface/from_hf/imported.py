@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checkpoint.directories import CardFacts
 from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
@@ -97,6 +98,7 @@ def write_imported(
     tokenizer: Path | None = None,
     unread: tuple[str, ...] = (),
     identity: str | None = None,
+    card: CardFacts | None = None,
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
 
@@ -104,7 +106,7 @@ def write_imported(
     removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
     where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
     Raises ValueError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
-    model (unless its name starts with one of `unread`). `identity` is kept in the state's progress as `identity`.
+    model (unless its name starts with one of `unread`). `identity` and `card` are kept in the state's progress.
 
     The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
     from `OUTPUT/model.yaml`.
@@ -123,11 +125,12 @@ def write_imported(
                 written += size_in_bytes(shape, torch.float32)
                 progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
         progress.end()
+        kept = {"origin": origin, "identity": identity, "card": card}
         state = {
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {"bad_steps": 0, "origin": origin, **({} if identity is None else {"identity": identity})},
+            "progress": {"bad_steps": 0, **{key: value for key, value in kept.items() if value}},
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},

@@ -60,15 +60,17 @@ def import_model(
     position_mlp_size: int | None = None,
     seed: int = 1234,
     allow_pickle: bool = False,
+    base_model: str | None = None,
 ) -> None:
     """Write the model of transformers in the directory `source` as the new checkpoint `output`.
 
     With `tape`, a model without TAPE gets TAPE's initial parameters, drawn with `seed`, which do not change its logits.
     Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
-    and the context grows by the same factor. Raises ValueError or OSError, in one sentence, if the model is incomplete
-    or has no counterpart here.
+    and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
+    ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
     """
     from megatron_tape.huggingface.from_hf.imported import ZeroStart, advise, write_imported
+    from megatron_tape.huggingface.from_hf.source_card import source_card
     from megatron_tape.huggingface.from_hf.weight_files import open_directory
 
     source = Path(source)
@@ -78,6 +80,7 @@ def import_model(
         )
     path = source / "config.json"
     settings = read_settings(path)
+    card = source_card(source, base_model, settings.get("model_type") == "tape")
     changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
     with one_sentence(path):
         model = model_settings(
@@ -86,7 +89,8 @@ def import_model(
     weights = open_directory(source, allow_pickle)
     if model.position_encoding == "tape" and settings["model_type"] != "tape":
         weights = ZeroStart(weights, model, seed)
-    write_imported(output, model, weights, f"the {settings['model_type']} model {source.resolve().name}", source)
+    origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
+    write_imported(output, model, weights, origin, source, card=card)
     advise(output)
 
 

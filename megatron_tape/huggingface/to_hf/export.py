@@ -6,6 +6,7 @@ are read, joined over the tensor-parallel ranks, split as Hugging Face does, and
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.remote_code import AUTO_MAP, write_code
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
-from megatron_tape.huggingface.to_hf.model_card import model_card
+from megatron_tape.huggingface.to_hf.evaluation_results import Results, find_results
+from megatron_tape.huggingface.to_hf.model_card import write_card
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.model.names import parameter_shapes
@@ -37,17 +39,22 @@ def export(
     dtype: str = "fp32",
     max_shard_size: int = 5_000_000_000,
     tokenizer: str | None = None,
+    results: Sequence[str | Path] = (),
+    repository: str | None = None,
 ) -> None:
     """Write the model of a run, its checkpoints directory or one step into the new directory `output`.
 
-    LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. Raises
+    LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
+    shows the evaluation `results` in these directories (default: those beside the run's checkpoints), and loads the
+    model from `repository`, its name on the Hub, if that is given. Raises
     ValueError or OSError, in one sentence, and leaves nothing behind, if the checkpoint is damaged or has an
     architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
     """
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint)
-        name = Path(output).resolve().name
-        write_model(saved, directory, name, dtype, max_shard_size, tokenizer)
+        found = find_results(saved.path, results)
+        name = Path(repository or output).resolve().name
+        write_model(saved, directory, name, dtype, max_shard_size, tokenizer, results=found, repository=repository)
     command_line.say(f"exported {saved.path} to {output}")
 
 
@@ -79,6 +86,8 @@ def write_model(
     max_shard_size: int,
     tokenizer: str | None,
     with_lora: bool = True,
+    results: Sequence[Results] = (),
+    repository: str | None = None,
 ) -> None:
     """Write a whole model called `name` into an empty directory, and flush it to disk; see `export`."""
     model = saved.model
@@ -90,8 +99,8 @@ def write_model(
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
     if encoding_of(model).exports_to == "tape":
         write_code(directory)
-    card = model_card(name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    facts = (name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
+    write_card(directory, *facts, results, repository)
     write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size, with_lora)
     for file in directory.iterdir():
         sync_directory(file)

@@ -1,69 +1,49 @@
-"""README.md of an exported model: what it is, how it was trained, its final losses, and how to load it."""
+"""README.md of an exported model: what it is, how it was trained and evaluated, how to load it and to adapt it."""
 
-import re
-from collections import Counter
-from collections.abc import Collection
-from math import prod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
-from megatron_tape.config.schema import blend
+from megatron_tape.huggingface.to_hf.card_metadata import metadata, was_pretrained_here
+from megatron_tape.huggingface.to_hf.evaluation_results import Results, results_section
+from megatron_tape.huggingface.to_hf.position_picture import PICTURE, position_section
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
-from megatron_tape.model.names import parameter_shapes
-from megatron_tape.model.weights import part_of
+from megatron_tape.huggingface.to_hf.training_facts import (
+    base_of_adapter,
+    final_losses,
+    last_logged,
+    table,
+    training_facts,
+)
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
-from megatron_tape.records import parse_record
 
+CARD = "README.md"
 _PAPER = "https://arxiv.org/abs/2501.00712"
 
 
-def final_losses(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
-    """Return the last `loss` and `validation_loss`, with their steps, that the run logged up to this checkpoint.
+def write_card(
+    directory: Path,
+    name: str,
+    kind: str,
+    saved: SavedWeights,
+    rows: int,
+    dtype: str,
+    has_tokenizer: bool,
+    with_lora: bool = True,
+    results: Sequence[Results] = (),
+    repository: str | None = None,
+) -> None:
+    """Write README.md, and its picture, of a model of `rows` tokens exported as `dtype` into `directory`.
 
-    Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; returns nothing without it.
-    """
-    directories = [checkpoint.parent.parent]
-    if configured := state["config"].get("logging", {}).get("directory"):
-        directories.append(Path(configured))
-    for directory in directories:
-        if (directory / "metrics.jsonl").is_file():
-            return _last(directory / "metrics.jsonl", state["step"])
-    return {}
-
-
-class _Step(TypedDict):
-    step: int
-
-
-class _Row(_Step, total=False):
-    loss: float | None
-    validation_loss: float | None
-
-
-def _last(path: Path, last_step: int) -> dict[str, tuple[int, float]]:
-    found: dict[str, tuple[int, float]] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = parse_record(line, _Row)
-            except ValueError:  # a line that a killed process left unfinished
-                continue
-            if row["step"] <= last_step:
-                found |= {k: (row["step"], row[k]) for k in ("loss", "validation_loss") if row.get(k) is not None}
-    return found
-
-
-def model_card(
-    name: str, kind: str, saved: SavedWeights, rows: int, dtype: str, has_tokenizer: bool, with_lora: bool = True
-) -> str:
-    """Return the card of a model of `rows` tokens exported as `dtype`; `kind` is transformers' `model_type`.
-
-    Without `with_lora`, LoRA layers that the run trained are not part of it: it is the model that an adapter adds to.
+    `kind` is transformers' `model_type`. Without `with_lora`, LoRA layers that the run trained are not part of it: it
+    is the model that an adapter adds to. `results` are those of the model's evaluation; `repository` is its name on
+    the Hub, if it has one.
     """
     whole = with_lora or not saved.extension.adds_lora
     tape, model, state = kind == "tape", saved.model, saved.state
-    origin = state["progress"].get("origin")
+    logged = last_logged(saved.path, state) if whole else {}
+    place = '"."  # this directory' if repository is None else f'"{repository}"'
+    positions, picture = position_section(saved, logged) if tape else ([], None)
     parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
     encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
     facts = {
@@ -78,40 +58,67 @@ def model_card(
         "Weights": dtype,
     }
     lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [{kind}, pretrained]",
-        "---",
+        *metadata(name, kind, saved, results if whole else ()),
         "",
         f"# {name}",
         "",
         f"A decoder-only language model with {'TAPE' if tape else 'RoPE'}, for transformers.",
         "",
-        *_table(facts),
+        *table(facts),
         "",
         "## Training",
         "",
-        *([] if with_lora else [_of_adapter(saved), ""]),
-        *_training(saved, () if whole else ("lora",)),
-        *(_results(final_losses(saved.path, state)) if whole else []),
+        *([] if with_lora else [base_of_adapter(saved), ""]),
+        *training_facts(saved, () if whole else ("lora",)),
+        *final_losses(logged),
+        *(results_section(results) if whole else []),
+        *positions,
         "",
         "## Use",
         "",
-        *_usage(tape, has_tokenizer),
+        *_usage(place, tape, has_tokenizer),
         "",
     ]
     if rows < model.vocab_size:
         padding = f"Training padded the vocabulary by {model.vocab_size - rows} rows, which are not part of this model."
         lines += [padding, ""]
-    if origin is None and state["config"].get("extension", {}).get("from") is None:
-        lines.append("Pre-trained on text only: it continues text, but does not follow instructions.")
-    return "\n".join(lines) + "\n"
+    if was_pretrained_here(state) and state["config"]["data"].get("prefix") is not None:
+        lines += ["Pre-trained on text only: it continues text, but does not follow instructions.", ""]
+    lines += _adaptation(place) if tape and with_lora else []
+    (directory / CARD).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    if picture is not None:
+        (directory / PICTURE).write_bytes(picture)
 
 
-def _usage(tape: bool, has_tokenizer: bool) -> list[str]:
+def _adaptation(place: str) -> list[str]:
+    """Say how LoRA layers are trained with peft so that positions are trained, too."""
+    return [
+        "## Adapt",
+        "",
+        "With peft: LoRA layers for the matrices of attention and of the MLPs, TAPE's own small ones trained whole.",
+        "",
+        "```python",
+        "from peft import LoraConfig, PeftModel, get_peft_model",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"path = {place}",
+        "model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)",
+        "config = LoraConfig(",
+        '    r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["position"], task_type="CAUSAL_LM"',
+        ")",
+        "model = get_peft_model(model, config)",
+        "# Train the model here, with transformers' Trainer or trl, and then:",
+        'model.save_pretrained("adapter")',
+        "",
+        "base = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)",
+        'merged = PeftModel.from_pretrained(base, "adapter").merge_and_unload()',
+        "```",
+    ]
+
+
+def _usage(place: str, tape: bool, has_tokenizer: bool) -> list[str]:
     remote = ", trust_remote_code=True" if tape else ""
-    load = ['path = "."  # this directory', f"model = AutoModelForCausalLM.from_pretrained(path{remote})"]
+    load = [f"path = {place}", f"model = AutoModelForCausalLM.from_pretrained(path{remote})"]
     if not has_tokenizer:
         return ["```python", "from transformers import AutoModelForCausalLM", "", *load, "```"]
     return [
@@ -141,8 +148,8 @@ def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
         "",
         "## Training",
         "",
-        *_training(saved),
-        *_results(final_losses(saved.path, saved.state)),
+        *training_facts(saved),
+        *final_losses(last_logged(saved.path, saved.state)),
         "",
         "## Use",
         "",
@@ -155,114 +162,3 @@ def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _of_adapter(saved: SavedWeights) -> str:
-    """Say in what the model that an adapter adds to differs from the one that was trained."""
-    text = "This is the model that an adapter adds to."
-    if not saved.extension.adds_lora:
-        return text
-    if not (parts := ", ".join(_own_parts(saved))):
-        return f"{text} The LoRA layers are not part of it, and nothing else was trained."
-    return (
-        f"{text} It holds the parts that were trained beside the LoRA layers ({parts}), but not these layers: only "
-        "together with the adapter is it the model that was trained."
-    )
-
-
-def _own_parts(saved: SavedWeights) -> list[str]:
-    """Return which parts were trained, but for LoRA layers."""
-    return [part for part in dict.fromkeys(map(part_of, saved.trained)) if part != "lora"]
-
-
-def _training(saved: SavedWeights, without: Collection[str] = ()) -> list[str]:
-    """Return a table of what was trained but for the parts in `without`, from what, and how.
-
-    Raises ValueError if the settings are not those of a run.
-    """
-    state, origin = saved.state, saved.state["progress"].get("origin")
-    config = state["config"]
-    if "train" not in config:
-        return [f"Imported from {origin}; not trained further."]
-    try:
-        start = {} if origin is None else {"Started from": origin}
-        start |= _extension(config.get("extension", {}))
-        if without and not _own_parts(saved):
-            return _table(start) if start else []
-        return _table(start | _trained(saved, without) | _settings(state, config))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
-        ) from None
-
-
-def _extension(extension: dict) -> dict[str, object]:
-    facts = {}
-    if extended := extension.get("from"):
-        path = Path(extended)
-        step = re.fullmatch(r"step-(\d+)", path.name)
-        run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        facts["Extends"] = f"{run.name}, step {int(step[1]):,}" if step else path.name
-    if extension.get("attention", "full") != "full":
-        facts["Attention in training"] = extension["attention"]
-    return facts
-
-
-def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]:
-    """Return how many parameters of each part were trained, if some were not; parts in `without` count as absent."""
-    shapes = parameter_shapes(saved.model, saved.extension)
-    numbers = {name: prod(shape) for name, shape in shapes.items() if part_of(name) not in without}
-    trained = [name for name in saved.trained if name in numbers]
-    if len(trained) == len(numbers):
-        return {}
-    counts: Counter[str] = Counter()
-    for name in trained:
-        counts[part_of(name)] += numbers[name]
-    facts = {"Trained": ", ".join(f"{part} ({count:,})" for part, count in counts.items())}
-    extension = saved.extension
-    if "lora" in counts:
-        lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
-        facts["LoRA layers"] = lora
-    return facts | {"Trained parameters": f"{counts.total():,} of {sum(numbers.values()):,}"}
-
-
-def _settings(state: dict, config: dict) -> dict[str, object]:
-    train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
-    samples, length = state["consumed_samples"], config["model"]["seq_length"]
-    tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
-    processes = "1 process" if tensor * data == 1 else f"{tensor * data} processes"
-    return {
-        "Steps": f"{state['step']:,} of {train['steps']:,}",
-        "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
-        "Data": _data(config["data"]),
-        "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
-        f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
-        "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
-        "Arithmetic": train["precision"],
-        "Layout": f"{processes}: tensor parallel {tensor}, data parallel {data}, "
-        f"ZeRO stage {config['deepspeed']['zero_stage']}",
-        "Seed": train["seed"],
-    }
-
-
-def _data(data: dict) -> str:
-    """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
-    if data["prefix"] is None and data.get("examples") is not None:
-        return f"examples of {Path(data['examples']['path']).name}"
-    if data["prefix"] is None:
-        return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
-    prefixes, weights = blend(data["prefix"])
-    names = [Path(prefix).name for prefix in prefixes]
-    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
-    return ", ".join(shares)
-
-
-def _results(losses: dict[str, tuple[int, float]]) -> list[str]:
-    names = {"loss": "Training loss", "validation_loss": "Validation loss"}
-    rows = [f"| {names[key]} | {value:.4f} | {step:,} |" for key, (step, value) in losses.items()]
-    header = ["", "## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
-    return [*header, *rows] if rows else []
-
-
-def _table(facts: dict[str, object]) -> list[str]:
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]

@@ -1,0 +1,72 @@
+"""What the model card of an imported model says of its licence and languages, for the cards of later exports."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_tape import command_line
+from megatron_tape.checkpoint.directories import CardFacts
+from megatron_tape.records import parse_yaml, read_small
+
+CARD = "README.md"
+_BYTES = 4 << 20
+_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LONGEST = 200
+
+
+def source_card(directory: Path, base_model: str | None = None, is_tape: bool = False) -> CardFacts:
+    """Return the licence, languages and Hub name of the model in `directory`, as far as they are known.
+
+    Licence and languages are those in the metadata of its README.md. The name is `base_model`, or that of the Hub's
+    cache if `directory` lies there, or, for an exported TAPE model (`is_tape`), the one that its card gives. Raises
+    ValueError if `base_model` is not a name of the Hub.
+    """
+    if base_model is not None and not _NAME.fullmatch(base_model):
+        raise ValueError(f"--base-model is {base_model!r}, but names on the Hub have the form OWNER/NAME")
+    given = _metadata(directory / CARD)
+    facts: CardFacts = {}
+    if name := base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_tape else None):
+        facts["base_model"] = name
+    for key in ("license", "license_name", "license_link"):
+        if text := _text(given.get(key)):
+            facts[key] = text
+    if "://" not in facts.get("license_link", "://"):
+        del facts["license_link"]  # a file beside the source's card, which an export does not have
+    if languages := list(_languages(given.get("language"))):
+        facts["language"] = languages
+    return facts
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata at the top of a model card; nothing, with a message, if it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        found = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
+        return parse_yaml(found[1], dict[str, Any] | None) or {} if found else {}
+    except (ValueError, OSError) as error:
+        command_line.say(f"the licence and languages in {path} are not kept: {error}")
+        return {}
+
+
+def _name_in_cache(directory: Path) -> str | None:
+    """Return OWNER/NAME of a directory such as `models--OWNER--NAME/snapshots/COMMIT`."""
+    path = directory.absolute()
+    found = _SNAPSHOT.fullmatch(path.parent.parent.name) if path.parent.name == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def _languages(value: Any) -> Iterator[str]:
+    for item in value if isinstance(value, list) else [value]:
+        # In YAML, an unquoted `no` (Norwegian) is false.
+        if text := "no" if item is False else _text(item):
+            yield text
+
+
+def _text(value: Any) -> str | None:
+    """Return a text of one line; None for anything else."""
+    is_text = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
+    return value.strip() or None if is_text else None

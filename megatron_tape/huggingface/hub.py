@@ -1,0 +1,77 @@
+"""Upload an exported model to the Hugging Face Hub, with the user's own login."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from megatron_tape import command_line
+from megatron_tape.huggingface.to_hf.position_picture import PICTURE
+
+
+def repository_of(name: str) -> str:
+    """Return OWNER/NAME for the `name` of a model, NAME or OWNER/NAME, that the user may upload.
+
+    Asks the Hub who the user is. Raises ValueError or OSError, in one sentence, if the name is not one, nobody is
+    logged in, the Hub cannot be reached, or the owner is neither the user nor one of the user's organizations.
+    """
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise ValueError(f"--push-to-hub is {name!r}, which cannot be a model's name: {error}") from None
+    with _one_sentence("--push-to-hub needs a login to the Hugging Face Hub"):
+        user = HfApi().whoami()
+    owners = [user["name"], *(organization["name"] for organization in user.get("orgs", ()))]
+    owner, _, rest = name.rpartition("/")
+    if owner and owner not in owners:
+        raise ValueError(
+            f"--push-to-hub is {name}, but the login is that of {user['name']}, who can upload to "
+            f"{', '.join(f'{one}/{rest}' for one in owners)}"
+        )
+    return f"{owner or user['name']}/{rest}"
+
+
+def upload(directory: str | Path, repository: str, private: bool) -> None:
+    """Upload all files of `directory` in one commit to the model OWNER/NAME, which is created if it does not exist.
+
+    Weights, code and pictures of an earlier upload are replaced; the repository's other files are kept. A new model is
+    `private` or public; an existing one stays what it is. Raises ValueError, in one sentence, if that fails; the
+    directory stays as it is.
+    """
+    again = f"{directory} is complete, but was not uploaded; try again with: hf upload {repository} {directory}"
+    with _one_sentence(again), command_line.step(f"uploading {directory} to {repository}"):
+        api = HfApi()
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        # Weights of an earlier upload could be read in place of the new ones.
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=directory,
+            commit_message=f"Upload {Path(directory).name}",
+            delete_patterns=["model*.safetensors", "model.safetensors.index.json", "*_tape.py", PICTURE],
+        )
+    command_line.say(f"uploaded {directory} to {url}")
+
+
+@contextmanager
+def _one_sentence(failed: str) -> Iterator[None]:
+    """Turn what goes wrong between here and the Hub into a ValueError of one sentence that says what `failed`."""
+    try:
+        yield
+    except LocalTokenNotFoundError:
+        raise ValueError(f"{failed}, and nobody is logged in; run: hf auth login") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = "the Hub does not accept the token (run: hf auth login)" if status == 401 else error.server_message
+        raise ValueError(f"{failed} (HTTP status {status}: {reason or error.response.reason_phrase})") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{failed} ({' '.join(str(error).split())})") from None
+    except Exception as error:
+        # Failed connections are errors of the HTTP library, which differs between versions of huggingface_hub.
+        if not type(error).__module__.startswith("httpx"):
+            raise
+        raise ValueError(f"{failed} (the Hub cannot be reached: {error})") from None

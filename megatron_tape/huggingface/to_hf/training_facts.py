@@ -1,0 +1,156 @@
+"""How a checkpoint was trained: the facts and final losses that a model card gives."""
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from math import isfinite, prod
+from pathlib import Path
+from typing import TypedDict
+
+from megatron_tape.config.schema import blend
+from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.weights import part_of
+from megatron_tape.records import parse_record
+
+_METRICS = "metrics.jsonl"
+_LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
+
+
+class _Row(TypedDict):
+    step: int
+
+
+def last_logged(checkpoint: Path, state: dict) -> dict[str, tuple[int, float]]:
+    """Return the last finite value of every metric, with its step, that the run logged up to this checkpoint.
+
+    Looks for `metrics.jsonl` above the checkpoints and where the run's settings say; returns nothing without it.
+    """
+    directories = [checkpoint.parent.parent]
+    if configured := state["config"].get("logging", {}).get("directory"):
+        directories.append(Path(configured))
+    path = next((place / _METRICS for place in directories if (place / _METRICS).is_file()), None)
+    if path is None:
+        return {}
+    found: dict[str, tuple[int, float]] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = parse_record(line, _Row)
+            except ValueError:  # a line that a killed process left unfinished
+                continue
+            if (step := row["step"]) <= state["step"]:
+                found |= {k: (step, v) for k, v in row.items() if type(v) in (int, float) and isfinite(v)}
+    return found
+
+
+def base_of_adapter(saved: SavedWeights) -> str:
+    """Say in what the model that an adapter adds to differs from the one that was trained."""
+    text = "This is the model that an adapter adds to."
+    if not saved.extension.adds_lora:
+        return text
+    if not (parts := ", ".join(_own_parts(saved))):
+        return f"{text} The LoRA layers are not part of it, and nothing else was trained."
+    return (
+        f"{text} It holds the parts that were trained beside the LoRA layers ({parts}), but not these layers: only "
+        "together with the adapter is it the model that was trained."
+    )
+
+
+def _own_parts(saved: SavedWeights) -> list[str]:
+    """Return which parts were trained, but for LoRA layers."""
+    return [part for part in dict.fromkeys(map(part_of, saved.trained)) if part != "lora"]
+
+
+def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> list[str]:
+    """Return a table of what was trained but for the parts in `without`, from what, and how.
+
+    Raises ValueError if the settings are not those of a run.
+    """
+    state, origin = saved.state, saved.state["progress"].get("origin")
+    config = state["config"]
+    if "train" not in config:
+        return [f"Imported from {origin}; not trained further."]
+    try:
+        start = {} if origin is None else {"Started from": origin}
+        start |= _extension(config.get("extension", {}))
+        if without and not _own_parts(saved):
+            return table(start) if start else []
+        return table(start | _trained(saved, without) | _settings(state, config))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
+        ) from None
+
+
+def _extension(extension: dict) -> dict[str, object]:
+    facts = {}
+    if extended := extension.get("from"):
+        path = Path(extended)
+        step = re.fullmatch(r"step-(\d+)", path.name)
+        run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        facts["Extends"] = f"{run.name}, step {int(step[1]):,}" if step else path.name
+    if extension.get("attention", "full") != "full":
+        facts["Attention in training"] = extension["attention"]
+    return facts
+
+
+def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]:
+    """Return how many parameters of each part were trained, if some were not; parts in `without` count as absent."""
+    shapes = parameter_shapes(saved.model, saved.extension)
+    numbers = {name: prod(shape) for name, shape in shapes.items() if part_of(name) not in without}
+    trained = [name for name in saved.trained if name in numbers]
+    if len(trained) == len(numbers):
+        return {}
+    counts: Counter[str] = Counter()
+    for name in trained:
+        counts[part_of(name)] += numbers[name]
+    facts = {"Trained": ", ".join(f"{part} ({count:,})" for part, count in counts.items())}
+    extension = saved.extension
+    if "lora" in counts:
+        lora = f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for {', '.join(extension.lora_targets)}"
+        facts["LoRA layers"] = lora
+    return facts | {"Trained parameters": f"{counts.total():,} of {sum(numbers.values()):,}"}
+
+
+def _settings(state: dict, config: dict) -> dict[str, object]:
+    train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
+    samples, length = state["consumed_samples"], config["model"]["seq_length"]
+    tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
+    processes = "1 process" if tensor * data == 1 else f"{tensor * data} processes"
+    return {
+        "Steps": f"{state['step']:,} of {train['steps']:,}",
+        "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
+        "Data": _data(config["data"]),
+        "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
+        f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
+        "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
+        "Arithmetic": train["precision"],
+        "Layout": f"{processes}: tensor parallel {tensor}, data parallel {data}, "
+        f"ZeRO stage {config['deepspeed']['zero_stage']}",
+        "Seed": train["seed"],
+    }
+
+
+def _data(data: dict) -> str:
+    """Describe what the model was trained on, by the names of datasets alone: their paths concern nobody else."""
+    if data["prefix"] is None and data.get("examples") is not None:
+        return f"examples of {Path(data['examples']['path']).name}"
+    if data["prefix"] is None:
+        return ", ".join(f"{key} {value}" for key, value in data["generator"].items())
+    prefixes, weights = blend(data["prefix"])
+    names = [Path(prefix).name for prefix in prefixes]
+    shares = names if weights is None else [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
+    return ", ".join(shares)
+
+
+def final_losses(logged: dict[str, tuple[int, float]]) -> list[str]:
+    """Return the section of the final losses, given what `last_logged` found; nothing without losses."""
+    rows = [f"| {name} | {logged[key][1]:.4f} | {logged[key][0]:,} |" for key, name in _LOSSES.items() if key in logged]
+    header = ["", "## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
+    return [*header, *rows] if rows else []
+
+
+def table(facts: dict[str, object]) -> list[str]:
+    """Return a table of two columns in Markdown."""
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]

@@ -1,0 +1,176 @@
+"""The model card of an export: its metadata, its picture, its recipe for adapters, and the model's evaluation."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from conversions import convert, refused
+from huggingface_hub import ModelCard
+from test_import import write_source
+
+from megatron_tape.huggingface.from_hf.llama_family import import_model
+from megatron_tape.huggingface.from_hf.source_card import source_card
+from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+
+
+@pytest.fixture(scope="module")
+def checkpoint(exports):
+    """A model of random weights, far from RoPE, as a checkpoint."""
+    return exports["tape"].directory.parent / "checkpoints" / "tape"
+
+
+@pytest.fixture(scope="module")
+def evaluated(exports, tmp_path_factory):
+    """A directory with a `checkpoint` that has a tokenizer, and the `results` of its evaluation."""
+    from pretrain import evaluate
+
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "text.jsonl").write_text(json.dumps({"text": "import heapq\n" * 60}) + "\n")
+    settings = ["--perplexity.data", str(folder / "text.jsonl"), "--perplexity.lengths", "[16, 32]"]
+    import_model(exports["tape"].directory, folder / "checkpoint")
+    where = ["--model", str(folder / "checkpoint"), "--output", str(folder / "results")]
+    assert evaluate.main(["perplexity", *where, *settings]) == 0
+    return folder
+
+
+def metadata(directory):
+    return ModelCard.load(directory / "README.md").data.to_dict()
+
+
+def imported(tmp_path, front_matter, *arguments):
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_text(front_matter, encoding="utf-8")
+    done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported", *arguments)
+    assert done.returncode == 0, done.stderr
+    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    return tmp_path / "exported", done.stderr
+
+
+def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pretrained(tmp_path):
+    front_matter = (
+        "---\nlicense: other\nlicense_name: llama3\nlicense_link: https://llama.com/license\nlanguage:\n- en\n- no\n"
+        "base_model: somebody/older\nlibrary_name: exllama\n---\n# Source\n"
+    )
+    exported, _ = imported(tmp_path, front_matter, "--base-model", "meta-llama/Llama-3")
+    expected = {
+        "license": "other",
+        "license_name": "llama3",
+        "license_link": "https://llama.com/license",
+        "language": ["en", "no"],
+        "base_model": "meta-llama/Llama-3",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["tape"],
+    }
+    assert metadata(exported) == expected
+    card = (exported / "README.md").read_text()
+    assert "Imported from the llama model meta-llama/Llama-3; not trained further." in card
+    assert "TAPE's matrices are zero" in card and not (exported / "positions.png").exists()
+    # A TAPE model that is imported again keeps all this.
+    done = convert("from-hf", "--model", exported, "--output", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    assert open_weights(tmp_path / "again").state["progress"]["card"] == {
+        key: expected[key] for key in ("license", "license_name", "license_link", "language", "base_model")
+    }
+
+
+@pytest.mark.parametrize(
+    "front_matter, said",
+    [
+        ("# No metadata\n", ""),
+        ("---\nlicense: [a, b]\nlanguage: {}\nlicense_link: LICENSE\n---\n", ""),
+        ("---\nlicense: {\n---\n", "the licence and languages in"),
+        ("---\na: &a [x]\nb: [*a, *a]\nlicense: mit\n---\n", "it has aliases"),
+        (f"---\nlicense: {'x' * 999}\n---\n", ""),
+    ],
+)
+def test_metadata_that_cannot_be_used_is_left_out(tmp_path, front_matter, said):
+    exported, messages = imported(tmp_path, front_matter)
+    assert set(metadata(exported)) == {"library_name", "pipeline_tag", "tags"}
+    assert said in messages
+
+
+def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
+    snapshot = tmp_path / "models--some-one--A.model-1b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    assert source_card(snapshot) == {"base_model": "some-one/A.model-1b"}
+    assert source_card(tmp_path) == {}
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "form OWNER/NAME", "from-hf", "--model", tmp_path, "--output", "x", "--base-model", "a/b/c")
+
+
+def test_a_pretrained_model_is_tagged_so_and_shows_what_moved_in_the_weights(exports, checkpoint, tmp_path):
+    folder = exports["tape"].directory
+    assert metadata(folder)["tags"] == ["tape"] and metadata(exports["rope"].directory)["tags"] == ["llama"]
+    card = (folder / "README.md").read_text()
+    assert "read from the weights alone, not measured on text" in card
+    (mixing, gated) = re.search(r"mixing over tokens (.*?); gated map (.*?)\]\(positions.png\)", card).groups()
+    saved = open_weights(checkpoint)
+    for layer, (one, other) in enumerate(zip(mixing.split(", "), gated.split(", "), strict=True)):
+        W, up, down = (
+            saved.read(f"decoder.layers.{layer}.position.{name}") for name in ("token_mixing", "up_proj", "down_proj")
+        )
+        assert float(one) == pytest.approx(W.square().sum().sqrt().item() / 2**0.5, rel=1e-2)
+        assert float(other) == pytest.approx((down @ up).square().sum().sqrt().item() / 2**0.5, rel=1e-2)
+    from matplotlib.image import imread
+
+    pixels = imread(folder / "positions.png")
+    assert pixels.shape[0] > 200 and pixels.shape[1] > 300 and len(set(map(tuple, pixels[::4, ::4].reshape(-1, 4)))) > 5
+
+
+def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, monkeypatch):
+    (recipe,) = re.findall(
+        r"## Adapt\n.*?```python\n(.*?)```", (exports["tape"].directory / "README.md").read_text(), re.S
+    )
+    before, after = recipe.split("# Train the model here, with transformers' Trainer or trl, and then:\n")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(before.replace('path = "."', f"path = {str(exports['tape'].directory)!r}"), names)
+    model, tokens = names["model"], torch.randint(400, (2, 24), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exec(after, names)
+    trained = names["merged"].state_dict()
+    start = exports["tape"].model.state_dict()
+    moved = [name for name in start if (trained[name] - start[name]).abs().max() > 1e-4]
+    assert {name.split("position.")[1].removesuffix(".weight") for name in moved if "position." in name} == {
+        "token_mixing", "x_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert any("self_attn.q_proj" in name for name in moved) and any("mlp.down_proj" in name for name in moved)
+    with torch.no_grad():
+        torch.testing.assert_close(names["merged"](tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, tmp_path):
+    checkpoint, evaluated = evaluated / "checkpoint", evaluated / "results"
+    found = json.loads((evaluated / "results.json").read_text())["tasks"]["perplexity"]["scores"]
+    export(checkpoint, tmp_path / "given", tokenizer="none", results=[evaluated])
+    card = (tmp_path / "given" / "README.md").read_text()
+    assert str(evaluated.parent) not in card and "text.jsonl" in card and "measured in fp32 on" in card
+    for score in found:
+        assert f"| {score['metric']} | {score['value']:.4g}" in card
+    results = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
+    values = [metric["value"] for result in results for metric in result["metrics"]]
+    assert sorted(values) == sorted(score["value"] for score in found)
+    # The place where pretrain.evaluate puts the results of a run.
+    step = tmp_path / "run" / "checkpoints" / "step-00000000"
+    shutil.copytree(checkpoint, step)
+    shutil.copytree(evaluated, tmp_path / "run" / "evaluation" / step.name)
+    export(step, tmp_path / "found", tokenizer="none")
+    assert "## Evaluation" in (tmp_path / "found" / "README.md").read_text()
+
+    other = exports["rope"].directory.parent / "checkpoints" / "rope"
+    command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
+    refused(tmp_path, "results of another model", *command, evaluated)
+    refused(tmp_path, "do not exist", *command, tmp_path / "nowhere")
+    shutil.copytree(other, tmp_path / "other" / "checkpoints" / step.name)
+    shutil.copytree(evaluated, tmp_path / "other" / "evaluation" / step.name)
+    export(tmp_path / "other" / "checkpoints" / step.name, tmp_path / "rope", tokenizer="none")
+    assert "## Evaluation" not in (tmp_path / "rope" / "README.md").read_text()
