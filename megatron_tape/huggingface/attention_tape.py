@@ -3,10 +3,19 @@
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension.
 """
 
+import functools
+import importlib
+import itertools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
+
+ROWS, SCORES = 192, 2**19
+"""Queries of a block (times the heads of a group), and scores at a time for each thread."""
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -42,15 +51,105 @@ def attend(
     """Return the averages of value's parts of width D, each (B, S, H, D), and the attention map or None.
 
     query (B, H, S, D), key (B, G, T, D) and value (B, G, T, D or 2 D); the mask is in the form that the attention
-    implementation of `module.config` expects.
+    implementation of `module.config` expects. Without a mask, query i sees the first i + 1 keys.
     """
     # The paged implementations differ in the cache, which has been updated, and expect the mask to be given.
     implementation, D = module.config._attn_implementation.removeprefix("paged|"), query.shape[-1]
-    # The fast kernels require values as wide as keys, so they run once for each part; a single query has so little
-    # to do that reading the keys once is faster.
+    # A single query has so little to do that reading the keys once is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), weights
+    if implementation == "sdpa" and value.shape[-1] > D and _only_inference(query, key, value, **kwargs):
+        if query.device.type == "cpu" and (attention_mask is None or attention_mask.shape[1] == 1):
+            return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
+        if query.is_cuda and attention_mask is None and (fused := _fused_attention(query.device, query.dtype, D)):
+            return attend_fused(fused, query, key, value), None
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
+    if implementation == "flex_attention":
+        return attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1), None
+    # The other kernels require values as wide as keys, so they run once for each part.
     parts = value.split(D, dim=-1)
     return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
+
+
+def _only_inference(*tensors: Tensor, dropout: float = 0.0, is_causal: bool | None = None, **kwargs) -> bool:
+    """Return whether nothing is asked for but the averages: no gradients, no graph, no dropout."""
+    gradients = any(x.requires_grad for x in tensors)
+    return not (gradients or dropout or is_causal is False or is_tracing(tensors[0]))
+
+
+def attend_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
+) -> list[Tensor]:
+    """Attend in one pass over wide values on a CPU, with as many scores at a time as its cache can hold.
+
+    Takes and returns what `attend` does, with a mask (B or 1, 1, S, T), boolean (True is seen) or additive. Whole rows
+    of scores are computed for a block of queries, without the keys that none of them sees. Half precision is computed
+    in float32. There are no gradients.
+    """
+    (B, H, S, D), G = query.shape, key.shape[1]
+    R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
+    queries, keys, values = query.to(dtype).mul(scaling).unflatten(1, (G, R)), key.to(dtype), value.to(dtype)
+    outputs = [query.new_empty(B, S, H, D) for _ in range(value.shape[-1] // D)]
+    rows = max(16, ROWS // R)
+    later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    for start in range(0, S, rows):
+        stop = min(start + rows, S)
+        block = None if attention_mask is None else attention_mask[:, :, None, start:stop]
+        low, high = (0, stop) if block is None else _columns_seen(block)
+        if low == high:
+            for output in outputs:
+                output[:, start:stop] = 0.0
+            continue
+        pairs = max(1, SCORES * torch.get_num_threads() // (R * (stop - start) * (high - low)))
+        sequences, groups = max(1, pairs // G), min(pairs, G)
+        for i, g in itertools.product(range(0, B, sequences), range(0, G, groups)):
+            here = slice(i, i + sequences), slice(g, g + groups)
+            scores = queries[here][:, :, :, start:stop].flatten(2, 3) @ keys[here][:, :, low:high].mT
+            of_heads = scores.unflatten(2, (R, -1))
+            if block is None:
+                of_heads[..., start:].masked_fill_(later[: stop - start, : stop - start], float("-inf"))
+            else:
+                seen = block[i : i + sequences] if len(block) > 1 else block
+                _hide(of_heads, seen[..., low:high])
+            averages = scores.softmax(-1) @ values[here][:, :, low:high]
+            averages = averages.unflatten(2, (R, -1)).flatten(1, 2).transpose(1, 2)
+            for output, part in zip(outputs, averages.split(D, dim=-1)):
+                output[i : i + sequences, start:stop, g * R : (g + groups) * R] = part
+    return outputs
+
+
+def _columns_seen(block: Tensor) -> tuple[int, int]:
+    """Return the range outside of which no query of a block of the mask (B, 1, 1, rows, T) sees a key."""
+    if block.dtype != torch.bool:
+        return 0, block.shape[-1]
+    seen = block.flatten(0, 3).any(0).nonzero()
+    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+
+
+def _hide(scores: Tensor, mask: Tensor) -> None:
+    """Add an additive mask to scores, or overwrite what a boolean one hides; a row without any key stays finite."""
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores.add_(mask)
+
+
+@functools.cache
+def _fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
+    """Return the attention of the package megatron_tape if it is installed and has a kernel for these tensors."""
+    try:
+        # transformers would report a plain import as a missing requirement of the model.
+        ops = importlib.import_module("megatron_tape.ops.attention")
+    except ImportError:
+        return None
+    if ops.unsupported("triton", device, dtype, head_dim):
+        return None
+    return functools.partial(ops.attention, backend="triton")
+
+
+def attend_fused(fused: Callable, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Attend with `megatron_tape.ops.attention`, which averages the value and the state in one pass, without a mask."""
+    S, D = query.shape[2:]
+    q, k, v, z = (x[:, :, :S].permute(2, 0, 1, 3) for x in (query, key, *value.split(D, dim=-1)))
+    return [x.transpose(0, 1) for x in fused(q, k, v, z, average_state=True, rotate=False)]

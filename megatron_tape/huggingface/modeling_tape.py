@@ -223,6 +223,7 @@ class TapePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     # peft renames what an adapter holds by this, before it looks for the names of the model.
