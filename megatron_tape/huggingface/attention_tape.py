@@ -59,7 +59,7 @@ def attend(
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), weights
-    if implementation == "sdpa" and value.shape[-1] > D and _only_inference(query, key, value, **kwargs):
+    if implementation == "sdpa" and value.shape[-1] > D and _only_inference(module, query, key, value, **kwargs):
         if query.device.type == "cpu" and (attention_mask is None or attention_mask.shape[1] == 1):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
         if query.is_cuda and attention_mask is None and (fused := _fused_attention(query.device, query.dtype, D)):
@@ -72,9 +72,12 @@ def attend(
     return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
 
 
-def _only_inference(*tensors: Tensor, dropout: float = 0.0, is_causal: bool | None = None, **kwargs) -> bool:
-    """Return whether nothing is asked for but the averages: no gradients, no graph, no dropout."""
-    gradients = any(x.requires_grad for x in tensors)
+def _only_inference(
+    module: nn.Module, *tensors: Tensor, dropout: float = 0.0, is_causal: bool | None = None, **kwargs
+) -> bool:
+    """Return whether nothing is asked for but the averages: no gradients, no graph, no other attention."""
+    # Gradient checkpointing runs without gradients first, and must then compute the same again with them.
+    gradients = module.training or any(x.requires_grad for x in tensors)
     return not (gradients or dropout or is_causal is False or is_tracing(tensors[0]))
 
 
