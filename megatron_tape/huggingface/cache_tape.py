@@ -1,6 +1,9 @@
-"""Caches of TAPE models: which ones keep the position state with the values."""
+"""Caches of TAPE models: which ones keep the position state with the values, and how the dynamic one grows."""
 
+import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 CACHES = (DynamicCache, StaticCache)
 
@@ -12,3 +15,81 @@ def check_cache(past_key_values: Cache | None) -> None:
             f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to keep the "
             f"position state with the values; use {' or '.join(cache.__name__ for cache in CACHES)}"
         )
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a dynamic cache with room for the next tokens: DynamicLayer copies all tokens for each new one.
+
+    `keys` and `values` are views of the used part of larger buffers. A buffer is written beyond its view only while
+    the view is the attribute that `update` set, so whatever else has been made of it, by crop, reorder_cache, copies
+    or hand, keeps its numbers.
+    """
+
+    # Otherwise a version of transformers that names DynamicLayer would use this class for all models.
+    _layer_type = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __reduce__(self):
+        # Copies and pickles are transformers' own layers: only one layer may write to a buffer.
+        return DynamicLayer, (), {name: value for name, value in vars(self).items() if name != "_buffers"}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, G, S, their width), and return those of all tokens."""
+        if not can_write_in_place(key_states):
+            self._buffers.clear()
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", key_states)
+        self.values = self._append("values", value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, new: Tensor) -> Tensor:
+        """Return the tensors `name` of all tokens, which end with `new`."""
+        old = getattr(self, name)
+        used = old.shape[-2] if old.numel() else 0
+        total = used + new.shape[-2]
+        if used and old[:, :, :0].shape != new[:, :, :0].shape:
+            return torch.cat([old, new], dim=-2)  # raises, and says which sizes differ
+        buffer, view = self._buffers.pop(name, (None, None))
+        if (
+            view is not old
+            or buffer.shape[-2] < total
+            or buffer.dtype != new.dtype
+            or (buffer.is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            dtype = torch.promote_types(old.dtype, new.dtype)
+            buffer = new.new_empty(*new.shape[:2], total + max(32, total // 8), new.shape[-1], dtype=dtype)
+            if used:
+                buffer[:, :, :used] = old
+        buffer[:, :, used:total] = new
+        view = buffer[:, :, :total]
+        self._buffers[name] = buffer, view
+        return view
+
+    def reset(self) -> None:
+        """Forget all tokens as DynamicLayer does; in some versions of transformers it sets the tensors to zero."""
+        if self._buffers:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self._buffers.clear()
+        super().reset()
+
+
+def can_write_in_place(states: Tensor) -> bool:
+    """Return whether nothing records the operations on `states`."""
+    return not (
+        torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(states) is not Tensor
+    )
+
+
+def let_grow(cache: Cache | None, states: Tensor) -> None:
+    """Give the layers of a dynamic cache room for the next tokens, unless it is offloaded or something is recorded."""
+    if type(cache) is not DynamicCache or not can_write_in_place(states) or cache.offloading:
+        return
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[i] = growing = GrowingLayer()
+            vars(growing).update(vars(layer))

@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import attend, rotate
-from .cache_tape import check_cache
+from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
 from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
 
@@ -201,14 +201,17 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         # Nothing reads the state after the last layer.
         self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
 
-    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, **kwargs):
-        """Map (B, S, C) and (B, S, G, D) to the same shapes; also return the attention map or None."""
-        kwargs["average_state"] = self.position is not None
+    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
+        """Map (B, S, C) and (B, S, G, D) to the same shapes; also return the attention map or None.
+
+        After the `last` layer nothing reads the state, so it stays as it is.
+        """
+        kwargs["average_state"] = moves = self.position is not None and not last
         normed = self.input_layernorm(hidden_states)
         attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, past_key_values, **kwargs)
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
-        if self.position is not None:
+        if moves:
             state = self.position(state, averaged, mlp_output if self.gate_input == "mlp" else attention_output)
         return hidden_states + mlp_output, state, weights
 
@@ -308,6 +311,7 @@ class TapeModel(TapePreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=config)
+        let_grow(past_key_values, hidden_states)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         B, S, _ = hidden_states.shape
         # A static cache keeps its length on the device; reading it would stall every step.
@@ -337,10 +341,12 @@ class TapeModel(TapePreTrainedModel):
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
-        for layer in self.layers:
+        # Assisted generation with an early exit lowers the number of layers for a while.
+        depth = min(config.num_hidden_layers, len(self.layers))
+        for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
-            hidden_states, state, weights = layer(hidden_states, state, **for_layers)
+            hidden_states, state, weights = layer(hidden_states, state, last=i == depth - 1, **for_layers)
             all_weights.append(weights)
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(

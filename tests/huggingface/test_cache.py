@@ -1,0 +1,268 @@
+"""Caches: the growing dynamic layers hold what transformers' own would, and an early exit leaves the cache right."""
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from small_models import build, tokens
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from megatron_tape.huggingface.cache_tape import GrowingLayer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build(torch.float64)
+
+
+@pytest.fixture
+def nan_memory():
+    """Uninitialized memory is NaN, so that rows that were never written show."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def rows(batch, count, width):
+    return torch.randn(batch, 2, count, width)
+
+
+def crop(layer, count):
+    layer.crop(-min(count, layer.get_seq_length() - 1))
+
+
+CHANGES = {
+    "crop": lambda layer, n: crop(layer, n),
+    "reorder": lambda layer, n: layer.reorder_cache(torch.arange(layer.keys.shape[0]).flip(0)),
+    "select": lambda layer, n: layer.batch_select_indices(torch.tensor([0, -1])),
+    "repeat": lambda layer, n: layer.batch_repeat_interleave(2) if layer.keys.shape[0] < 4 else None,
+    "by_hand": lambda layer, n: setattr(layer, "values", layer.values.clone()),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(8))
+def test_growing_layers_hold_what_plain_layers_hold(seed, nan_memory):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    growing, plain, seen, in_place = GrowingLayer(), DynamicLayer(), [], 0
+    for _ in range(60):
+        if plain.is_initialized and draw.random() < 0.3:
+            change, count = draw.choice(list(CHANGES)), draw.randint(1, 9)
+            for layer in (growing, plain):
+                CHANGES[change](layer, count)
+        batch = plain.keys.shape[0] if plain.is_initialized else 3
+        new = rows(batch, draw.choice([1, 1, 1, 2, 30]), 4), None
+        new = new[0], rows(batch, new[0].shape[2], 8)
+        before = growing.keys.data_ptr() if growing.is_initialized else 0
+        for found, expected in zip(growing.update(*new), plain.update(*new)):
+            assert torch.equal(found, expected)
+            seen.append((found, expected))  # `plain` never writes into what it returned
+        in_place += growing.keys.data_ptr() == before
+        assert growing.get_seq_length() == plain.get_seq_length()
+    assert in_place > 15
+    assert all(torch.equal(found, expected) for found, expected in seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_of_a_layer_continue_apart(duplicate, nan_memory):
+    first = GrowingLayer()
+    start = rows(2, 5, 4), rows(2, 5, 8)
+    first.update(*start)
+    second = duplicate(first)
+    assert type(second) is DynamicLayer
+    for number in range(3):
+        new = {id(layer): (rows(2, 1, 4), rows(2, 1, 8)) for layer in (first, second)}
+        for layer in (first, second):
+            layer.update(*new[id(layer)])
+        for layer in (first, second):
+            assert torch.equal(layer.keys[:, :, -1:], new[id(layer)][0]), number
+            assert torch.equal(layer.values[:, :, -1:], new[id(layer)][1]), number
+            assert torch.equal(layer.keys[:, :, :5], start[0])
+
+
+def test_layers_that_do_not_fit_are_refused_as_plain_ones_are():
+    for old, new in (((1, 5, 4), (2, 1, 4)), ((2, 5, 4), (2, 1, 8))):
+        with torch.no_grad():
+            for layer in (DynamicLayer(), GrowingLayer()):
+                layer.update(rows(*old), rows(*old))
+                with pytest.raises(RuntimeError, match="must match except in dimension"):
+                    layer.update(rows(*new), rows(*new))
+
+
+def test_buffers_of_inference_mode_and_gradients_are_not_written():
+    layer, plain, parts = GrowingLayer(), DynamicLayer(), [(rows(1, 3, 4), rows(1, 3, 8)) for _ in range(6)]
+    for (keys, values), mode in zip(parts, ("inference", "no_grad", "inference", "grad", "no_grad", "no_grad")):
+        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
+            for either in (layer, plain):
+                either.update(keys.requires_grad_(mode == "grad"), values)
+    assert torch.equal(layer.keys, plain.keys) and torch.equal(layer.values, plain.values)
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_reset_forgets_without_touching_what_was_returned(zeroes, monkeypatch):
+    if zeroes:  # as transformers 5.0 does
+        monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset)
+    layer = GrowingLayer()
+    with torch.no_grad():
+        keys, _ = layer.update(rows(1, 3, 4), rows(1, 3, 8))
+        kept = keys.clone()
+        layer.reset()
+        layer.update(rows(1, 3, 4), rows(1, 3, 8))
+    assert torch.equal(keys, kept)
+
+
+def test_decoding_writes_in_place_into_transformers_own_cache(model):
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            model(tokens(2, 9), past_key_values=cache)
+            model(tokens(2, 1), past_key_values=cache)
+            before = [layer.values.data_ptr() for layer in cache.layers]
+            for _ in range(4):
+                model(tokens(2, 1), past_key_values=cache)
+        assert type(cache) is DynamicCache and cache.get_seq_length() == 14
+        assert [layer.values.data_ptr() for layer in cache.layers] == before
+
+
+def test_two_continuations_of_a_copied_cache_do_not_meet(model):
+    prompt, options = tokens(1, 20), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+    turns = [torch.cat([prompt, torch.full((1, 3), token)], dim=1) for token in (5, 9)]
+    expected = [model.generate(turn, use_cache=False, **options) for turn in turns]
+    for duplicate in (copy.deepcopy, lambda cache: DynamicCache([(k, v) for k, v, *_ in cache])):
+        copies = [duplicate(cache), duplicate(cache)]
+        assert [
+            torch.equal(model.generate(turn, past_key_values=each, **options), tokens)
+            for turn, each, tokens in zip(turns, copies, expected)
+        ] == [True, True]
+    # Two readers of one prefix that take turns, token by token, on copies that share the prefix's memory.
+    shared = [DynamicCache(), DynamicCache()]
+    for each in shared:
+        each.layers = [copy.copy(layer) for layer in cache.layers]
+    with torch.no_grad():
+        for step in range(20, 35):
+            for each, sequence in zip(shared, expected):
+                logits = model(sequence[:, step : step + 1], past_key_values=each).logits[0, -1]
+                if step >= 22 and step + 1 < sequence.shape[1]:
+                    assert logits.argmax() == sequence[0, step + 1]
+
+
+def test_gradients_flow_through_a_cache_as_before():
+    torch.manual_seed(0)
+    model = build(torch.float64, attn_implementation="eager")  # which keeps views of the cache for its gradients
+    input_ids = tokens(2, 12)
+
+    def gradient(split):
+        model.zero_grad()
+        cache, logits = DynamicCache(), []
+        for part in input_ids.split([4, 3, 2, 3] if split else [12], dim=1):
+            logits.append(model(part, past_key_values=cache).logits)
+        torch.cat(logits, dim=1).square().sum().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    for found, expected in zip(gradient(True), gradient(False)):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_a_compiled_step_continues_a_growing_cache(model):
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    sequence = tokens(1, 12)
+    with torch.no_grad():
+        expected = model(sequence).logits
+        cache = DynamicCache()
+        logits = [model(sequence[:, :8], past_key_values=cache).logits]
+        for step, forward in zip(range(8, 12), (compiled, compiled, model, model)):
+            logits.append(forward(sequence[:, step : step + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("exit_layer", [1, 2])
+def test_an_early_exit_drafts_and_changes_no_token(exit_layer, attention):
+    torch.manual_seed(0)
+    model = build(torch.float64, num_hidden_layers=4, attn_implementation=attention)
+    prompt, options = tokens(1, 11), dict(max_new_tokens=24, do_sample=False, pad_token_id=0)
+    expected = model.generate(prompt, **options)
+    assert len(expected[0].unique()) > 8
+    drafted, decode = (
+        [],
+        model.model.layers[exit_layer - 1].register_forward_hook(
+            lambda *_: drafted.append(model.config.num_hidden_layers)
+        ),
+    )
+    assert torch.equal(model.generate(prompt, assistant_early_exit=exit_layer, **options), expected)
+    decode.remove()
+    assert exit_layer in drafted and 4 in drafted
+    assert model.config.num_hidden_layers == 4
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+def test_an_early_exit_is_the_model_of_its_first_layers():
+    torch.manual_seed(0)
+    whole = build(torch.float64, num_hidden_layers=4)
+    short = build(torch.float64, num_hidden_layers=2)
+    weights = whole.state_dict()
+    short.load_state_dict({name: weights[name] for name in short.state_dict()})
+    whole.config.num_hidden_layers = 2
+    with torch.no_grad():
+        cache = DynamicCache()
+        found = whole(tokens(), past_key_values=cache)
+        assert torch.equal(found.logits, short(tokens()).logits)
+    widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
+    assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
+
+
+def test_an_early_exit_drafts_what_llama_drafts():
+    """With zero matrices a TAPE model drafts and accepts the same tokens as the Llama that it equals."""
+    config = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+    config |= dict(num_key_value_heads=2, initializer_range=0.15, rms_norm_eps=1e-5)
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**config)).double().eval()
+    tape = build(torch.float64, num_hidden_layers=4)
+    missing, _ = tape.load_state_dict(llama.state_dict(), strict=False)
+    assert missing
+    with torch.no_grad():
+        for name, parameter in tape.named_parameters():
+            if name in missing:
+                parameter.zero_()
+    passes = {}
+    for name, model in (("llama", llama), ("tape", tape)):
+        count = []
+        hook = model.lm_head.register_forward_hook(lambda _module, inputs, _output, count=count: count.append(inputs))
+        options = dict(max_new_tokens=24, do_sample=False, pad_token_id=0, assistant_early_exit=2)
+        passes[name] = model.generate(tokens(1, 11), **options), [inputs[0].shape for inputs in count]
+        hook.remove()
+    assert torch.equal(passes["llama"][0], passes["tape"][0]) and passes["llama"][1] == passes["tape"][1]
+
+
+def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused(model):
+    class OtherDynamic(DynamicCache):
+        pass
+
+    class OtherStatic(StaticCache):
+        pass
+
+    others = (
+        EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        OtherDynamic(),
+        OtherStatic(config=model.config, max_cache_len=32),
+    )
+    for cache in others:
+        with pytest.raises(NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"):
+            model(tokens(), past_key_values=cache)
