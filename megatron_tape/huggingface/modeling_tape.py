@@ -268,7 +268,23 @@ class TapeModel(TapePreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.phases = TapePhases(config)
         self.gradient_checkpointing = False
+        self._positions_are_checked = False
         self.post_init()
+
+    def _warn_of_frozen_positions(self) -> None:
+        """Warn if the model is being trained while TAPE's matrices, which make it RoPE, cannot move away from zero."""
+        self._positions_are_checked = True
+        position = {name: parameter for name, parameter in self.named_parameters() if ".position." in name}
+        if not position or any(parameter.requires_grad for parameter in position.values()):
+            return
+        zero_at_first = [each for name, each in position.items() if ".token_mixing." in name or ".down_proj." in name]
+        # Where weights are elsewhere (offloaded, or cut over processes), nobody knows.
+        here = all(each.numel() and not each.is_meta for each in zero_at_first)
+        if here and not any(each.any() for each in zero_at_first) and any(p.requires_grad for p in self.parameters()):
+            logger.warning(
+                "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
+                'them with peft, add modules_to_save=["position"] to the LoraConfig, or use target_modules="all-linear"'
+            )
 
     @can_return_tuple
     def forward(
@@ -302,6 +318,8 @@ class TapeModel(TapePreTrainedModel):
             )
         check_cache(past_key_values)
         check_paged_cache(kwargs.get("cache"), config, kwargs)
+        if self.training and not self._positions_are_checked and torch.is_grad_enabled():
+            self._warn_of_frozen_positions()
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"

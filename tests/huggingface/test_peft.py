@@ -1,0 +1,208 @@
+"""Adapters of exported and imported models with peft: TAPE's matrices are found, trained, saved, loaded and merged."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling_tape import TapeForCausalLM, matrix_of
+
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    position_mlp_size=6,
+    initializer_range=0.15,
+    rms_norm_eps=1e-5,
+)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+RECIPES = {
+    "all-linear": dict(target_modules="all-linear"),
+    "dora": dict(target_modules="all-linear", use_dora=True),
+    "dora_saved": dict(target_modules="all-linear", use_dora=True, modules_to_save=["position"]),
+    "saved": dict(target_modules=ATTENTION, modules_to_save=["position"]),
+    "both": dict(target_modules="all-linear", modules_to_save=["position"]),
+}
+MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def tokens():
+    return torch.randint(1, 64, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def zero_start():
+    """An imported model: TAPE's matrices make it the Llama that it was, and do not show."""
+    theirs = LlamaForCausalLM(LlamaConfig(**{key: SMALL[key] for key in SMALL if key != "position_mlp_size"})).eval()
+    model = TapeForCausalLM(TapeConfig(**SMALL)).eval()
+    model.load_state_dict(theirs.state_dict(), strict=False)
+    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Saved models: with TAPE's matrices at zero, and far from it."""
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(1)
+    model = zero_start()
+    model.save_pretrained(folder / "imported")
+    for name, parameter in model.named_parameters():
+        if ".position." in name:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder / "trained")
+    return folder
+
+
+def train(model, steps=3):
+    model.train()
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=2e-2)
+    for _ in range(steps):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=tokens()).logits
+
+
+# DoRA divides by the norm of each row, so matrices at zero have to be trained whole.
+@pytest.mark.parametrize(
+    "recipe, start",
+    [
+        (recipe, start)
+        for recipe in RECIPES
+        for start in ("imported", "trained")
+        if (recipe, start) != ("dora", "imported")
+    ],
+)
+def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recipe, start, tmp_path):
+    base = TapeForCausalLM.from_pretrained(bases / start)
+    before = {name: matrix.clone() for name, matrix in base.state_dict().items() if ".position." in name}
+    untuned = logits(base)
+    model = train(get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **RECIPES[recipe])))
+    tuned = logits(model)
+    assert (tuned - untuned).abs().max() > 0.1
+
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(TapeForCausalLM.from_pretrained(bases / start), tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), tuned)
+    # One token at a time, through the cache, with the adapter in place.
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    generated = loaded.double().generate(tokens(), **options)
+    assert torch.equal(generated, loaded.generate(tokens(), use_cache=False, **options))
+
+    merged = loaded.float().merge_and_unload()
+    torch.testing.assert_close(logits(merged), tuned, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    again = TapeForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(again), logits(merged))
+    for name, matrix in again.state_dict().items():
+        if name in before:
+            assert (matrix - before[name]).abs().max() > 1e-3, f"{name} did not move"
+
+
+def test_the_gradient_reaches_some_matrices_at_once_and_all_after_a_step():
+    model = get_peft_model(zero_start(), LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+
+    def gradients():
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        layer = model.get_base_model().model.layers[0].position
+        found = {name: getattr(layer, name).lora_B["default"].weight.grad.abs().max() for name in MATRICES}
+        model.zero_grad()
+        return {name for name in MATRICES if found[name] > 0}
+
+    assert gradients() == {"token_mixing", "down_proj"}
+    train(model, steps=1)
+    assert gradients() == set(MATRICES)
+
+
+@pytest.mark.parametrize(
+    "changes, warns",
+    [
+        (dict(target_modules=ATTENTION), True),
+        (dict(target_modules=ATTENTION, modules_to_save=["position"]), False),
+        (dict(target_modules="all-linear"), False),
+        (None, False),
+    ],
+)
+def test_positions_that_are_frozen_at_zero_are_named_once(changes, warns, caplog):
+    model = zero_start()
+    if changes is not None:
+        model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **changes))
+    with caplog.at_level(logging.WARNING):
+        train(model)
+    assert caplog.text.count("plain RoPE") == int(warns)
+    assert not warns or 'modules_to_save=["position"]' in caplog.text
+
+
+@pytest.mark.parametrize("start, training", [("trained", True), ("imported", False)])
+def test_no_warning_where_positions_have_moved_or_nothing_is_trained(bases, start, training, caplog):
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)
+    model = get_peft_model(TapeForCausalLM.from_pretrained(bases / start), lora)
+    with caplog.at_level(logging.WARNING):
+        train(model) if training else logits(model)
+    assert "plain RoPE" not in caplog.text
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+    return 2 * linear.weight.detach()
+
+
+def parametrized(linear):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    expected = 2 * linear.weight.detach()
+    parametrize.register_parametrization(linear, "weight", Doubled())
+    return expected
+
+
+def pruned(linear):
+    prune.random_unstructured(linear, "weight", amount=0.5)
+    return linear.weight.detach().clone()
+
+
+@pytest.mark.parametrize("change", [hooked, parametrized, pruned], ids=lambda change: change.__name__)
+def test_the_matrix_of_a_module_is_what_the_module_multiplies_by(change):
+    linear = nn.Linear(5, 3, bias=False)
+    assert matrix_of(linear, 5, torch.ones(1)) is linear.weight
+    expected = change(linear)
+    found = matrix_of(linear, 5, torch.ones(1))
+    assert found.count_nonzero() and torch.equal(found, expected)
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(x @ found.T, linear(x))
+
+
+def test_offloaded_weights_change_no_logit(bases, tmp_path):
+    expected = logits(TapeForCausalLM.from_pretrained(bases / "trained"))
+    from accelerate import cpu_offload
+
+    model = TapeForCausalLM.from_pretrained(bases / "trained")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].position.up_proj.weight.is_meta
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
+    places = {"model.embed_tokens": "cpu", "model.phases": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" for i in range(3)}
+    model = TapeForCausalLM.from_pretrained(bases / "trained", device_map=places, offload_folder=tmp_path)
+    assert model.model.layers[0].position.up_proj.weight.is_meta
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
