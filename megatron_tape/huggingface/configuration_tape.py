@@ -27,6 +27,7 @@ class TapeConfig(transformers.PreTrainedConfig):
     position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
     gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
         block's output before its residual).
+    classifier_dropout: dropout before the linear layer of a token classifier, 0.1 unless given.
     position_state_precision: what the position state accumulates in: `fp32`, or `bf16` for the model's own type, which
         is the default for models without this key.
 
@@ -61,6 +62,7 @@ class TapeConfig(transformers.PreTrainedConfig):
         position_mlp_size: int | None = None,
         gate_input: str = "mlp",
         position_state_precision: str = "bf16",
+        classifier_dropout: float | None = None,
         **kwargs,
     ):
         self.vocab_size = vocab_size
@@ -82,6 +84,7 @@ class TapeConfig(transformers.PreTrainedConfig):
         self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
         self.gate_input = gate_input
         self.position_state_precision = position_state_precision
+        self.classifier_dropout = classifier_dropout
         if position_state_precision not in STATE_PRECISIONS:
             raise ValueError(
                 f"position_state_precision is {position_state_precision!r}; choose one of {', '.join(STATE_PRECISIONS)}"

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import can_return_tuple, logging
@@ -76,9 +81,9 @@ def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
     LoRA layers, quantized and offloaded weights and hooks take effect only where the module is called, so such a module
     multiplies the identity, in the type of `like`.
     """
-    plain = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
-    if plain and not (linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)):
-        return linear.weight
+    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    if type(linear) is nn.Linear and not hooked and type(weight := linear.weight) in (nn.Parameter, Tensor):
+        return weight
     return linear(torch.eye(columns, dtype=like.dtype, device=like.device)).T
 
 
@@ -444,4 +449,45 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         return manager
 
 
-__all__ = ["TapeForCausalLM", "TapeModel", "TapePreTrainedModel"]
+# The constructors of transformers' mixins ask AutoModel for the decoder, which does not know code from a repository.
+class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
+    """The decoder with a linear layer on the last token that is not padding."""
+
+    def __init__(self, config: TapeConfig):
+        TapePreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TapeModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class TapeForTokenClassification(GenericForTokenClassification, TapePreTrainedModel):
+    """The decoder with a linear layer on every token; tokens see only those before them."""
+
+    def __init__(self, config: TapeConfig):
+        TapePreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TapeModel(config)
+        self.dropout = nn.Dropout(0.1 if config.classifier_dropout is None else config.classifier_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class TapeForQuestionAnswering(GenericForQuestionAnswering, TapePreTrainedModel):
+    """The decoder with a linear layer that says of every token whether an answer starts or ends there."""
+
+    def __init__(self, config: TapeConfig):
+        TapePreTrainedModel.__init__(self, config)
+        self.model = TapeModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "TapeForCausalLM",
+    "TapeForQuestionAnswering",
+    "TapeForSequenceClassification",
+    "TapeForTokenClassification",
+    "TapeModel",
+    "TapePreTrainedModel",
+]

@@ -8,6 +8,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration_tape.TapeConfig",
     "AutoModel": "modeling_tape.TapeModel",
     "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_tape.TapeForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_tape.TapeForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_tape.TapeForTokenClassification",
 }
 _HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from former_names import with_former_names
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-transformers" / "bin" / "python"
@@ -28,6 +28,15 @@ for name in ("megatron_tape", "megatron", "pretrain", "deepspeed", "sentencepiec
 assert transformers.__version__ == sys.argv[1], transformers.__version__
 expected = torch.load("expected.pt")
 text = Path("text").read_text(encoding="utf-8")
+classes = transformers.AutoModelForSequenceClassification
+classifier = classes.from_pretrained("classifier", trust_remote_code=True)
+with torch.no_grad():
+    logits = classifier(torch.tensor(expected["ids"][:96]).view(2, 48)).logits
+torch.testing.assert_close(logits, expected["classifier"], atol=1e-5, rtol=0)
+for name in ("AutoModelForTokenClassification", "AutoModelForQuestionAnswering"):
+    model = getattr(transformers, name).from_pretrained("classifier", trust_remote_code=True)
+    assert torch.equal(model.model.norm.weight, classifier.model.norm.weight), name
+
 earlier, found = AutoModelForCausalLM.from_pretrained(sys.argv[4], trust_remote_code=True, output_loading_info=True)
 assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
 with torch.no_grad():
@@ -95,6 +104,13 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_
         models = {name: made.model for name, made in exports.items()}
         models |= {f"{name}_yarn": with_yarn(exports[name].directory, tmp_path / f"{name}_yarn") for name in models}
         expected = {name: model(torch.tensor(ids[:96]).view(2, 48)).logits for name, model in models.items()}
+    heads = dict(num_labels=5, pad_token_id=3)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        exports["tape"].directory, trust_remote_code=True, **heads
+    )
+    classifier.save_pretrained(tmp_path / "classifier")
+    with torch.no_grad():
+        expected["classifier"] = classifier(torch.tensor(ids[:96]).view(2, 48)).logits
     torch.save(expected | {"ids": ids}, tmp_path / "expected.pt")
     (tmp_path / "text").write_text(source_text, encoding="utf-8")
     done = subprocess.run(
