@@ -50,7 +50,9 @@ def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dic
         if declared.std:
             drawn[name] = torch.empty(declared.shape).normal_(0.0, declared.std, generator=generator)
         else:
-            drawn[name] = torch.tensor(declared.value, dtype=torch.float32).expand(declared.shape).clone()
+            value = torch.tensor(declared.value, dtype=torch.float32).expand(declared.shape)
+            # A plain clone would keep strides of 0 where there is one number alone.
+            drawn[name] = value.clone(memory_format=torch.contiguous_format)
     return drawn
 
 

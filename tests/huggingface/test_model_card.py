@@ -99,8 +99,9 @@ def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
     snapshot.mkdir(parents=True)
     assert source_card(snapshot) == {"base_model": "some-one/A.model-1b"}
     assert source_card(tmp_path) == {}
-    (tmp_path / "config.json").write_text("{}")
-    refused(tmp_path, "form OWNER/NAME", "from-hf", "--model", tmp_path, "--output", "x", "--base-model", "a/b/c")
+    write_source(tmp_path / "source")
+    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "no", "--base-model", "a/b/c"]
+    refused(tmp_path, "form OWNER/NAME", *command)
 
 
 def test_a_pretrained_model_is_tagged_so_and_shows_what_moved_in_the_weights(exports, checkpoint, tmp_path):

@@ -6,8 +6,10 @@ package is not needed, and settings are read without torch.
 
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
@@ -62,35 +64,50 @@ def import_model(
     allow_pickle: bool = False,
     base_model: str | None = None,
 ) -> None:
-    """Write the model of transformers in the directory `source` as the new checkpoint `output`.
+    """Write the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
 
     With `tape`, a model without TAPE gets TAPE's initial parameters, drawn with `seed`, which do not change its logits.
     Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
     and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
     ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
     """
+    from megatron_tape.huggingface.from_hf.gguf_file import GgufFile, find_gguf
     from megatron_tape.huggingface.from_hf.imported import ZeroStart, advise, write_imported
     from megatron_tape.huggingface.from_hf.source_card import source_card
     from megatron_tape.huggingface.from_hf.weight_files import open_directory
+    from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
     source = Path(source)
-    if not source.is_dir():
+    path = find_gguf(source)
+    if path is None and not source.is_dir():
         raise FileNotFoundError(
-            f"model {source} is not a directory; download the model into one: hf download OWNER/NAME --local-dir DIR"
+            f"model {source} is neither a directory nor a GGUF file; download the model into a directory: "
+            "hf download OWNER/NAME --local-dir DIR"
         )
-    path = source / "config.json"
-    settings = read_settings(path)
-    card = source_card(source, base_model, settings.get("model_type") == "tape")
+    gguf, path = (None, source / "config.json") if path is None else (path, path)
     changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
     with one_sentence(path):
+        weights = None if gguf is None else GgufFile(gguf)
+        settings = read_settings(path) if weights is None else weights.settings()
         model = model_settings(
             settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes
         )
-    weights = open_directory(source, allow_pickle)
-    if model.position_encoding == "tape" and settings["model_type"] != "tape":
-        weights = ZeroStart(weights, model, seed)
+    card = source_card(source, base_model, settings["model_type"] == "tape")
     origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
-    write_imported(output, model, weights, origin, source, card=card)
+    with TemporaryDirectory() as converted:
+        tokenizer = source
+        if weights is None:
+            weights = open_directory(source, allow_pickle)
+        else:
+            card, origin = weights.card() | card, f"{origin} (GGUF, {weights.quantization})"
+            command_line.say(
+                f"{gguf} holds {weights.quantization}; the checkpoint gets the fp32 numbers they stand for"
+            )
+            if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
+                tokenizer = Path(converted) if weights.write_tokenizer(Path(converted)) else None
+        if model.position_encoding == "tape" and settings["model_type"] != "tape":
+            weights = ZeroStart(weights, model, seed)
+        write_imported(output, model, weights, origin, tokenizer, card=card)
     advise(output)
 
 

@@ -1,0 +1,270 @@
+"""from-hf of GGUF files: the same models as those they were made from, and nothing that would compute another one."""
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conversions import convert, refused
+from safetensors.torch import load_file
+from test_import import IDS, loaded_logits, training_logits, write_source
+from transformers import AutoModelForCausalLM
+
+from megatron_tape.huggingface.from_hf import gguf_file
+from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+
+F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+TEXT = "Is it 1999? def main():\n\treturn  42.5 # don't, größer"
+
+
+def permuted(weights, heads):
+    """llama.cpp's order of the rows of queries and keys, as its own converter writes them."""
+    return weights.reshape(heads, 2, -1, weights.shape[-1]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
+    """Write the model of transformers in `source` as llama.cpp's converter does.
+
+    `change` may change the tensors, a dictionary by name; `more` are further settings of the architecture.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    heads, groups, layers = (config[f"num_{x}"] for x in ("attention_heads", "key_value_heads", "hidden_layers"))
+    rope = config["rope_parameters"]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name("a model")
+    writer.add_block_count(layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(groups)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if (dim := config.get("head_dim")) is not None:
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+    for key, value in more.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{arch}.{key.replace('__', '.')}", value)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    names, tensors = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers), {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        base, suffix = name.rsplit(".", 1)
+        weights = tensor.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            weights = permuted(weights, heads if "q_proj" in name else groups)
+        tensors[f"{names.get_name(base)}.{suffix}"] = weights
+    if rope["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = llama3_factors(rope, dim or config["hidden_size"] // heads)
+    if change is not None:
+        change(tensors)
+    for name, weights in tensors.items():
+        blocks = kind if weights.ndim == 2 and weights.shape[-1] % 32 == 0 else F32
+        writer.add_tensor(name, gguf.quantize(weights, blocks), raw_dtype=blocks)
+    if tokenizer is not None:
+        tokenizer(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama3_factors(rope, dim):
+    """The divisors of the frequencies, by the loop in llama.cpp's converter."""
+    factors, original = [], rope["original_max_position_embeddings"]
+    for index in range(0, dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (index / dim)
+        if wavelength < original / rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif wavelength > original / rope["low_freq_factor"]:
+            factors.append(rope["factor"])
+        else:
+            width = rope["high_freq_factor"] - rope["low_freq_factor"]
+            smooth = (original / wavelength - rope["low_freq_factor"]) / width
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def imported(tmp_path, model, *arguments):
+    done = convert("from-hf", "--model", model, "--output", tmp_path / "imported", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def llama3_source(folder):
+    """A model scaled as Llama 3.2 is, with frequencies in every part of the scaling."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope["original_max_position_embeddings"] = 8192
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=1, vocab_size=90)
+    settings = LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=64, rope_parameters=rope)
+    LlamaForCausalLM(settings).save_pretrained(folder)
+    return loaded_logits(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama2_gqa", "llama_linear", "mistral", "qwen2", "qwen3", "llama3"])
+def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
+    source = tmp_path / "source"
+    expected = llama3_source(source) if kind == "llama3" else write_source(source, kind)
+    write_gguf(tmp_path / "model.gguf", source, vocab_size=90)
+    messages = imported(tmp_path, tmp_path / "model.gguf", "--vocab-multiple", "64")
+    assert "model.gguf holds F32;" in messages
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+    if kind == "llama3":
+        assert open_weights(tmp_path / "imported").model.rope_scaling_factor == 32.0
+
+
+def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):
+    plain = write_source(tmp_path / "source", "llama2_gqa")
+    (tmp_path / "folder").mkdir()
+    write_gguf(tmp_path / "folder" / "model.gguf", tmp_path / "source", Q8_0, vocab_size=90)
+    (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert "holds F32, Q8_0; the checkpoint gets the fp32" in imported(tmp_path, tmp_path / "folder")
+    reader = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", gguf_file="model.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        expected = reader(IDS).logits
+    assert (expected - plain).abs().max() > 1e-3
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+    progress = open_weights(tmp_path / "imported").state["progress"]
+    assert progress["card"] == {"license": "mit"} and progress["origin"].endswith("folder (GGUF, F32, Q8_0)")
+
+
+def byte_level(tmp_path, split):
+    """A tokenizer that splits text as Qwen2's does, as a function that adds it to a GGUF file, and its ids of TEXT."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT * 3], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] + [1] * (len(tokens) - 1))
+        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+        writer.add_eos_token_id(0)
+
+    return add, tokenizer.encode(TEXT).ids, len(tokens)
+
+
+def test_the_tokenizer_comes_along_and_gives_the_same_ids(tmp_path):
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    add, ids, size = byte_level(tmp_path, GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
+    write_source(tmp_path / "source", "qwen2", vocab_size=size)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
+    imported(tmp_path, tmp_path / "model.gguf")
+    export(tmp_path / "imported", tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    assert tokenizer(TEXT)["input_ids"] == ids and tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == 0
+
+
+def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_beside(tmp_path):
+    from datasets_for_tests import write_tokenizer
+
+    write_source(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list([f"t{index}" for index in range(90)])
+
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "model.gguf"
+    write_gguf(path, tmp_path / "source", tokenizer=add)
+    messages = imported(tmp_path, path)
+    assert (
+        "of the kind gpt2, smollm, which transformers cannot convert" in messages
+        and "imported has no tokenizer" in messages
+    )
+    assert not (tmp_path / "imported" / "tokenizer").exists()
+    shutil.rmtree(tmp_path / "imported")
+    write_tokenizer(tmp_path / "folder" / "tokenizer.json")
+    imported(tmp_path, tmp_path / "folder")
+    assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def add(name, shape):
+    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    "change, settings, refusal",
+    [
+        (None, {"rope__scaling__type": "yarn"}, "rope.scaling.type is 'yarn'"),
+        (None, {"rope__dimension_count": 4}, "rope.dimension_count is 4"),
+        (None, {"attention__sliding_window": 16}, "attention.sliding_window is 16"),
+        (None, {"expert_count": 8}, "expert_count is 8"),
+        (None, {"logit_scale": 2.0}, "llama.logit_scale is 2.0"),
+        (add("rope_freqs.weight", 4), {}, None),
+        (lambda t: t.update({"rope_freqs.weight": np.array([1, 3, 1, 9], np.float32)}), {}, "not Llama 3's"),
+        (add("blk.0.attn_q.bias", 32), {}, "q_proj.bias"),
+        (add("blk.1.ffn_gate_exps.weight", (2, 48, 32)), {}, "ffn_gate_exps"),
+        (drop("blk.2.ffn_up.weight"), {}, "lacks the parameter model.layers.2.mlp.up_proj.weight"),
+        (drop("token_embd.weight"), {}, "lacks token_embd.weight"),
+        (lambda t: t.update({"blk.0.attn_norm.weight": np.ones(31, np.float32)}), {}, "the shape (31,)"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_something_else_is_refused_by_name(tmp_path, change, settings, refusal):
+    write_source(tmp_path / "source", "llama2_gqa")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", change=change, **settings)
+    if refusal is None:  # factors of 1 scale nothing
+        imported(tmp_path, tmp_path / "model.gguf")
+        return
+    command = ["from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no"]
+    done = convert(*command)
+    assert done.returncode == 1 and refusal in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "no").exists()
+
+
+def test_files_that_are_not_one_whole_model_are_refused(tmp_path, monkeypatch):
+    write_source(tmp_path / "source", "llama2_gqa")
+    good = tmp_path / "model.gguf"
+    write_gguf(good, tmp_path / "source")
+    content = good.read_bytes()
+    command = ["from-hf", "--output", tmp_path / "no", "--model"]
+    for damaged in (b"", content[:2000], content[:-3000], b"GGUF" + bytes(200), content[:24] + b"\xff" * 400):
+        good.write_bytes(damaged)
+        refused(tmp_path, "cannot be read", *command, good)
+    good.write_bytes(content.replace(b"llama", b"mamba"))
+    refused(tmp_path, "architecture 'mamba'", *command, good)
+    good.write_bytes(content)
+    shutil.copy(good, tmp_path / "other.gguf")
+    refused(tmp_path, "several GGUF files", *command, tmp_path)
+    refused(tmp_path, "neither a directory nor a GGUF file", *command, tmp_path / "model.bin")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    refused(tmp_path, "pip install gguf", *command, good)
+
+
+def test_a_directory_with_safetensors_is_read_as_before(tmp_path):
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / "model.gguf").write_bytes(b"not read")
+    assert gguf_file.find_gguf(tmp_path / "source") is None
+    assert "GGUF" not in imported(tmp_path, tmp_path / "source")
