@@ -60,9 +60,11 @@ def attend(
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), weights
     if implementation == "sdpa" and value.shape[-1] > D and _only_inference(module, query, key, value, **kwargs):
-        if query.device.type == "cpu" and (attention_mask is None or attention_mask.shape[1] == 1):
+        # Continuous batching says that attention is not causal, because its mask says all.
+        causal = attention_mask is None and kwargs.get("is_causal") is not False
+        if query.device.type == "cpu" and (causal or (attention_mask is not None and attention_mask.shape[1] == 1)):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
-        if query.is_cuda and attention_mask is None and (fused := _fused_attention(query.device, query.dtype, D)):
+        if query.is_cuda and causal and (fused := _fused_attention(query.device, query.dtype, D)):
             return attend_fused(fused, query, key, value), None
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
@@ -72,13 +74,11 @@ def attend(
     return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
 
 
-def _only_inference(
-    module: nn.Module, *tensors: Tensor, dropout: float = 0.0, is_causal: bool | None = None, **kwargs
-) -> bool:
-    """Return whether nothing is asked for but the averages: no gradients, no graph, no other attention."""
+def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
+    """Return whether nothing is asked for but the averages: no gradients, no graph."""
     # Gradient checkpointing runs without gradients first, and must then compute the same again with them.
     gradients = module.training or any(x.requires_grad for x in tensors)
-    return not (gradients or dropout or is_causal is False or is_tracing(tensors[0]))
+    return not (gradients or dropout or is_tracing(tensors[0]))
 
 
 def attend_by_blocks(
