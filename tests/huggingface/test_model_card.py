@@ -14,6 +14,7 @@ from test_import import write_source
 from megatron_tape.huggingface.from_hf.llama_family import import_model
 from megatron_tape.huggingface.from_hf.source_card import source_card
 from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.model_card import adapter_card
 from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 
 
@@ -70,6 +71,10 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
     card = (exported / "README.md").read_text()
     assert "Imported from the llama model meta-llama/Llama-3; not trained further." in card
     assert "TAPE's matrices are zero" in card and not (exported / "positions.png").exists()
+    saved = open_weights(tmp_path / "imported")
+    (tmp_path / "README.md").write_text(adapter_card("adapter", saved, "fp32", "base"))
+    of_adapter = {key: expected[key] for key in ("license", "license_name", "license_link", "language")}
+    assert metadata(tmp_path) == of_adapter | {"library_name": "peft", "pipeline_tag": "text-generation"}
     # A TAPE model that is imported again keeps all this.
     done = convert("from-hf", "--model", exported, "--output", tmp_path / "again")
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,11 @@
 """The metadata at the top of a model card, by which the Hugging Face Hub sorts and shows models."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from megatron_tape.checkpoint.directories import CardFacts
 from megatron_tape.huggingface.to_hf.evaluation_results import Results, rows_of
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
 
@@ -14,15 +16,29 @@ def metadata(name: str, kind: str, saved: SavedWeights, results: Sequence[Result
     Licence, languages and the model it was made from are those that were known when it was imported.
     """
     state = saved.state
-    data = ModelCardData(
+    return _lines(
         library_name="transformers",
-        pipeline_tag="text-generation",
         tags=[kind, "pretrained"] if was_pretrained_here(state) else [kind],
         model_name=name if results else None,
         eval_results=[_result(row) for one in results for row in rows_of(one)] or None,
-        **state["progress"].get("card", {}),
+        **_imported(state),
     )
-    return ["---", *data.to_yaml().splitlines(), "---"]
+
+
+def adapter_metadata(saved: SavedWeights) -> list[str]:
+    """Return the lines of the metadata of an adapter; the model that it adds to has no name on the Hub."""
+    facts = _imported(saved.state)
+    facts.pop("base_model", None)
+    return _lines(library_name="peft", **facts)
+
+
+def _imported(state: dict) -> dict[str, Any]:
+    card = state["progress"].get("card", {})
+    return {key: card[key] for key in CardFacts.__annotations__ if key in card}
+
+
+def _lines(**facts: Any) -> list[str]:
+    return ["---", *ModelCardData(pipeline_tag="text-generation", **facts).to_yaml().splitlines(), "---"]
 
 
 def was_pretrained_here(state: dict) -> bool:

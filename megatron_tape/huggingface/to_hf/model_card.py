@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tape.huggingface.to_hf.card_metadata import metadata, was_pretrained_here
+from megatron_tape.huggingface.to_hf.card_metadata import adapter_metadata, metadata, was_pretrained_here
 from megatron_tape.huggingface.to_hf.evaluation_results import Results, results_section
 from megatron_tape.huggingface.to_hf.position_picture import PICTURE, position_section
 from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
@@ -95,7 +95,7 @@ def _adaptation(place: str) -> list[str]:
     return [
         "## Adapt",
         "",
-        "With peft: LoRA layers for the matrices of attention and of the MLPs, TAPE's own small ones trained whole.",
+        "With peft: LoRA layers for attention and the MLPs; TAPE's own small matrices are trained whole.",
         "",
         "```python",
         "from peft import LoraConfig, PeftModel, get_peft_model",
@@ -137,10 +137,7 @@ def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
     """Return the card of an adapter in peft's format for the model in the directory `base`."""
     remote = ", trust_remote_code=True" if encoding_of(saved.model).exports_to == "tape" else ""
     lines = [
-        "---",
-        "library_name: peft",
-        "pipeline_tag: text-generation",
-        "---",
+        *adapter_metadata(saved),
         "",
         f"# {name}",
         "",
