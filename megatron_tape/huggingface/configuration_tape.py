@@ -2,6 +2,7 @@
 
 import transformers
 from packaging.version import Version
+from transformers import LlamaConfig, Qwen3Config
 
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
@@ -105,6 +106,12 @@ class TapeConfig(transformers.PreTrainedConfig):
         )
         if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
             raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism cuts each module; versions of transformers differ in what they call the ways."""
+        same_modules = Qwen3Config if self.qk_norm else LlamaConfig
+        return {**same_modules.base_model_tp_plan, "layers.*.position.token_mixing": "rowwise"}
 
 
 __all__ = ["TapeConfig"]

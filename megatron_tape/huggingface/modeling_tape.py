@@ -29,12 +29,14 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import attend, rotate
 from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
 from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
+from .parallel_tape import share_of
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
@@ -93,6 +95,7 @@ class TapePosition(nn.Module):
     def __init__(self, config: TapeConfig):
         super().__init__()
         H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
+        self.num_heads = H
         self.token_mixing = nn.Linear(H, G, bias=False)
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
@@ -107,10 +110,13 @@ class TapePosition(nn.Module):
         B, S, G, D = state.shape
         N = B * S
         state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
-        mixing = matrix_of(self.token_mixing, averaged.shape[1], averaged).expand(N, -1, -1)
         # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
         wider = state.dtype != averaged.dtype
-        mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
+        if averaged.shape[1] == self.num_heads:
+            mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
+            mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
+        else:  # the heads of one tensor-parallel process: the module sums over all of them
+            mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
         up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
@@ -156,8 +162,11 @@ class TapeAttention(nn.Module):
         """
         B, S, _ = hidden_states.shape
         D, G = self.head_dim, state.shape[2]
-        query = self.q_proj(hidden_states).view(B, S, -1, D)
-        key = self.k_proj(hidden_states).view(B, S, G, D)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        if key.shape[-1] != G * D:
+            state = share_of(state, self.k_proj.weight)
+            G = state.shape[2]
+        query, key = query.view(B, S, -1, D), key.view(B, S, G, D)
         value = self.v_proj(hidden_states).view(B, S, G, D)
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -244,7 +253,17 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, key_mapping: dict[str, str] | None = None, **kwargs):
-        """Load a model as transformers does, also one whose weights have the names of earlier exports."""
+        """Load a model as transformers does, also one whose weights have the names of earlier exports.
+
+        Raises NotImplementedError for pipeline parallelism, whose stages would lose the position state.
+        """
+        distributed = kwargs.get("distributed_config")
+        key, by_key = "pp_size", isinstance(distributed, dict)
+        if ((distributed.get(key) if by_key else getattr(distributed, key, None)) or 1) > 1:
+            raise NotImplementedError(
+                "TAPE models do not support transformers' pipeline parallelism (pp_size), whose stages pass on hidden "
+                "states without the position state; use tp_size, or device_map to spread layers over devices"
+            )
         loaded = super().from_pretrained(*args, key_mapping={**_FORMER_NAMES, **(key_mapping or {})}, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # transformers would save the model under the names that it was loaded from.
@@ -384,6 +403,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
     """The decoder with its language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = LlamaForCausalLM._tp_plan
 
     def __init__(self, config: TapeConfig):
         super().__init__(config)

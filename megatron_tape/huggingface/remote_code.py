@@ -3,7 +3,14 @@
 import shutil
 from pathlib import Path
 
-FILES = ("attention_tape.py", "cache_tape.py", "configuration_tape.py", "modeling_tape.py", "paged_tape.py")
+FILES = (
+    "attention_tape.py",
+    "cache_tape.py",
+    "configuration_tape.py",
+    "modeling_tape.py",
+    "paged_tape.py",
+    "parallel_tape.py",
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_tape.TapeConfig",
     "AutoModel": "modeling_tape.TapeModel",

@@ -1,0 +1,59 @@
+"""Loads an exported model on every process of a group, cut by transformers, and compares it with the whole one."""
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+
+def prompts():
+    """A row of 9 tokens behind padding, and one of 13."""
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return dict(input_ids=ids * mask, attention_mask=mask)
+
+
+def main(folder, directory, too_few_groups):
+    def load(path, **options):
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options).eval()
+
+    whole, cut = load(directory), load(directory, distributed_config=DistributedConfig(tp_size=2))
+    cut.save_pretrained(f"{folder}/saved")
+    kept = {"logits": [model(**prompts()).logits.detach() for model in (cut, whole)]}
+    options = dict(max_new_tokens=12, pad_token_id=0, disable_compile=True)
+    ways = {
+        "greedy": dict(do_sample=False),
+        "beams": dict(do_sample=False, num_beams=3),
+        "static": dict(do_sample=False, cache_implementation="static"),
+        "uncached": dict(do_sample=False, use_cache=False),
+    }
+    for name, way in ways.items():
+        kept[name] = [model.generate(**prompts(), **options, **way) for model in (cut, whole)]
+
+    for model in (cut, whole):
+        model.train()
+        model(**prompts(), labels=prompts()["input_ids"]).loss.backward()
+    gradients = dict(cut.named_parameters())
+    for name, parameter in whole.named_parameters():
+        found = gradients[name].grad
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        # What every process holds must have the same gradient on each of them.
+        others = [torch.empty_like(found) for _ in range(2)]
+        dist.all_gather(others, found.contiguous())
+        assert torch.equal(*others), name
+        kept[f"gradient of {name}"] = [found, parameter.grad]
+    local = {
+        name: tuple(parameter.to_local().shape)
+        for name, parameter in gradients.items()
+        if "DTensor" in str(type(parameter))
+    }
+    try:
+        load(too_few_groups, distributed_config=DistributedConfig(tp_size=2))(**prompts())
+        refused = None
+    except ValueError as error:
+        refused = str(error)
+    dist.barrier()
+    saved = load_file(f"{folder}/saved/model.safetensors")
+    return {"kept": kept, "local": local, "refused": refused, "saved": saved}
