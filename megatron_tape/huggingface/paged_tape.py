@@ -7,7 +7,9 @@ Axes: S new tokens of all requests, T tokens that the cache returns, G key/value
 """
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -15,25 +17,23 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _USE_GENERATE = "use generate, which needs no paged cache"
-# What `update` takes after keys, values and the layer: until 5.16 and after it.
-_UPDATE_ARGUMENTS = (["read_index", "write_index"], ["kwargs"])
+_INDICES, _MAPPING = ["read_index", "write_index"], ["kwargs"]
+"""What the paged cache's `update` takes after keys, values and the layer, until transformers 5.16 and after it."""
 
 
-def _update_arguments() -> list[str]:
-    """Return the names of what the paged cache's `update` takes after keys, values and the layer."""
-    from transformers.generation.continuous_batching import PagedAttentionCache
-
-    return list(inspect.signature(PagedAttentionCache.update).parameters)[4:]
+@functools.cache
+def _arguments_of(update: Callable) -> list[str]:
+    return list(inspect.signature(update).parameters)[4:]
 
 
 def check_continuous_batching() -> None:
     """Raise NotImplementedError where transformers has no paged cache that can hold the position state."""
     try:
         from transformers import ContinuousBatchingManager
+        from transformers.generation.continuous_batching import PagedAttentionCache
 
-        known = _update_arguments() in _UPDATE_ARGUMENTS and hasattr(
-            ContinuousBatchingManager, "_create_batch_processor"
-        )
+        known = _arguments_of(PagedAttentionCache.update) in (_INDICES, _MAPPING)
+        known = known and hasattr(ContinuousBatchingManager, "_create_batch_processor")
     except ImportError:
         known = False
     if not known:
@@ -48,10 +48,11 @@ def prepare_manager(manager, model: PreTrainedModel) -> None:
 
     Raises NotImplementedError if the manager has chosen an attention implementation that updates the cache itself.
     """
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
     implementation = model.config._attn_implementation
-    if implementation.removeprefix("paged|") not in ("eager", "sdpa") and (
-        implementation.startswith("paged|") or _update_arguments() != ["kwargs"]
-    ):
+    separate = not implementation.startswith("paged|") and _arguments_of(PagedAttentionCache.update) == _MAPPING
+    if not separate and implementation.removeprefix("paged|") not in ("eager", "sdpa"):
         raise NotImplementedError(
             f"continuous batching of TAPE models does not support {implementation} with transformers "
             f"{transformers.__version__}; call model.set_attn_implementation('sdpa'), and set auto_switch_to_flash "
@@ -89,7 +90,6 @@ def check_paged_cache(cache: object | None, config: PreTrainedConfig, arguments:
                 f"which gives the model no paged cache; {_USE_GENERATE}"
             )
         return
-    check_continuous_batching()
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     if type(cache) is not PagedAttentionCache or 2 * cache.config.head_dim != 3 * config.head_dim:
@@ -103,6 +103,7 @@ def check_paged_cache(cache: object | None, config: PreTrainedConfig, arguments:
         )
 
 
+@torch.compiler.disable  # as transformers' own update
 def update_paged(cache, key: Tensor, value: Tensor, layer_idx: int, arguments: dict) -> tuple[Tensor, Tensor]:
     """Store keys (1, G, S, D) and values (1, G, S, D or 2 D), and return those of all tokens, (1, G, T, the same).
 
@@ -113,9 +114,9 @@ def update_paged(cache, key: Tensor, value: Tensor, layer_idx: int, arguments: d
     # One row is [key | first half of the value], the other [second half of the value | z].
     first = torch.cat([key, value[..., :half]], dim=-1)
     second = torch.nn.functional.pad(value[..., half:], (0, 2 * D - width))
-    if _update_arguments() == ["kwargs"]:
+    if _arguments_of(type(cache).update) == _MAPPING:
         first, second = cache.update(first, second, layer_idx, arguments)
     else:
-        indices = {name: arguments[name] for name in ("read_index", "write_index")}
+        indices = {name: arguments[name] for name in _INDICES}
         first, second = (rows.transpose(0, 1)[None] for rows in cache.update(first, second, layer_idx, **indices))
     return first[..., :D], torch.cat([first[..., D:], second[..., : width - half]], dim=-1)
