@@ -6,6 +6,8 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 CACHES = (DynamicCache, StaticCache)
+_STATE = {"keys", "values", "is_initialized", "dtype", "device"}
+"""What a DynamicLayer keeps; a version of transformers in which it keeps more keeps its own layers."""
 
 
 def check_cache(past_key_values: Cache | None) -> None:
@@ -90,6 +92,6 @@ def let_grow(cache: Cache | None, states: Tensor) -> None:
     if type(cache) is not DynamicCache or not can_write_in_place(states) or cache.offloading:
         return
     for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and vars(layer).keys() <= _STATE:
             cache.layers[i] = growing = GrowingLayer()
             vars(growing).update(vars(layer))
