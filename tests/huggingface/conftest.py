@@ -1,3 +1,4 @@
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -59,3 +60,25 @@ def exports(tmp_path_factory):
         export(folder / "checkpoints" / encoding, folder / encoding, tokenizer=str(folder / "tokenizer.model"))
         made[encoding] = Exported(folder / encoding, model.eval())
     return made
+
+
+@pytest.fixture(scope="session")
+def ecosystem_python():
+    """The Python of the environment with the heavy packages."""
+    python = ROOT / ".venv-ecosystem" / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"{python.relative_to(ROOT)} does not exist; make it with: make .venv-ecosystem")
+    return python
+
+
+@pytest.fixture(scope="session")
+def package_site(tmp_path_factory):
+    """A folder that holds what an installed transformers-tape consists of; a slow test compares it with the wheel."""
+    folder, source = tmp_path_factory.mktemp("site"), ROOT / "transformers_tape"
+    shutil.copytree(
+        source / "src" / "transformers_tape", folder / "transformers_tape", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for file in (ROOT / "megatron_tape" / "huggingface").glob("*_tape.py"):
+        shutil.copy(file, folder / "transformers_tape")
+    shutil.copy(source / "transformers_tape.pth", folder)
+    return folder

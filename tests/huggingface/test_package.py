@@ -1,0 +1,157 @@
+"""transformers-tape: TAPE models without trust_remote_code, wherever the package is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = {"pinned": Path(sys.executable), "oldest": ROOT / ".venv-transformers" / "bin" / "python"}
+
+USER = """
+import importlib.util, sys
+
+site_folder, export, save_to, late = sys.argv[1:]
+if late == "late":
+    # What a program does that has remote code and imports the package afterwards.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    AutoConfig.from_pretrained(export, trust_remote_code=True)
+    sys.path.append(site_folder)
+    import transformers_tape
+else:
+    import site
+    site.addsitedir(site_folder)
+    assert "transformers_tape" in sys.modules, "the .pth file did nothing"
+    assert not {"torch", "transformers", "importlib.metadata"} & sys.modules.keys()
+
+import torch, transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+expected = torch.load("expected.pt")
+config = AutoConfig.from_pretrained(export)
+assert type(config) is transformers.TapeConfig, type(config)
+assert AutoTokenizer.from_pretrained(export)("import heapq").input_ids == expected["ids"]
+model = AutoModelForCausalLM.from_pretrained(export)
+assert type(model) is transformers.TapeForCausalLM and type(model).__module__ == "transformers_tape.modeling_tape"
+with torch.no_grad():
+    torch.testing.assert_close(model(torch.tensor([expected["ids"]])).logits, expected["logits"], atol=1e-5, rtol=0)
+assert type(AutoModel.from_config(config)) is transformers.TapeModel
+import transformers_tape
+for auto_class, name in transformers_tape.AUTO_CLASSES.items():
+    assert type(getattr(transformers, auto_class).from_config(config)).__name__ == name
+made = pipeline("text-generation", model=export)
+assert made.model.config.model_type == "tape" and made("import", max_new_tokens=2)
+if importlib.util.find_spec("peft"):
+    assert "peft.utils.constants" not in sys.modules or late
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
+    assert targets["tape"] == transformers_tape.LORA_TARGETS and targets["llama"] == ["q_proj", "v_proj"]
+    from peft import LoraConfig, get_peft_model
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(export), LoraConfig())
+    first = [name.split("layers.0.")[1] for name, _ in adapted.named_parameters() if "layers.0." in name]
+    trained = {name.split(".lora_")[0] for name in first if ".lora_" in name}
+    assert trained == {f"self_attn.{name}" if "." not in name else name for name in targets["tape"]}, trained
+model.save_pretrained(save_to)
+made.tokenizer.save_pretrained(save_to)
+try:
+    raise AssertionError(transformers.TapeForNothing)
+except AttributeError:
+    pass
+"""
+
+
+@pytest.mark.parametrize("which, late", [("pinned", ""), ("pinned", "late"), ("oldest", "")])
+def test_models_load_without_trust_remote_code(which, late, exports, package_site, tmp_path):
+    if not PYTHONS[which].exists():
+        pytest.fail(f"{PYTHONS[which].relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
+    made = exports["tape"]
+    ids = tokenize(made.directory)
+    with torch.no_grad():
+        torch.save({"ids": ids, "logits": made.model(torch.tensor([ids])).logits}, tmp_path / "expected.pt")
+    # An export of former code: the package's own is what runs.
+    old = tmp_path / "export"
+    shutil.copytree(made.directory, old)
+    if not late:
+        for file in old.glob("*_tape.py"):
+            file.write_text("raise RuntimeError('remote code ran')")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [PYTHONS[which], "-W", "error::RuntimeWarning", "-c", USER, package_site, old, tmp_path / "saved", late],
+        cwd=tmp_path,
+        env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "transformers-tape could not" not in done.stderr
+    # What was saved loads here, where the package is not installed.
+    assert "transformers_tape" not in sys.modules
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    with torch.no_grad():
+        torch.testing.assert_close(again(torch.tensor([ids])).logits, made.model(torch.tensor([ids])).logits)
+
+
+def tokenize(directory):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)("import heapq").input_ids
+
+
+def run(script, package_site, *options):
+    """Run a script that does not import torch, and return its standard output and error."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package_site)}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_the_classes_are_those_of_auto_map(package_site):
+    from megatron_tape.huggingface.remote_code import AUTO_MAP
+
+    out, _ = run("import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})", package_site)
+    assert eval(out) == {auto_class: reference.split(".")[1] for auto_class, reference in AUTO_MAP.items()}
+
+
+def test_a_transformers_that_has_changed_gets_a_warning_and_no_error(package_site, tmp_path):
+    folder = tmp_path / "transformers" / "models" / "auto"
+    folder.mkdir(parents=True)
+    for name in ("", "models", "models/auto"):
+        (tmp_path / "transformers" / name / "__init__.py").write_text("value = 5\n")
+    (folder / "configuration_auto.py").write_text("NAMES = {}\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + (
+        "import transformers_tape, transformers, transformers.models.auto.configuration_auto as c\n"
+        "assert transformers.value == 5 and c.NAMES == {} and transformers.__spec__.origin.endswith('__init__.py')"
+    )
+    _, errors = run(script, package_site)
+    for module in ("transformers", "transformers.models.auto.configuration_auto"):
+        assert f"could not add TAPE models to {module} (AttributeError: " in errors
+    assert "load them with trust_remote_code=True" in errors
+
+
+@pytest.mark.slow
+def test_pip_builds_and_installs_what_the_tests_use(package_site, ecosystem_python, tmp_path):
+    pip = [ecosystem_python, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, ROOT / "transformers_tape"], check=True)
+    (wheel,) = tmp_path.glob("transformers_tape-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    files = [path for path in package_site.rglob("*") if path.is_file() and path.suffix in (".py", ".pth")]
+    assert found == {path.relative_to(package_site).as_posix(): path.read_bytes() for path in files}
+    # The same from a source distribution, which has no repository around it.
+    build = [ecosystem_python, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
+    subprocess.run(build, cwd=ROOT / "transformers_tape", check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", *offline, "--no-compile", "--target", site, unpacked], check=True)
+    installed = [path for path in site.rglob("*") if path.is_file() and ".dist-info" not in path.as_posix()]
+    assert {path.relative_to(site).as_posix(): path.read_bytes() for path in installed} == found

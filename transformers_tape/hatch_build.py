@@ -1,0 +1,15 @@
+"""Adds the models' own files, which an exported model carries as well, to what is built."""
+
+from pathlib import Path
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class ModelFiles(BuildHookInterface):
+    """Takes the files from the repository around this folder; a source distribution already holds them."""
+
+    def initialize(self, version, build_data):
+        """Add every `*_tape.py` to the package."""
+        package = "transformers_tape" if self.target_name == "wheel" else "src/transformers_tape"
+        for file in sorted(Path(self.root, "..", "megatron_tape", "huggingface").glob("*_tape.py")):
+            build_data["force_include"][str(file.resolve())] = f"{package}/{file.name}"
