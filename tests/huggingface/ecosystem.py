@@ -1,0 +1,247 @@
+"""What works beside Llama: try an exported model with what the Hugging Face world does, and print a table.
+
+    python tests/huggingface/ecosystem.py exported/my-model --beside imported/SmolLM2-135M --markdown
+
+needs torch, transformers and this folder, nothing else of this project; a row whose package is missing says `not
+installed`. Every row compares with a truth that the model itself gives, such as generation without a cache, in fp32.
+With --beside, the same rows run on a model of transformers, so that what fails there as well is not held against TAPE.
+The code that an export carries is run: give only exports that you trust.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+WORKS, REFUSED, FAILS, NOT_INSTALLED = "works", "refused", "fails", "not installed"
+NEW = 12
+"""Tokens that rows generate."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to try: raises where the model does not do it right."""
+
+    name: str
+    what: str
+    run: Callable[["Subject"], None]
+    needs: tuple[str, ...]
+    heavy: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row with one model."""
+
+    status: str
+    why: str = ""
+    kind: str = ""
+    """The type of the exception, for a row that fails."""
+    seconds: float = 0.0
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(what: str, needs: tuple[str, ...] = (), heavy: bool = False):
+    """Register a function as a row: `what` is done and compared; it needs these packages beside transformers."""
+
+    def register(function):
+        ROWS[function.__name__] = Row(function.__name__, what, function, needs, heavy)
+        return function
+
+    return register
+
+
+class Subject:
+    """A model directory on which rows run, and what several rows use of it."""
+
+    def __init__(self, directory: str | Path, work: Path):
+        self.directory, self.work = Path(directory).resolve(), work
+        config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        self.is_tape = config["model_type"] == "tape"
+        self.trust = {"trust_remote_code": True} if "auto_map" in config else {}
+        work.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether this is a tiny model of a test."""
+        return self.model.num_parameters() < 1e6
+
+    def load(self, auto_class=AutoModelForCausalLM, directory: Path | None = None, **options):
+        """Return a new model in evaluation mode, in fp32 unless `options` say otherwise."""
+        options = {"dtype": torch.float32, **self.trust, **options}
+        return auto_class.from_pretrained(directory or self.directory, **options).eval()
+
+    @cached_property
+    def model(self):
+        """The model of all rows that do not change it."""
+        return self.load()
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer, which pads on the left as decoders want it."""
+        tokenizer = AutoTokenizer.from_pretrained(self.directory, padding_side="left", **self.trust)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+
+    def ids(self, count: int, start: int = 0) -> torch.Tensor:
+        """Return (1, count) tokens of source code, from `start` on, which counts from the first function."""
+        ids = self.tokenizer(self.source_code, add_special_tokens=False).input_ids
+        return torch.tensor(ids[start : start + count])[None]
+
+    @cached_property
+    def source_code(self) -> str:
+        """Some of Python's own source."""
+        text = Path(traceback.__file__).read_text(encoding="utf-8")
+        return text[text.index("def ") :][:6000]
+
+    def generate(self, ids: torch.Tensor, model=None, **options) -> torch.Tensor:
+        """Return the `NEW` tokens after `ids`, greedily unless `options` say otherwise."""
+        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "disable_compile": True, **options}
+        model = self.model if model is None else model
+        return model.generate(ids, **self.count(), **options)[:, ids.shape[1] :]
+
+    def count(self) -> dict:
+        """Return what lets `generate` make `NEW` tokens: nothing ends a text."""
+        return {"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": self.tokenizer.pad_token_id}
+
+    @cached_property
+    def greedy(self) -> torch.Tensor:
+        """The truth of many rows: what follows `ids(24)` without a cache."""
+        return self.generate(self.ids(24), use_cache=False)
+
+    @torch.no_grad()
+    def logits(self, model=None, ids: torch.Tensor | None = None, **options) -> torch.Tensor:
+        """Return the logits of `ids` (default: `ids(24)`)."""
+        ids = self.ids(24) if ids is None else ids
+        return (self.model if model is None else model)(ids, **options).logits.float()
+
+
+def equal_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise AssertionError unless the tokens are the same."""
+    assert found.tolist() == expected.tolist(), f"tokens {found.tolist()} instead of {expected.tolist()}"
+
+
+def equal_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Raise AssertionError if anything differs by more than `tolerance` of the largest expected value."""
+    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    assert difference <= tolerance * largest, f"differs by {difference:.1e}, the largest is {largest:.1e}"
+
+
+def is_installed(package: str) -> bool:
+    """Return whether `package` can be imported; a folder of that name without code does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def needed(entry: Row, subject: Subject) -> tuple[str, ...]:
+    """Return the packages that this row needs with this model."""
+    return tuple(package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
+
+
+def try_row(entry: Row, subject: Subject) -> Outcome:
+    """Run a row; nothing that it raises passes, except KeyboardInterrupt."""
+    missing = [package for package in needed(entry, subject) if not is_installed(package)]
+    if missing:
+        return Outcome(NOT_INSTALLED, ", ".join(missing))
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    try:
+        entry.run(subject)
+        status, why, kind = WORKS, "", ""
+    except Exception as error:
+        # What a TAPE model does not do, it refuses before it computes anything.
+        status = REFUSED if subject.is_tape and isinstance(error, NotImplementedError) else FAILS
+        why, kind = " ".join(str(error).split())[:300], type(error).__name__
+    return Outcome(status, why, kind, time.perf_counter() - began)
+
+
+def verdict(ours: Outcome, theirs: Outcome | None) -> str:
+    """Return the table's word for a row of TAPE beside the same row of Llama."""
+    if ours.status == WORKS:
+        return WORKS
+    if ours.status == FAILS and theirs is not None and (theirs.status, theirs.kind) == (FAILS, ours.kind):
+        return f"as Llama: fails ({ours.kind}: {ours.why})"
+    return f"{ours.status} ({ours.kind + ': ' if ours.kind and ours.status == FAILS else ''}{ours.why})"
+
+
+def load_rows() -> dict[str, Row]:
+    """Return every row by name, light ones first."""
+    # As a script this module is __main__, and the rows import it by its name.
+    sys.modules.setdefault("ecosystem", sys.modules[__name__])
+    sys.path.insert(0, str(Path(__file__).parent))
+    import ecosystem_generation
+    import ecosystem_heavy
+    import ecosystem_serving
+    import ecosystem_training
+
+    assert all((ecosystem_generation, ecosystem_training, ecosystem_heavy, ecosystem_serving))
+    return dict(sorted(ROWS.items(), key=lambda item: item[1].heavy))
+
+
+def main() -> None:
+    """Try every row and print the table; the exit status is 1 if a row fails that does not fail for Llama."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", type=Path, help="directory of an exported model, TAPE or not")
+    parser.add_argument("--beside", type=Path, metavar="DIR", help="a model of transformers of about the same size")
+    parser.add_argument("--beside-failures", action="store_true", help="try DIR only where the export's row fails")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("--only", choices=("light", "heavy"), help="only rows without, or with, packages of their own")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes to FILE")
+    options = parser.parse_args()
+    rows = load_rows()
+    if unknown := set(options.rows or ()) - set(rows):
+        parser.error(f"--rows: unknown {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+    for directory in filter(None, (options.export, options.beside)):
+        if not (directory / "config.json").is_file():
+            parser.error(f"{directory} has no config.json")
+    chosen = [rows[name] for name in options.rows or rows]
+    chosen = [entry for entry in chosen if options.only is None or entry.heavy == (options.only == "heavy")]
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as work:
+        ours = Subject(options.export, Path(work, "ours"))
+        theirs = Subject(options.beside, Path(work, "theirs")) if options.beside else None
+        failed = print_table(chosen, ours, theirs, options)
+    sys.exit(1 if failed else 0)
+
+
+def print_table(rows: list[Row], ours: Subject, theirs: Subject | None, options: argparse.Namespace) -> bool:
+    """Try the rows, print each as it is done, write --json, and return whether one fails that Llama's does not."""
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    columns = ["what", "result"] if theirs is None else ["what", "TAPE", "Llama"]
+    line = (lambda cells: f"| {' | '.join(cells)} |") if options.markdown else ": ".join
+    print(f"{versions}\n", flush=True)
+    if options.markdown:
+        print(line(columns), line("---" for _ in columns), sep="\n")
+    kept, failed = {}, False
+    for entry in rows:
+        outcome, other = try_row(entry, ours), None
+        if theirs and not (options.beside_failures and outcome.status != FAILS):
+            other = try_row(entry, theirs)
+        found = verdict(outcome, other)
+        failed |= outcome.status == FAILS and not found.startswith("as Llama")
+        cells = [entry.what, found, *([verdict(other, None) if other else "not tried"] if theirs else [])]
+        print(line(cell.replace("|", r"\|") if options.markdown else cell for cell in cells), flush=True)
+        kept[entry.name] = {"verdict": found, "ours": asdict(outcome), "theirs": asdict(other) if other else None}
+    if options.json:
+        options.json.write_text(json.dumps({"versions": versions, "rows": kept}, indent=2), encoding="utf-8")
+    return failed
+
+
+if __name__ == "__main__":
+    main()

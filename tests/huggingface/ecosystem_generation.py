@@ -1,0 +1,248 @@
+"""Rows of loading, computing and generating; see ecosystem.py."""
+
+import copy
+import inspect
+
+import torch
+import torch.nn.functional as F
+from ecosystem import NEW, Subject, equal_logits, equal_tokens, row
+from transformers import AutoConfig, AutoModel, DynamicCache, GenerationConfig, TextStreamer, pipeline
+
+
+@row("from_pretrained: no key missing or unexpected; the tokenizer decodes what it encodes")
+def loads(subject: Subject):
+    assert type(AutoConfig.from_pretrained(subject.directory, **subject.trust)).__name__.endswith("Config")
+    text = "def compare(left, right):\n    return left == right"
+    assert subject.tokenizer.decode(subject.tokenizer(text, add_special_tokens=False).input_ids) == text
+    model, found = subject.model.__class__.from_pretrained(subject.directory, output_loading_info=True)
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    base = subject.load(AutoModel)
+    with torch.no_grad():
+        equal_logits(model.lm_head(base(subject.ids(24)).last_hidden_state), subject.logits(model))
+
+
+@row("the loss on labels is the cross entropy of the logits")
+def loss(subject: Subject):
+    ids = subject.ids(24)
+    expected = F.cross_entropy(subject.logits()[0, :-1], ids[0, 1:])
+    torch.testing.assert_close(subject.model(ids, labels=ids).loss, expected)
+
+
+@row("save_pretrained in shards, loaded again: equal logits")
+def saves(subject: Subject):
+    subject.model.save_pretrained(subject.work / "saved", max_shard_size="30KB" if subject.is_small else "100MB")
+    subject.tokenizer.save_pretrained(subject.work / "saved")
+    assert len(list((subject.work / "saved").glob("*.safetensors"))) > 1
+    equal_logits(subject.logits(subject.load(directory=subject.work / "saved")), subject.logits(), 0)
+
+
+@row("in bf16: logits within 5% of fp32's spread")
+def bfloat16(subject: Subject):
+    found, expected = subject.logits(subject.load(dtype=torch.bfloat16)), subject.logits()
+    spread = expected.std().item()
+    assert (found - expected).pow(2).mean().sqrt() < 0.05 * spread
+
+
+@row("attention maps (eager): causal, each row sums to one; all hidden states")
+def maps_and_states(subject: Subject):
+    model, ids = subject.load(attn_implementation="eager"), subject.ids(24)
+    with torch.no_grad():
+        output = model(ids, output_attentions=True, output_hidden_states=True)
+    layers = model.config.num_hidden_layers
+    assert len(output.attentions) == layers and len(output.hidden_states) == layers + 1
+    for weights in output.attentions:
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        assert not weights.triu(1).any()
+    equal_logits(output.logits, subject.logits())
+
+
+def check_attention(subject: Subject, implementation: str, padded: bool = True):
+    """Compare an attention implementation, asked for at load and later, with eager's logits."""
+    expected = subject.logits(subject.load(attn_implementation="eager"))
+    model = subject.load(attn_implementation=implementation)
+    equal_logits(subject.logits(model), expected)
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation
+    if padded:
+        ids = torch.cat([torch.full((1, 3), subject.tokenizer.pad_token_id), subject.ids(24)], 1)
+        mask = torch.tensor([[0] * 3 + [1] * 24])
+        equal_logits(subject.logits(model, ids, attention_mask=mask)[:, 3:], expected)
+    cache = DynamicCache(config=model.config)
+    parts = [subject.logits(model, part, past_key_values=cache) for part in subject.ids(24).split([15, 9], 1)]
+    equal_logits(torch.cat(parts, 1), expected)
+
+
+@row("attn_implementation sdpa, at load and switched to: eager's logits; padded, and in two parts over a cache")
+def sdpa(subject: Subject):
+    check_attention(subject, "sdpa")
+
+
+@row("attn_implementation flash_attention_2: eager's logits", needs=("flash_attn",))
+def flash_attention_2(subject: Subject):
+    expected = subject.logits(subject.load(attn_implementation="eager", dtype=torch.bfloat16).cuda())
+    model = subject.load(attn_implementation="flash_attention_2", dtype=torch.bfloat16).cuda()
+    equal_logits(subject.logits(model), expected, 0.05)
+
+
+@row("packed documents (position_ids that start over): each document's own logits")
+def packed(subject: Subject):
+    first, second = subject.ids(15), subject.ids(9, 40)
+    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
+    found = subject.logits(ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False)
+    equal_logits(found[:, :15], subject.logits(ids=first))
+    equal_logits(found[:, 15:], subject.logits(ids=second))
+
+
+@row("generate with the dynamic cache: the tokens of generate without a cache")
+def dynamic_cache(subject: Subject):
+    equal_tokens(subject.generate(subject.ids(24), cache_implementation="dynamic"), subject.greedy)
+
+
+@row("generate with the static cache: the tokens of generate without a cache")
+def static_cache(subject: Subject):
+    equal_tokens(subject.generate(subject.ids(24), cache_implementation="static"), subject.greedy)
+
+
+@row("generate with the offloaded cache, on a CPU: the tokens of generate without a cache")
+def offloaded_cache(subject: Subject):
+    equal_tokens(subject.generate(subject.ids(24), cache_implementation="offloaded"), subject.greedy)
+
+
+@row("a prompt's cache, copied and continued in two ways: the tokens of the whole conversations")
+def reused_cache(subject: Subject):
+    prompt, ways = subject.ids(24), (subject.ids(5, 30), subject.ids(7, 60))
+    cache = DynamicCache(config=subject.model.config)
+    subject.logits(ids=prompt, past_key_values=cache)
+    for way in ways:
+        ids = torch.cat([prompt, way], 1)
+        found = subject.generate(ids, past_key_values=copy.deepcopy(cache))
+        equal_tokens(found, subject.generate(ids, use_cache=False))
+
+
+@row("prompts of several lengths padded to one batch: each prompt's own tokens")
+def batch(subject: Subject):
+    prompts = [subject.ids(24), subject.ids(9, 30)]
+    padded = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
+    found = subject.generate(padded["input_ids"], attention_mask=padded["attention_mask"])
+    equal_tokens(found, torch.cat([subject.generate(ids, use_cache=False) for ids in prompts]))
+
+
+@row("a prompt in chunks (prefill_chunk_size): the same tokens")
+def chunked_prompt(subject: Subject):
+    equal_tokens(subject.generate(subject.ids(24), prefill_chunk_size=7), subject.greedy)
+
+
+@row("generate from inputs_embeds: the tokens that follow the ids")
+def embeddings(subject: Subject):
+    embeds = subject.model.get_input_embeddings()(subject.ids(24))
+    found = subject.model.generate(
+        inputs_embeds=embeds, attention_mask=torch.ones(1, 24), do_sample=False, **subject.count()
+    )
+    equal_tokens(found, subject.greedy)
+
+
+@row("beam search with a cache: the tokens of beam search without")
+def beam_search(subject: Subject):
+    found, expected = (subject.generate(subject.ids(24), num_beams=3, use_cache=cached) for cached in (True, False))
+    equal_tokens(found, expected)
+
+
+@row("sampling with a cache: the tokens that the same seed gives without")
+def sampling(subject: Subject):
+    drawn = []
+    for cached in (True, False):
+        torch.manual_seed(1)
+        drawn.append(
+            subject.generate(subject.ids(24), do_sample=True, top_k=40, num_return_sequences=2, use_cache=cached)
+        )
+    equal_tokens(*drawn)
+    assert drawn[0][0].tolist() != drawn[0][1].tolist()
+
+
+@row("assisted generation (a model; prompt lookup): the greedy tokens")
+def assisted(subject: Subject):
+    draft = subject.load()
+    draft.generation_config.num_assistant_tokens = 3
+    torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)  # so that some of its drafts are wrong
+    equal_tokens(subject.generate(subject.ids(24), assistant_model=draft), subject.greedy)
+    equal_tokens(subject.generate(subject.ids(24), prompt_lookup_num_tokens=3), subject.greedy)
+
+
+@row("assisted by the first layers alone (assistant_early_exit): the greedy tokens, and the same model afterwards")
+def early_exit(subject: Subject):
+    model = subject.load()
+    equal_tokens(subject.generate(subject.ids(24), model, assistant_early_exit=1), subject.greedy)
+    equal_tokens(subject.generate(subject.ids(24), model), subject.greedy)
+
+
+def paging() -> dict:
+    """Return arguments that keep the paged cache of continuous batching small, where transformers takes them."""
+    try:
+        from transformers import ContinuousBatchingConfig
+    except ImportError:
+        return {}
+    size = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+    settings = ContinuousBatchingConfig(**{size: 8}, num_blocks=48, max_batch_tokens=32)
+    return {"continuous_batching_config": settings}
+
+
+@row("continuous batching (generate_batch), requests of several lengths: the tokens of generate")
+def continuous_batching(subject: Subject):
+    requests = [subject.ids(count, start) for count, start in ((24, 0), (5, 40), (33, 50), (12, 20), (3, 70))]
+    expected = [subject.generate(ids)[0].tolist() for ids in requests]
+    config = GenerationConfig(do_sample=False, **subject.count())
+    answers = subject.load().generate_batch([ids[0].tolist() for ids in requests], generation_config=config, **paging())
+    assert [answer.generated_tokens for answer in answers.values()] == expected
+
+
+@row("generate over a paged cache (cache_implementation paged): the tokens of generate without a cache")
+def paged_cache(subject: Subject):
+    config = GenerationConfig(do_sample=False, **subject.count())
+    found = subject.load().generate(subject.ids(24), generation_config=config, cache_implementation="paged", **paging())
+    equal_tokens(found.flatten()[-NEW:], subject.greedy[0])
+
+
+@row("pipeline and TextStreamer: the text of generate")
+def pipeline_and_streamer(subject: Subject):
+    class Kept(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.text += text
+
+    text = subject.tokenizer.decode(subject.ids(24)[0])
+    generator = pipeline("text-generation", model=subject.model, tokenizer=subject.tokenizer)
+    options = {"do_sample": False, **subject.count()}
+    made = generator(text, return_full_text=False, **options)[0]["generated_text"]
+    inputs = subject.tokenizer(text, return_tensors="pt")
+    streamer = Kept(subject.tokenizer, skip_prompt=True)
+    ids = subject.model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], streamer=streamer, **options
+    )
+    expected = subject.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
+    assert streamer.text == expected, (streamer.text, expected)
+    assert made.strip() == expected.strip(), (made, expected)
+
+
+@row("torch.compile traces the whole graph: equal logits")
+def compiled(subject: Subject):
+    model = torch.compile(subject.load(), fullgraph=True, backend="eager")
+    for count in (24, 17):
+        equal_logits(subject.logits(model, subject.ids(count), use_cache=False), subject.logits(ids=subject.ids(count)))
+
+
+@row("torch.export with a dynamic length: equal logits at another length")
+def exported(subject: Subject):
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(Logits(subject.load()), (subject.ids(24),), dynamic_shapes={"ids": {1: length}})
+    for count in (24, 33):
+        equal_logits(program.module()(subject.ids(count)), subject.logits(ids=subject.ids(count)))

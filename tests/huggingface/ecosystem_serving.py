@@ -1,0 +1,125 @@
+"""Rows of `transformers serve` and the openai client; see ecosystem.py."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import torch
+from ecosystem import Subject, row
+
+NEEDS = ("transformers_tape", "openai", "fastapi", "uvicorn")
+PATIENCE = 180
+"""Seconds after which a server that does not answer has failed."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SERVE = "from transformers.cli.transformers import main; main()"
+LONG = ([{"role": "user", "content": "import heapq"}], 40)
+SHORT = ([{"role": "system", "content": "code"}, {"role": "user", "content": "def push(heap):"}], 8)
+
+
+@row("transformers serve, openai client: chat, streaming, two clients at once give generate's text", NEEDS, heavy=True)
+def serve(subject: Subject):
+    _chat(subject)
+
+
+@row("the same with --continuous-batching", NEEDS, heavy=True)
+def serve_continuous_batching(subject: Subject):
+    _chat(subject, "--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64")
+
+
+def _chat(subject: Subject, *options: str):
+    import openai
+
+    template = subject.tokenizer.chat_template or TEMPLATE
+    expected = [_answer(subject, template, *request) for request in (LONG, SHORT)]
+    with server(subject, template, *options) as (url, model):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+
+        def ask(messages, count, **more):
+            return client.chat.completions.create(
+                model=model, messages=messages, max_tokens=count, temperature=0, **more
+            )
+
+        answers = [ask(*request).choices[0].message.content for request in (LONG, SHORT)]
+        assert answers == expected, (answers, expected)
+        assert ask(*LONG).usage.completion_tokens == len(_tokens(subject, template, *LONG))
+        # The long answer has begun when the short one is asked for; a third client waits for both in a thread.
+        stream = (chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices)
+        pieces = [next(piece for piece in stream if piece)]
+        others = []
+        thread = threading.Thread(target=lambda: others.append(ask(*SHORT).choices[0].message.content))
+        thread.start()
+        assert ask(*SHORT).choices[0].message.content == expected[1]
+        pieces += filter(None, stream)
+        thread.join()
+        assert others == [expected[1]]
+        # transformers does not stream the bytes of a character that is not complete at the end.
+        assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (pieces, expected[0])
+
+
+def _tokens(subject: Subject, template: str, messages: list[dict], count: int) -> list[int]:
+    ids = subject.tokenizer.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    found = subject.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=False
+    )
+    return found[0, ids.shape[1] :].tolist()
+
+
+def _answer(subject: Subject, template: str, messages: list[dict], count: int) -> str:
+    return subject.tokenizer.decode(_tokens(subject, template, messages, count), skip_special_tokens=True)
+
+
+@contextmanager
+def server(subject: Subject, template: str, *options: str):
+    """Run `transformers serve` on a copy of the model that has this chat template; give its URL and model name."""
+    copied = subject.work / "served"
+    if not copied.exists():
+        copied.mkdir()
+        for file in subject.directory.iterdir():
+            (copied / file.name).symlink_to(file)
+        (copied / "chat_template.jinja").unlink(missing_ok=True)
+        (copied / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["serve", copied, "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
+    script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
+    with open(subject.work / "served.log", "w+", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments), *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            _wait(f"http://127.0.0.1:{port}/health", process, log)
+            yield f"http://127.0.0.1:{port}/v1", str(copied)
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen, log) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                log.seek(0)
+                raise RuntimeError(f"transformers serve did not start: {log.read().strip()[-250:]}") from None
+            time.sleep(0.2)

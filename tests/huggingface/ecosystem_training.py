@@ -1,0 +1,177 @@
+"""Rows of training, adapters, heads and placement; see ecosystem.py."""
+
+import torch
+from ecosystem import Subject, equal_logits, equal_tokens, row
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+STEPS = 3
+
+
+def texts(subject: Subject, count: int = 4, length: int = 20) -> list[str]:
+    """Return pieces of source code of about `length` tokens."""
+    return [subject.tokenizer.decode(subject.ids(length, 25 * index)[0]) for index in range(count)]
+
+
+def train(model, ids: torch.Tensor, steps: int = STEPS, lr: float = 1e-2) -> list[float]:
+    """Take AdamW steps on the parameters that want a gradient, and return the losses before each and at the end."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, model(input_ids=ids, labels=ids).loss.item()]
+
+
+@row("gradient checkpointing: the gradients without it")
+def gradient_checkpointing(subject: Subject):
+    gradients = []
+    for checkpointed in (False, True):
+        model = subject.load().train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model(subject.ids(24), labels=subject.ids(24), use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(gradient is not None for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+@row("Trainer, gradient checkpointing on: the loss falls, and every parameter has moved", needs=("accelerate",))
+def trainer(subject: Subject):
+    from transformers import Trainer, TrainingArguments
+
+    model = subject.load()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = [{"input_ids": subject.ids(24)[0], "labels": subject.ids(24)[0]}] * 8
+    arguments = TrainingArguments(
+        output_dir=str(subject.work / "trainer"),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        learning_rate=5e-3 if subject.is_small else 1e-4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        weight_decay=0.0,
+    )
+    runner = Trainer(model=model, args=arguments, train_dataset=rows)
+    runner.train()
+    losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and losses[-1] < losses[0], losses
+    assert all((p.detach() != before[name]).any() for name, p in model.named_parameters())
+
+
+@row("peft, LoRA on all-linear: trains the positions as well; save, load and merge give equal logits", needs=("peft",))
+def lora_all_linear(subject: Subject):
+    _adapter(subject, "lora_all_linear", target_modules="all-linear")
+
+
+@row("peft, LoRA with modules_to_save position: save, load and merge give equal logits", needs=("peft",))
+def lora_and_positions(subject: Subject):
+    saved = {"modules_to_save": ["position"]} if subject.is_tape else {}
+    _adapter(subject, "lora_and_positions", target_modules=["q_proj", "v_proj"], **saved)
+
+
+def _adapter(subject: Subject, name: str, **settings):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = get_peft_model(subject.load(), LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).train()
+    losses = train(model, subject.ids(24))
+    assert losses[-1] < losses[0], losses
+    expected = subject.logits(model.eval())
+    model.save_pretrained(subject.work / name)
+    again = PeftModel.from_pretrained(subject.load(), str(subject.work / name)).eval()
+    equal_logits(subject.logits(again), expected, 0)
+    merged = again.merge_and_unload()
+    equal_logits(subject.logits(merged), expected)
+    before = dict(subject.model.named_parameters())
+    still = [key for key, p in merged.named_parameters() if ".position." in key and torch.equal(p, before[key])]
+    assert not still, f"training did not move {', '.join(still)}"
+
+
+@row("AutoModelForSequenceClassification, padded: trains, saves, and gives each text's own score")
+def sequence_classification(subject: Subject):
+    model = _head(subject, AutoModelForSequenceClassification, num_labels=3)
+    prompts = [subject.ids(24), subject.ids(9, 30)]
+    inputs = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
+    loss = model(**inputs, labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
+    found = subject.logits(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    equal_logits(found, torch.cat([subject.logits(model, ids) for ids in prompts]))
+    _reload(subject, model, AutoModelForSequenceClassification, lambda model: subject.logits(model))
+
+
+@row("AutoModelForTokenClassification: trains, saves, and scores the base model's states")
+def token_classification(subject: Subject):
+    model = _head(subject, AutoModelForTokenClassification, num_labels=3)
+    ids = subject.ids(24)
+    loss = model(ids, labels=torch.arange(24)[None] % 3).loss
+    loss.backward()
+    assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
+    with torch.no_grad():
+        states = subject.model.model(ids).last_hidden_state
+        equal_logits(subject.logits(model), model.score(states))
+    _reload(subject, model, AutoModelForTokenClassification, lambda model: subject.logits(model))
+
+
+@row("AutoModelForQuestionAnswering: trains, saves, and scores the base model's states")
+def question_answering(subject: Subject):
+    model = _head(subject, AutoModelForQuestionAnswering)
+    ids = subject.ids(24)
+    loss = model(ids, start_positions=torch.tensor([3]), end_positions=torch.tensor([7])).loss
+    loss.backward()
+    assert loss.isfinite() and model.qa_outputs.weight.grad.abs().max() > 0
+
+    @torch.no_grad()
+    def logits(model):
+        return torch.stack([model(ids).start_logits, model(ids).end_logits], dim=-1)
+
+    with torch.no_grad():
+        equal_logits(logits(model), model.qa_outputs(subject.model.model(ids).last_hidden_state))
+    _reload(subject, model, AutoModelForQuestionAnswering, logits)
+
+
+def _head(subject: Subject, auto_class, **options):
+    model = subject.load(auto_class, **options)
+    model.config.pad_token_id = subject.tokenizer.pad_token_id
+    # As large as a trained head's, so that what the base model computes shows.
+    for name, parameter in model.named_parameters():
+        if name.startswith(("score", "qa_outputs")):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def _reload(subject: Subject, model, auto_class, logits):
+    model.save_pretrained(subject.work / auto_class.__name__)
+    equal_logits(logits(subject.load(auto_class, directory=subject.work / auto_class.__name__)), logits(model), 0)
+
+
+@row("resize_token_embeddings: the old tokens keep their logits")
+def resize_embeddings(subject: Subject):
+    model, rows = subject.load(), subject.model.config.vocab_size
+    model.resize_token_embeddings(rows + 8, mean_resizing=False)
+    found = subject.logits(model)
+    assert found.shape[-1] == rows + 8
+    equal_logits(found[..., :rows], subject.logits())
+
+
+@row("device_map: layers offloaded to disk give equal logits and tokens", needs=("accelerate",))
+def offloaded_weights(subject: Subject):
+    places = {f"model.{name}": "cpu" for name, _ in subject.model.model.named_children() if name != "layers"}
+    layers = len(subject.model.model.layers)
+    places |= {f"model.layers.{index}": "cpu" if index == 0 else "disk" for index in range(layers)} | {"lm_head": "cpu"}
+    model = subject.load(device_map=places, offload_folder=str(subject.work / "offloaded"))
+    assert next(model.model.layers[-1].parameters()).device.type == "meta"
+    equal_logits(subject.logits(model), subject.logits())
+    equal_tokens(subject.generate(subject.ids(24), model), subject.greedy)

@@ -1,0 +1,157 @@
+"""Every row of the table of what works beside Llama, with the pinned transformers, the oldest, and heavy packages."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ecosystem
+import pytest
+from ecosystem import FAILS, NOT_INSTALLED, REFUSED, WORKS, Outcome, Row, Subject, is_installed, try_row, verdict
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ecosystem.load_rows()
+LIGHT = [name for name, entry in ROWS.items() if not entry.heavy]
+AS_LLAMA = {"offloaded_cache": "as Llama: fails (AssertionError: Torch not compiled with CUDA enabled)"}
+OLDEST_AS_LLAMA = {
+    "chunked_prompt": "as Llama: fails (ValueError: Cannot use prefill chunking without a cache)",
+    "early_exit": "as Llama: fails (TypeError: AssistedCandidateGenerator.get_candidates() missing 1 required "
+    "positional argument: 'is_first_iteration')",
+}
+ON_A_GPU = {"flash_attention_2": "not installed (flash_attn)"}
+
+
+@pytest.fixture(scope="module")
+def directories(exports, tmp_path_factory):
+    """The exports, but their text has no bytes of which no character can be made: transformers cannot stream those."""
+    folder = tmp_path_factory.mktemp("ecosystem")
+    for name, made in exports.items():
+        shutil.copytree(made.directory, folder / name)
+        pieces = json.loads((folder / name / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+        weights = load_file(folder / name / "model.safetensors")
+        weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
+        save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: folder / name for name in exports}
+
+
+@pytest.fixture(scope="module")
+def subjects(directories, tmp_path_factory):
+    return {name: Subject(path, tmp_path_factory.mktemp(name)) for name, path in directories.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(level)
+
+
+def run_script(python, directories, folder, *options, **environment):
+    """Run the script on both models and return what it keeps, by row."""
+    kept = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    command = [python, ecosystem.__file__, directories["tape"], *options, "--json", folder / "outcomes.json"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (folder / "outcomes.json").exists(), done.stderr[-2000:]
+    return done, json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))["rows"]
+
+
+def not_working(rows):
+    return {name: row["verdict"] for name, row in rows.items() if row["verdict"] != WORKS}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_row(name, subjects):
+    if name in AS_LLAMA:
+        outcomes = [try_row(ROWS[name], subject) for subject in subjects.values()]
+        assert verdict(*outcomes) == AS_LLAMA[name]
+    elif name in ON_A_GPU and not is_installed("flash_attn"):
+        assert verdict(try_row(ROWS[name], subjects["tape"]), None) == ON_A_GPU[name]
+    else:
+        ROWS[name].run(subjects["tape"])
+
+
+def test_what_rows_compare_is_not_one_token_over_and_over(subjects):
+    for subject in subjects.values():
+        assert len(set(subject.greedy[0].tolist())) >= 4
+
+
+def test_the_oldest_transformers_does_the_light_rows(directories, tmp_path):
+    python = ROOT / ".venv-transformers" / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"{python.relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
+    beside = ("--beside", directories["rope"], "--beside-failures")
+    done, rows = run_script(python, directories, tmp_path, "--only", "light", *beside)
+    assert rows.keys() == set(LIGHT)
+    expected = AS_LLAMA | OLDEST_AS_LLAMA | ON_A_GPU
+    expected |= {name: "not installed (peft)" for name in ("lora_all_linear", "lora_and_positions")}
+    expected |= {name: "not installed (accelerate)" for name in ("trainer", "offloaded_weights")}
+    found = not_working(rows)
+    refused = {name: found.pop(name) for name in ("continuous_batching", "paged_cache")}
+    assert all(text.startswith("refused (continuous batching of TAPE models is not") for text in refused.values())
+    assert found == expected and done.returncode == 0, found
+
+
+@pytest.mark.slow
+def test_the_rows_of_heavy_packages(directories, package_site, ecosystem_python, tmp_path):
+    done, rows = run_script(ecosystem_python, directories, tmp_path, "--only", "heavy", PYTHONPATH=str(package_site))
+    assert rows.keys() == ROWS.keys() - set(LIGHT)
+    assert not not_working(rows) and done.returncode == 0, not_working(rows)
+
+
+def test_the_table_says_what_happened(capsys, monkeypatch, tmp_path, directories, subjects):
+    def row(*problems, needs=()):
+        """Raise one problem for TAPE and the other for Llama."""
+
+        def run(subject):
+            if problem := dict(zip((True, False), problems)).get(subject.is_tape):
+                raise problem
+
+        return Row("name", "what", run, needs, False)
+
+    wrong, other = AssertionError("tokens [1]\ninstead of [2]"), IndexError("a")
+    for entry, expected in (
+        (row(), "works"),
+        (row(wrong, None), "fails (AssertionError: tokens [1] instead of [2])"),
+        (row(wrong, other), "fails (AssertionError: tokens [1] instead of [2])"),
+        (row(other, IndexError("b")), "as Llama: fails (IndexError: a)"),
+        (row(NotImplementedError("no"), None), "refused (no)"),
+        (row(needs=("no_such_package", "json")), "not installed (no_such_package)"),
+        (row(None, wrong), "works"),
+    ):
+        assert verdict(*(try_row(entry, subject) for subject in subjects.values())) == expected
+    assert verdict(Outcome(FAILS, "no", "NotImplementedError"), Outcome(REFUSED)).startswith("fails")
+
+    rows = {"right": row(), "wrong": row(wrong, None), "missing": row(needs=("no_such_package",))}
+    monkeypatch.setattr(ecosystem, "load_rows", lambda: rows)
+    for names, code in ((("right", "missing"), 0), (("right", "wrong"), 1)):
+        arguments = [directories["tape"], "--beside", directories["rope"], "--markdown", "--rows", *names]
+        monkeypatch.setattr(sys, "argv", ["ecosystem.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            ecosystem.main()
+        table = capsys.readouterr().out.splitlines()
+        assert stop.value.code == code and table[2:5] == ["| what | TAPE | Llama |", "| --- | --- | --- |"] + table[4:5]
+        assert table[4] == "| what | works | works |" and len(table) == 6
+    for arguments, refusal in (([tmp_path], "has no config.json"), ([directories["tape"], "--rows", "x"], "unknown x")):
+        monkeypatch.setattr(sys, "argv", ["ecosystem.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            ecosystem.main()
+        assert stop.value.code == 2 and refusal in capsys.readouterr().err
+
+
+def test_a_folder_without_code_is_not_an_installed_package(monkeypatch, tmp_path):
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("a_folder") and not is_installed("no_such_package") and is_installed("json")
+    assert NOT_INSTALLED == try_row(Row("n", "w", None, ("a_folder",), False), None).status
