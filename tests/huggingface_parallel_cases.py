@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
 
 
@@ -31,6 +31,17 @@ def main(folder, directory, too_few_groups):
     }
     for name, way in ways.items():
         kept[name] = [model.generate(**prompts(), **options, **way) for model in (cut, whole)]
+
+    rows = [row[mask.bool()].tolist() for row, mask in zip(prompts()["input_ids"], prompts()["attention_mask"])]
+    batched = cut.generate_batch(
+        rows,
+        GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=24, max_batch_tokens=16),
+    )
+    kept["batched"] = [
+        torch.tensor([batched[key].generated_tokens for key in sorted(batched)]),
+        kept["greedy"][1][:, 13:],
+    ]
 
     for model in (cut, whole):
         model.train()

@@ -48,7 +48,7 @@ def result(directory, tmp_path_factory):
 def test_two_processes_give_the_logits_and_tokens_of_one(result):
     cut, whole = result["kept"]["logits"]
     torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-4)
-    for way in ("greedy", "beams", "static", "uncached"):
+    for way in ("greedy", "beams", "static", "batched", "uncached"):
         cut, whole = result["kept"][way]
         assert torch.equal(cut, whole), way
     assert len(whole[:, 13:].unique()) > 5, "too few different tokens to compare"
