@@ -5,7 +5,7 @@ Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D h
 
 import functools
 import importlib
-import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-ROWS, SCORES = 192, 2**19
-"""Queries of a block (times the heads of a group), and scores at a time for each thread."""
+ROWS, LONGEST, SCORES = 192, 2**21, 2**19
+"""Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -84,49 +84,50 @@ def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, *
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
 ) -> list[Tensor]:
-    """Attend in one pass over wide values on a CPU, with as many scores at a time as its cache can hold.
+    """Attend in one pass over wide values on a CPU, with a block of queries at a time.
 
     Takes and returns what `attend` does, with a mask (B or 1, 1, S, T), boolean (True is seen) or additive. Whole rows
-    of scores are computed for a block of queries, without the keys that none of them sees. Half precision is computed
-    in float32. There are no gradients.
+    of scores are computed, without the keys that no query of the block sees. Half precision is computed in float32.
+    There are no gradients.
     """
-    (B, H, S, D), G = query.shape, key.shape[1]
+    (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
-    queries, keys, values = query.to(dtype).mul(scaling).unflatten(1, (G, R)), key.to(dtype), value.to(dtype)
-    outputs = [query.new_empty(B, S, H, D) for _ in range(value.shape[-1] // D)]
-    rows = max(16, ROWS // R)
+    queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
+    keys, values = (x.flatten(0, 1).to(dtype) for x in (key, value))
+    outputs = [query.new_empty(B, S, H, D) for _ in range(E // D)]
+    rows = min(S, max(16, min(ROWS, LONGEST // T) // R))
+    pairs = min(B * G, max(1, SCORES * torch.get_num_threads() // (R * rows * T)))
+    # New memory for every block would cost more than the rest.
+    scores_memory, weights_memory = queries.new_empty(2, pairs * R * rows * T)
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     for start in range(0, S, rows):
         stop = min(start + rows, S)
-        block = None if attention_mask is None else attention_mask[:, :, None, start:stop]
+        n, block = stop - start, None if attention_mask is None else attention_mask[:, :, start:stop]
         low, high = (0, stop) if block is None else _columns_seen(block)
-        if low == high:
-            for output in outputs:
-                output[:, start:stop] = 0.0
-            continue
-        pairs = max(1, SCORES * torch.get_num_threads() // (R * (stop - start) * (high - low)))
-        sequences, groups = max(1, pairs // G), min(pairs, G)
-        for i, g in itertools.product(range(0, B, sequences), range(0, G, groups)):
-            here = slice(i, i + sequences), slice(g, g + groups)
-            scores = queries[here][:, :, :, start:stop].flatten(2, 3) @ keys[here][:, :, low:high].mT
-            of_heads = scores.unflatten(2, (R, -1))
+        averages = queries.new_zeros(B * G, R * n, E)
+        for first in range(0, B * G if low < high else 0, pairs):
+            here = slice(first, min(first + pairs, B * G))
+            shape = (here.stop - first, R * n, high - low)
+            scores, weights = (x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory))
+            torch.bmm(queries[here, :, start:stop].flatten(1, 2), keys[here, low:high].mT, out=scores)
+            of_heads = scores.unflatten(1, (R, n))
             if block is None:
-                of_heads[..., start:].masked_fill_(later[: stop - start, : stop - start], float("-inf"))
+                of_heads[..., start:].masked_fill_(later[:n, :n], float("-inf"))
             else:
-                seen = block[i : i + sequences] if len(block) > 1 else block
-                _hide(of_heads, seen[..., low:high])
-            averages = scores.softmax(-1) @ values[here][:, :, low:high]
-            averages = averages.unflatten(2, (R, -1)).flatten(1, 2).transpose(1, 2)
-            for output, part in zip(outputs, averages.split(D, dim=-1)):
-                output[i : i + sequences, start:stop, g * R : (g + groups) * R] = part
+                of_sequences = block if len(block) == 1 else block[torch.arange(first, here.stop) // G]
+                _hide(of_heads, of_sequences[..., low:high])
+            torch.softmax(scores, -1, out=weights)
+            torch.bmm(weights, values[here, low:high], out=averages[here])
+        for output, part in zip(outputs, averages.view(B, H, n, E).transpose(1, 2).split(D, dim=-1)):
+            output[:, start:stop] = part
     return outputs
 
 
 def _columns_seen(block: Tensor) -> tuple[int, int]:
-    """Return the range outside of which no query of a block of the mask (B, 1, 1, rows, T) sees a key."""
+    """Return the range outside of which no query of a block of the mask (B or 1, 1, rows, T) sees a key."""
     if block.dtype != torch.bool:
         return 0, block.shape[-1]
-    seen = block.flatten(0, 3).any(0).nonzero()
+    seen = block.flatten(0, 2).any(0).nonzero()
     return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
 
 
