@@ -10,6 +10,9 @@ PLAIN := .venv-transformers
 OLDEST_TRANSFORMERS := 5.0.0
 QUICK := $(if $(SLOW),,-m "not slow")
 PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
+# What slow tests of exported models use beside $(VENV): trainers, runtimes and servers of the Hugging Face world.
+ECOSYSTEM := .venv-ecosystem
+ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 
 .PHONY: demo demo-smollm2 test check-gpu wheels lint install clean
 
@@ -21,7 +24,7 @@ demo-smollm2: $(STAMP)
 
 # Those marked slow only with SLOW=1. Two files at a time; the jobs of tests/slurm spend much of their time waiting, so
 # more of them at once. Both halves run and are reported, whatever becomes of the first; Ctrl-C ends both.
-test: $(STAMP) $(PLAIN_STAMP)
+test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
@@ -69,5 +72,15 @@ $(PLAIN_STAMP): requirements.txt | $(STAMP)
 
 $(PLAIN): $(PLAIN_STAMP)
 
+# It sees the packages of $(VENV), so that only what those lack is installed.
+$(ECOSYSTEM_STAMP): requirements-ecosystem.txt requirements.txt pyproject.toml | $(STAMP)
+	$(BIN)/python -m venv --clear $(ECOSYSTEM)
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$site" > "$$($(ECOSYSTEM)/bin/python -c "$$site")/base.pth"
+	$(ECOSYSTEM)/bin/pip install -r requirements-ecosystem.txt
+	touch $@
+
+$(ECOSYSTEM): $(ECOSYSTEM_STAMP)
+
 clean:
-	rm -rf $(VENV) $(PLAIN) build *.egg-info
+	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) build *.egg-info
