@@ -16,6 +16,9 @@ from transformers.utils.import_utils import is_tracing
 
 ROWS, LONGEST, SCORES = 192, 2**21, 2**19
 """Queries of a block, times the heads of a group; how many scores they may have; and scores at a time per thread."""
+# Attention functions of servers that run models of transformers. They store what they are given, so a second call in a
+# layer would overwrite the values of the first.
+KEEP_THEIR_OWN_CACHE = ("vllm", "sglang")
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -55,6 +58,11 @@ def attend(
     """
     # The paged implementations differ in the cache, which has been updated, and expect the mask to be given.
     implementation, D = module.config._attn_implementation.removeprefix("paged|"), query.shape[-1]
+    if implementation in KEEP_THEIR_OWN_CACHE:
+        raise NotImplementedError(
+            f"TAPE models do not support {implementation}, whose attention keeps one key and one value of each token, "
+            "without the position state; serve them with transformers serve or generate_batch"
+        )
     # A single query has so little to do that reading the keys once is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
