@@ -58,15 +58,20 @@ def check_parity(shape: str, arguments: argparse.Namespace, dtype: torch.dtype) 
         sys.exit(f"error: {arguments.attention} and eager attention differ by {difference:.1e}, so no figure is given")
 
 
-def prefill_seconds(models: dict[str, PreTrainedModel], prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
-    """Return each model's seconds for `prompt` (1, S), `passes` times after one that is not counted."""
-    taken = {name: [] for name in models}
+def prefill_seconds(models: dict[str, PreTrainedModel], prompt: torch.Tensor, passes: int) -> tuple[dict, dict]:
+    """Return each model's seconds, and CPU seconds, for `prompt` (1, S), `passes` times after one that is not counted.
+
+    Where other programs share the processor, CPU time leaves out what they take.
+    """
+    taken, on_cpu = ({name: [] for name in models} for _ in range(2))
     for _ in range(passes + 1):
         for name, model in models.items():
             cache = new_cache("dynamic", model, prompt.shape[1])
             call = lambda: model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: B023, E731
+            started = time.process_time()
             taken[name].append(seconds(call, prompt.device))
-    return {name: values[1:] for name, values in taken.items()}
+            on_cpu[name].append(time.process_time() - started)
+    return taken, on_cpu
 
 
 def measure(arguments: argparse.Namespace, measurements: Measurements, keep: Callable[[dict], None]) -> None:
@@ -86,15 +91,17 @@ def measure(arguments: argparse.Namespace, measurements: Measurements, keep: Cal
                     raise TimeoutError("there was no time left")
                 measurements.say(name)
                 prompt = torch.randint(1, models["llama"].config.vocab_size, (1, length), device=arguments.device)
-                taken = summarize(prefill_seconds(models, prompt, arguments.passes))
+                taken, on_cpu = (summarize(x, 1) for x in prefill_seconds(models, prompt, arguments.passes))
             except Exception as error:  # memory may run out, and a compiler may raise anything
                 result["rejected"][name] = reason(error)
                 print(f"{name}: no figure: {result['rejected'][name]}", flush=True)
             else:
-                per_pass, ratio = taken["seconds_per_token"], taken["tape_over_llama"]
-                rows["lengths"][length] = dict(seconds=per_pass, tape_over_llama=ratio, passes=arguments.passes)
-                times = ", ".join(f"{who} {value:.2f} s" for who, value in per_pass.items())
-                print(f"{name}: {times}; TAPE / Llama time {ratio:.3f}", flush=True)
+                row = dict(seconds=taken["seconds_per_token"], tape_over_llama=taken["tape_over_llama"])
+                row |= dict(cpu_seconds=on_cpu["seconds_per_token"], cpu_tape_over_llama=on_cpu["tape_over_llama"])
+                rows["lengths"][length] = row | dict(passes=arguments.passes)
+                times = ", ".join(f"{who} {value:.2f} s" for who, value in row["seconds"].items())
+                ratios = f"{row['tape_over_llama']:.3f} (CPU time {row['cpu_tape_over_llama']:.3f})"
+                print(f"{name}: {times}; TAPE / Llama time {ratios}", flush=True)
             keep(result)
 
 
