@@ -9,6 +9,7 @@ The code that an export carries is run: give only exports that you trust.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import platform
@@ -160,7 +161,9 @@ def try_row(entry: Row, subject: Subject) -> Outcome:
     torch.manual_seed(0)
     began = time.perf_counter()
     try:
-        entry.run(subject)
+        # Trainers and libraries print, and the table is on stdout.
+        with contextlib.redirect_stdout(sys.stderr):
+            entry.run(subject)
         status, why, kind = WORKS, "", ""
     except Exception as error:
         # What a TAPE model does not do, it refuses before it computes anything.
