@@ -86,7 +86,8 @@ def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, *
     """Return whether nothing is asked for but the averages: no gradients, no graph."""
     # Gradient checkpointing runs without gradients first, and must then compute the same again with them.
     gradients = module.training or any(x.requires_grad for x in tensors)
-    return not (gradients or dropout or is_tracing(tensors[0]))
+    transformed = torch._C._are_functorch_transforms_active()  # torch.func.vmap or jvp, for example
+    return not (gradients or dropout or transformed or is_tracing(tensors[0]))
 
 
 def attend_by_blocks(
@@ -94,12 +95,14 @@ def attend_by_blocks(
 ) -> list[Tensor]:
     """Attend in one pass over wide values on a CPU, with a block of queries at a time.
 
-    Takes and returns what `attend` does, with a mask (B or 1, 1, S, T), boolean (True is seen) or additive. Whole rows
+    Takes and returns what `attend` does, with a mask (B or 1, 1, S or 1, T), boolean (True is seen) or additive. Whole rows
     of scores are computed, without the keys that no query of the block sees. Half precision is computed in float32.
     There are no gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(-1, -1, S, T)
     queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
     keys, values = (x.flatten(0, 1).to(dtype) for x in (key, value))
     outputs = [query.new_empty(B, S, H, D) for _ in range(E // D)]
@@ -144,7 +147,7 @@ def _hide(scores: Tensor, mask: Tensor) -> None:
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
-        scores.add_(mask)
+        scores.add_(mask).clamp_(min=torch.finfo(scores.dtype).min)
 
 
 @functools.cache

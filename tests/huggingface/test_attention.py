@@ -72,9 +72,22 @@ def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_me
     assert output.isfinite().all() and some.sum() > 8
     torch.testing.assert_close(output[some], expected[some], rtol=1e-12, atol=1e-12)
     if mask is not None:
-        additive = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        output = torch.cat(attend_by_blocks(query, key, value, additive, 0.3), dim=-1)
-        torch.testing.assert_close(output[some], expected[some], rtol=1e-12, atol=1e-12)
+        for hidden in (torch.finfo(query.dtype).min, -torch.inf):
+            additive = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, hidden)
+            output = torch.cat(attend_by_blocks(query, key, value, additive, 0.3), dim=-1)
+            assert output.isfinite().all()
+            torch.testing.assert_close(output[some], expected[some], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_of_keys_hides_them_from_every_block_of_queries(additive):
+    query, key, value = inputs(S=210, T=210)
+    mask = (torch.arange(210) >= torch.tensor([[30], [0]]))[:, None, None]
+    expected, _ = eager_attention_forward(SimpleNamespace(training=False), query, key, value, mask, 0.3)
+    if additive:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    output = torch.cat(attend_by_blocks(query, key, value, mask, 0.3), dim=-1)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [(4, 4, 16), (6, 1, 8), (9, 3, 64)])
@@ -128,6 +141,22 @@ def test_prompts_take_one_pass_over_values_and_state(monkeypatch):
     with torch.no_grad():
         model.eval()(input_ids, is_causal=False)
         assert widths == [8] * 5
+
+
+def test_prompts_can_be_mapped_by_vmap_and_differentiated_forward():
+    model, input_ids = build(torch.float64), tokens(3, 9)
+    with torch.no_grad():
+        expected = model(input_ids).logits
+        mapped = torch.func.vmap(lambda row: model(row[None], use_cache=False).logits[0])(input_ids)
+        torch.testing.assert_close(mapped, expected, rtol=1e-10, atol=1e-10)
+    embeddings = model.get_input_embeddings()(input_ids).detach()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no forward derivative
+        _, found = torch.func.jvp(
+            lambda x: model(inputs_embeds=x, use_cache=False).logits, (embeddings,), (torch.ones_like(embeddings),)
+        )
+    with torch.no_grad():
+        ahead, behind = (model(inputs_embeds=embeddings + h, use_cache=False).logits for h in (1e-6, -1e-6))
+    torch.testing.assert_close(found, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_exported_holds_no_blocks():
