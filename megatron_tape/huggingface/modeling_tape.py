@@ -343,7 +343,8 @@ class TapeModel(TapePreTrainedModel):
         check_cache(past_key_values)
         check_paged_cache(kwargs.get("cache"), config, kwargs)
         if self.training and not self._positions_are_checked and torch.is_grad_enabled():
-            self._warn_of_frozen_positions()
+            if not torch.compiler.is_compiling():  # a graph cannot depend on the values of weights
+                self._warn_of_frozen_positions()
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"

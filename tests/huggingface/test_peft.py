@@ -179,6 +179,13 @@ def test_no_warning_where_positions_have_moved_or_nothing_is_trained(bases, star
     assert "plain RoPE" not in caplog.text
 
 
+def test_a_model_with_frozen_positions_is_trained_in_one_graph():
+    model = get_peft_model(zero_start(), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)).train()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+    assert any(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def hooked(linear):
     linear.register_forward_hook(lambda _module, _inputs, output: 2 * output)
     return 2 * linear.weight.detach()
