@@ -58,6 +58,8 @@ if importlib.util.find_spec("peft"):
     assert trained == {f"self_attn.{name}" if "." not in name else name for name in targets["tape"]}, trained
 model.save_pretrained(save_to)
 made.tokenizer.save_pretrained(save_to)
+import transformers.processing_utils
+assert transformers.TapeForCausalLM is type(model), "after transformers has run once more"
 try:
     raise AssertionError(transformers.TapeForNothing)
 except AttributeError:

@@ -46,6 +46,11 @@ def _add_architectures(transformers):
         transformers._class_to_module.setdefault(name, f"models.{MODEL_TYPE}")
 
 
+def _add_architectures_again(module):
+    # Once imported, this module runs transformers' __init__.py a second time, and that is `transformers` from then on.
+    _add_architectures(sys.modules["transformers"])
+
+
 def _add_configuration(module):
     module.CONFIG_MAPPING_NAMES[MODEL_TYPE] = CONFIG
     # Names for documentation; the first versions want one for each configuration.
@@ -80,6 +85,7 @@ def _add_lora_targets(module):
 
 _AFTER_IMPORT = {
     "transformers": _add_architectures,
+    "transformers.processing_utils": _add_architectures_again,
     "transformers.models.auto.configuration_auto": _add_configuration,
     "transformers.models.auto.modeling_auto": _add_models,
     "transformers.models.auto.tokenization_auto": _add_tokenizer,
