@@ -95,9 +95,9 @@ def attend_by_blocks(
 ) -> list[Tensor]:
     """Attend in one pass over wide values on a CPU, with a block of queries at a time.
 
-    Takes and returns what `attend` does, with a mask (B or 1, 1, S or 1, T), boolean (True is seen) or additive. Whole rows
-    of scores are computed, without the keys that no query of the block sees. Half precision is computed in float32.
-    There are no gradients.
+    Takes and returns what `attend` does, with a mask (B or 1, 1, S or 1, T), boolean (True is seen) or additive. Whole
+    rows of scores are computed, without the keys that no query of the block sees. Half precision is computed in
+    float32. There are no gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
     R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)

@@ -144,7 +144,8 @@ class _Finder:
         return spec
 
 
-sys.meta_path.insert(0, _Finder)
+# After a reload, two finders would ask each other for ever.
+sys.meta_path[:] = [_Finder, *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__)]
 for _name in _AFTER_IMPORT:
     if _name in sys.modules:
         _run(_name)
