@@ -16,7 +16,6 @@ Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D h
 import inspect
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -28,7 +27,6 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import can_return_tuple, logging
 
@@ -37,100 +35,11 @@ from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
 from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
 from .parallel_tape import share_of
+from .position_tape import FORMER_NAMES, TapePhases, TapePosition
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
 _MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
-_MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
-# TAPE's matrices were once parameters rather than modules; transformers reads both sides as regular expressions.
-_FORMER_NAMES = {rf"\.position\.{name}$": f".position.{name}.weight" for name in _MATRICES}
-
-
-class TapePhases(nn.Module):
-    """RoPE's phases, the position state before the first layer."""
-
-    def __init__(self, config: TapeConfig):
-        super().__init__()
-        self.config = config
-        frequencies, self.attention_factor = self.frequencies()
-        self.register_buffer("inv_freq", frequencies, persistent=False)
-
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Return the D/2 angles per position, float32, and what the phases are multiplied by: 1, except with yarn."""
-        rope = self.config.rope_parameters
-        if rope["rope_type"] == "default":
-            D = self.config.head_dim
-            return 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
-
-    def _apply(self, fn, recurse=True):
-        # Angles of long contexts need float32, also in a model moved to bfloat16.
-        kept = self.inv_freq
-        super()._apply(fn, recurse)
-        if not kept.is_meta:
-            self.inv_freq = kept.to(self.inv_freq.device)
-        return self
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """Return exp(i s theta_f) times the attention factor for integer positions (B, S) as float32 (B, S, D)."""
-        angles = position_ids[..., None].float() * self.inv_freq
-        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
-
-
-def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
-    """Return the matrix (rows, columns) that a linear module multiplies by.
-
-    LoRA layers, quantized and offloaded weights and hooks take effect only where the module is called, so such a module
-    multiplies the identity, in the type of `like`.
-    """
-    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    if type(linear) is nn.Linear and not hooked and type(weight := linear.weight) in (nn.Parameter, Tensor):
-        return weight
-    return linear(torch.eye(columns, dtype=like.dtype, device=like.device)).T
-
-
-class TapePosition(nn.Module):
-    """The update of the position state: mixing over tokens, then a gated linear map of its G heads for each token."""
-
-    def __init__(self, config: TapeConfig):
-        super().__init__()
-        H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
-        self.num_heads = H
-        self.token_mixing = nn.Linear(H, G, bias=False)
-        self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
-        self.up_proj = nn.Linear(G, P, bias=False)
-        self.down_proj = nn.Linear(P, G, bias=False)
-        # transformers initializes modules that have parameters of their own, and this one has none.
-        self.token_mixing.initial_std = self.down_proj.initial_std = 0.0
-        self.up_proj.initial_std = G**-0.5
-        self.register_load_state_dict_pre_hook(_take_former_names)
-
-    def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state (B, S, G, D) from the state, its averages (B, S, H, D), and (B, S, C)."""
-        B, S, G, D = state.shape
-        N = B * S
-        state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
-        # A state in fp32 accumulates in fp32 and is rounded only where it is a factor.
-        wider = state.dtype != averaged.dtype
-        if averaged.shape[1] == self.num_heads:
-            mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
-            mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
-        else:  # the heads of one tensor-parallel process: the module sums over all of them
-            mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
-        gate = F.silu(self.x_proj(gate_input)).view(N, -1)
-        # W_down diag(gate) W_up for all tokens is one product with the outer products of columns and rows.
-        up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
-        outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
-        M = (gate @ outer).view(N, G, G)
-        new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
-        return new.view(B, S, G, D)
-
-
-def _take_former_names(_module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Rename TAPE's matrices in the weights of an earlier export."""
-    for name in _MATRICES:
-        if prefix + name in state_dict:
-            state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name)
 
 
 class TapeAttention(nn.Module):
@@ -244,7 +153,7 @@ class TapePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     # peft renames what an adapter holds by this, before it looks for the names of the model.
-    _checkpoint_conversion_mapping = _FORMER_NAMES
+    _checkpoint_conversion_mapping = FORMER_NAMES
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -264,11 +173,11 @@ class TapePreTrainedModel(PreTrainedModel):
                 "TAPE models do not support transformers' pipeline parallelism (pp_size), whose stages pass on hidden "
                 "states without the position state; use tp_size, or device_map to spread layers over devices"
             )
-        loaded = super().from_pretrained(*args, key_mapping={**_FORMER_NAMES, **(key_mapping or {})}, **kwargs)
+        loaded = super().from_pretrained(*args, key_mapping={**FORMER_NAMES, **(key_mapping or {})}, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # transformers would save the model under the names that it was loaded from.
         if (renamed := getattr(model, "_weight_conversions", None)) is not None:
-            model._weight_conversions = [each for each in renamed if each.source_patterns[0] not in _FORMER_NAMES]
+            model._weight_conversions = [each for each in renamed if each.source_patterns[0] not in FORMER_NAMES]
         return loaded
 
     @torch.no_grad()

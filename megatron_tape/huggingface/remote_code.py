@@ -10,6 +10,7 @@ FILES = (
     "modeling_tape.py",
     "paged_tape.py",
     "parallel_tape.py",
+    "position_tape.py",
 )
 AUTO_MAP = {
     "AutoConfig": "configuration_tape.TapeConfig",

@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize, prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM, matrix_of
+from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.position_tape import matrix_of
 
 SMALL = dict(
     vocab_size=64,
