@@ -266,8 +266,9 @@ class TapeModel(TapePreTrainedModel):
         let_grow(past_key_values, hidden_states)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         B, S, _ = hidden_states.shape
-        # A static cache keeps its length on the device; reading it would stall every step.
-        known = isinstance(past_length, int) and not torch.compiler.is_compiling()
+        # A static cache keeps its length on the device; reading it would stall every step. In continuous batching, S
+        # counts the tokens of several requests.
+        known = isinstance(past_length, int) and not torch.compiler.is_compiling() and kwargs.get("cache") is None
         if known and past_length + S > config.max_position_embeddings:
             logger.warning_once(
                 f"more tokens than the {config.max_position_embeddings} of max_position_embeddings: "

@@ -59,6 +59,14 @@ def test_requests_of_mixed_lengths_get_the_tokens_of_generate(attention, groups)
     assert alone(model, requests[0], 12) == expected[0]
 
 
+def test_short_requests_are_not_called_a_long_context(caplog):
+    model = build(max_position_embeddings=27)
+    continuations(model, prompts(12, 12, 12), 3, continuous_batching_config=settings(max_batch_tokens=64))
+    assert "max_position_embeddings" not in caplog.text
+    model(tokens(1, 28))
+    assert "more tokens than the 27 of max_position_embeddings" in caplog.text
+
+
 def test_requests_come_and_go(model):
     first, second, third = prompts(20, 3, 11)
     with model.continuous_batching_context_manager(
