@@ -55,7 +55,9 @@ def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
     hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     if type(linear) is nn.Linear and not hooked and type(weight := linear.weight) in (nn.Parameter, Tensor):
         return weight
-    return linear(torch.eye(columns, dtype=like.dtype, device=like.device)).T
+    # One sequence, whatever the number of columns: where peft gives every sequence an adapter of its own, it says that
+    # the numbers differ.
+    return linear(torch.eye(columns, dtype=like.dtype, device=like.device)[None])[0].T
 
 
 class TapePosition(nn.Module):

@@ -218,6 +218,21 @@ def test_the_matrix_of_a_module_is_what_the_module_multiplies_by(change):
     torch.testing.assert_close(x @ found.T, linear(x))
 
 
+def test_sequences_with_adapters_of_their_own_are_refused_rather_than_mixed_up():
+    model = get_peft_model(zero_start(), LoraConfig(target_modules=["token_mixing"], init_lora_weights=False), "one")
+    model.add_adapter("other", LoraConfig(target_modules=["token_mixing"], init_lora_weights=False))
+    model.eval()
+    ids = tokens()[:1].expand(4, -1)  # as many as the token mixing has columns
+    with torch.no_grad():
+        model.set_adapter("other")
+        expected = model(ids[:1]).logits
+        model.set_adapter("one")
+        assert not torch.equal(model(ids[:1]).logits, expected)
+        assert torch.equal(model(ids[:1], adapter_names=["other"]).logits, expected)
+        with pytest.raises(ValueError, match="adapter_names"):
+            model(ids, adapter_names=["one", "other", "one", "other"])
+
+
 def test_offloaded_weights_change_no_logit(bases, tmp_path):
     expected = logits(TapeForCausalLM.from_pretrained(bases / "trained"))
     from accelerate import cpu_offload
