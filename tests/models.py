@@ -86,11 +86,20 @@ def reference_config(model):
     )
 
 
+def _released_scaling(config):
+    scaling = config["rope_scaling"] or {"type": "linear", "factor": 1.0}
+    if scaling["type"] == "linear":
+        return {"rope_scaling_factor": scaling["factor"]}
+    original = config["original_max_position_embeddings"]
+    factor = -(-config["max_position_embeddings"] // original)  # that code does not read the factor
+    return {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
+
+
 def released_model(name, dtype=torch.float32, **changes):
     """Build the released code's model `name` and return (model settings, module, the file's contents)."""
     config, weights, gradients, rest = load(name)
     model = ModelConfig(
-        position_encoding="tape" if config["rpe_type"] == "adape" else config["rpe_type"],
+        position_encoding={"adape": "tape", "t5rb": "t5", "yarn": "rope"}.get(config["rpe_type"], config["rpe_type"]),
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
@@ -101,7 +110,7 @@ def released_model(name, dtype=torch.float32, **changes):
         seq_length=24,
         norm_epsilon=config["rms_norm_eps"],
         rope_theta=config["rope_theta"],
-        rope_scaling_factor=(config["rope_scaling"] or {}).get("factor", 1.0),
+        **_released_scaling(config),
         **changes,
     )
     built, _ = build(model, dtype=dtype)

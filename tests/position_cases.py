@@ -8,6 +8,8 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
+BUILT_IN = ("fire",)
+"""Its parameters are of both kinds: cut over the processes, and held whole by each."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 
 
@@ -41,4 +43,4 @@ def costs(name):
 
 def main(folder, data):
     register_toys()
-    return {name: {"rows": train(folder, data, name), "costs": costs(name)} for name in TOYS}
+    return {name: {"rows": train(folder, data, name), "costs": costs(name)} for name in (*TOYS, *BUILT_IN)}

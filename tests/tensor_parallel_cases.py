@@ -23,6 +23,9 @@ VARIANTS = {
     "rope": {"position_encoding": "rope"},
     "rope_biased_qk_norm": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True},
     "nope": {"position_encoding": "nope"},
+    "alibi": {"position_encoding": "alibi"},
+    "t5": {"position_encoding": "t5", "t5_num_buckets": 6, "t5_max_distance": 9},
+    "fire": {"position_encoding": "fire", "fire_threshold": 3.0},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])

@@ -119,6 +119,9 @@ class LanguageModel(torch.nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         packing = None if documents is None else Packing.of(documents)
+        positions_SB = positions[:, None]
+        if packing is not None and self.encoding.counts_in_documents:
+            positions_SB = positions_SB - positions[packing.bounds_2BT[0].T.long()]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
         forward = partial(
@@ -127,7 +130,7 @@ class LanguageModel(torch.nn.Module):
             None,
             None,
             packed_seq_params=packing,
-            extra_block_kwargs={"context": self.encoding.initial_state(positions[:, None], self.dtype)},
+            extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )
         if labels is None:
             return forward(runtime_gather_output=True)

@@ -162,20 +162,34 @@ def forward(
     return {"logits": logits, "hidden_states": hidden_states, "position_states": position_states}
 
 
+_RELEASED_FIRE = {
+    "c": "log_scale",
+    "L_multiplier": "threshold_scale",
+    "mlp.0.weight": "up_weight",
+    "mlp.0.bias": "up_bias",
+    "mlp.2.weight": "down_weight",
+}
+
+
 def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the TAPE authors' parameters to those of `forward`.
 
     Their `post_attention_linear` W is applied as `einsum('bqnd,qe->bqnd')`, which scales each head by the sum of its
-    row of W; this equals A = diag(W 1) exactly.
+    row of W; this equals A = diag(W 1) exactly. FIRE's `init_L` is a setting here, and the
+    last bias of its MLP is left out, since softmax cancels it.
     """
     renamed = {}
     for name, value in weights.items():
-        if name.endswith("rotary_emb.inv_freq"):
+        if name.endswith(("rotary_emb.inv_freq", "rotary_emb.init_L", "rotary_emb.mlp.2.bias")):
             continue
         if name.endswith("post_attention_linear.weight"):
             renamed[name.replace("post_attention_linear.weight", "position.token_mixing.weight")] = value.sum(1).diag()
         elif ".pe." in name:
             renamed[name.replace(".pe.", ".position.")] = value
+        elif ".rotary_emb." in name:
+            prefix, own = name.split("self_attn.rotary_emb.")
+            value = value if own == "mlp.2.weight" else value.reshape(-1)
+            renamed[f"{prefix}position.{_RELEASED_FIRE[own]}.weight"] = value
         else:
-            renamed[name] = value
+            renamed[name.replace("self_attn.relative_attention_bias.", "position.table.")] = value
     return renamed

@@ -10,15 +10,25 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.position.alibi import AlibiPosition
 from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.rope import RotaryPosition
+from megatron_tape.position.t5 import T5Position
 from megatron_tape.position.tape import TapePosition
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import ModelConfig
 
-BUILT_IN: tuple[type[PositionEncoding], ...] = (TapePosition, RotaryPosition, NoPosition)
+BUILT_IN: tuple[type[PositionEncoding], ...] = (
+    TapePosition,
+    RotaryPosition,
+    NoPosition,
+    AlibiPosition,
+    T5Position,
+    FirePosition,
+)
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}
 

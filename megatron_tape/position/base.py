@@ -87,6 +87,8 @@ class PositionEncoding:
     """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
     exports_to: ClassVar[str | None] = None
     """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported."""
+    counts_in_documents: ClassVar[bool] = False
+    """Whether more than differences of positions enters, so that each document of a pack counts from its start."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """`tokens` is needed only for computing; `fused` requests Triton kernels, if the encoding has any."""

@@ -6,6 +6,7 @@ import pytest
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import flops_per_token
+from megatron_tape.position import BUILT_IN
 from pretrain.evaluate import read_command
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
@@ -39,6 +40,25 @@ def test_the_demos_differ_only_in_the_position_encoding():
     tape, rope = ((RECIPES / f"{name}_demo.yaml").read_text().splitlines() for name in ("tape", "rope"))
     changed = [line for line in difflib.ndiff(tape, rope) if line[:2] in ("- ", "+ ")]
     assert changed == ["-   position_encoding: tape", "+   position_encoding: rope"]
+
+
+ENCODINGS = sorted(path.stem for path in (RECIPES / "encodings").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_an_encodings_recipe_differs_from_the_demo_in_its_line_alone(name):
+    validate(recipe(f"encodings/{name}"), 1)
+    validate(recipe(f"encodings/{name}"), 2)
+    demo, own = (
+        [line for line in (RECIPES / path).read_text().splitlines() if not line.startswith("#")]
+        for path in ("tape_demo.yaml", f"encodings/{name}.yaml")
+    )
+    changed = [line for line in difflib.ndiff(demo, own) if line[:2] in ("- ", "+ ")]
+    assert changed == ["-   position_encoding: tape", f"+   position_encoding: {name}"]
+
+
+def test_every_other_encoding_has_a_recipe():
+    assert {*ENCODINGS, "tape", "rope", "nope"} == {encoding.name for encoding in BUILT_IN}
 
 
 def test_the_155m_recipe_is_the_papers():

@@ -6,9 +6,11 @@ import os
 import pytest
 import torch
 from conversions import convert, refused
+from models import build
 from released import FOLDER, load
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.released import import_released
 from megatron_tape.huggingface.to_hf.export import export
 
@@ -44,6 +46,28 @@ def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_pa
     torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["nope", "yarn", "alibi", "t5rb", "fire"])
+def test_released_baselines_keep_their_logits_through_import(tmp_path, name):
+    _, _, rest = write_released(tmp_path, name)
+    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
+    settings = json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]
+    built, _ = build(ModelConfig(**settings), randomize=False, dtype=torch.float64)
+    weights = load_file(tmp_path / "imported" / "tensors-tp00-dp00000.safetensors")
+    with torch.no_grad():
+        for key, parameter in built.named_parameters():
+            parameter.copy_(weights.pop(f"weight/{key}"))
+        torch.testing.assert_close(built(rest["input_ids"]), rest["logits"].double(), atol=1e-5, rtol=0)
+    assert not weights
+
+
+def test_a_released_fire_with_another_threshold_is_refused(tmp_path):
+    _, weights, _ = write_released(tmp_path, "fire")
+    weights["model.layers.1.self_attn.rotary_emb.init_L"] = torch.tensor(256.0)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="init_L 256, which cannot be imported; 512 can"):
+        import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
+
+
 def test_released_pickles_need_permission(tmp_path):
     _, weights, _ = write_released(tmp_path, "adape")
     torch.save(weights, tmp_path / "model.bin")
@@ -59,7 +83,9 @@ def test_released_pickles_need_permission(tmp_path):
 @pytest.mark.parametrize(
     "change, refusal",
     [
-        ({"rpe_type": "alibi"}, "rpe_type"),
+        ({"rpe_type": "randrope"}, "rpe_type"),
+        ({"rpe_type": "t5rb", "relative_attention_num_buckets": 32}, "relative_attention_max_distance is None"),
+        ({"rpe_type": "alibi"}, "does not belong|token_mixing|position"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),

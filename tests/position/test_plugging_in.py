@@ -9,7 +9,7 @@ import torch
 from datasets_for_tests import write_all
 from launch import run_group
 from models import build, random_tokens, small_model
-from position_cases import TOYS, register_toys
+from position_cases import BUILT_IN, TOYS, register_toys
 from test_costs import counted, on_cpu
 
 from megatron_tape.config.checks import validate_model
@@ -36,7 +36,7 @@ def toys():
     register_toys()
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 def test_a_plugged_in_encoding_trains_and_resumes_under_tensor_parallelism(trained, name):
     rows = trained[name]["rows"]
     assert [row["step"] for row in rows["whole"]] == [1, 2]
@@ -46,7 +46,7 @@ def test_a_plugged_in_encoding_trains_and_resumes_under_tensor_parallelism(train
             assert key not in whole or math.isclose(whole[key], alone[key], rel_tol=1e-4)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 def test_a_plugged_in_encoding_is_counted(trained, name):
     model = small_model(position_encoding=name)
     held, saved = trained[name]["costs"]

@@ -14,7 +14,20 @@ from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence
 from megatron_tape.huggingface.from_hf.weight_files import open_files
 from megatron_tape.model.reference import from_released
 
-_ENCODINGS = {"adape": "tape", "rope": "rope", "nope": "nope"}
+_ENCODINGS = {
+    "adape": "tape",
+    "rope": "rope",
+    "nope": "nope",
+    "alibi": "alibi",
+    "t5rb": "t5",
+    "fire": "fire",
+    "yarn": "rope",
+}
+_OWN_SETTINGS = {
+    "t5rb": ("relative_attention_num_buckets", "relative_attention_max_distance"),
+    "yarn": ("original_max_position_embeddings",),
+}
+_THRESHOLD = "self_attn.rotary_emb.init_L"
 _RECORDED = "weight."
 
 
@@ -33,7 +46,12 @@ def import_released(
     settings = read_settings(Path(config))
     with one_sentence(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
-    source = _Renamed(open_files([Path(weights)], allow_pickle))
+    released = open_files([Path(weights)], allow_pickle)
+    if thresholds := {float(released[key]) for key in released if key.endswith(_THRESHOLD)} - {model.fire_threshold}:
+        raise ValueError(
+            f"{weights} has FIRE's init_L {thresholds.pop():g}, which cannot be imported; {model.fire_threshold:g} can"
+        )
+    source = _Renamed(released)
     # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
     write_imported(
@@ -83,8 +101,20 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         if settings.get(key):
             raise refuse(key, "false or null")
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
-    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "linear":
-        raise refuse("rope_scaling", "null or linear")
+    kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
+        raise refuse("rope_scaling", kind if kind == "yarn" else "null or linear")
+    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
+    needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
+    if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
+        raise refuse(missing[0], "a whole number above 0")
+    if kind == "yarn":
+        # That code reads no factor, but divides the context by the original one, and rounds up.
+        original = settings["original_max_position_embeddings"]
+        factor = -(-settings["max_position_embeddings"] // original)
+        own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
+    if settings["rpe_type"] == "t5rb":
+        own |= {f"t5_{key}": settings[f"relative_attention_{key}"] for key in ("num_buckets", "max_distance")}
     encoding = _ENCODINGS[settings["rpe_type"]]
     heads = settings["num_attention_heads"]
     model = ModelConfig(
@@ -100,7 +130,7 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         position_mlp_size=settings["position_size"] if encoding == "tape" else None,
         token_mixing=token_mixing,
         rope_theta=settings.get("rope_theta", 10000.0),
-        rope_scaling_factor=scaling["factor"],
+        **own,
         norm_epsilon=settings["rms_norm_eps"],
         tie_embeddings=settings.get("tie_word_embeddings", False),
         init_std=settings.get("initializer_range", 0.02),

@@ -1,0 +1,50 @@
+"""ALiBi: attention with linear biases (Press et al., 2022)."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megatron_tape.ops.backends import BIAS
+from megatron_tape.position.base import PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AlibiPosition(PositionEncoding):
+    """The scores of head h fall by m_h for every token of distance; the slopes m_h are fixed."""
+
+    name = "alibi"
+    needs = frozenset({BIAS})
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count one multiplication per head, query and key."""
+        return self.model.num_attention_heads * self.model.seq_length // 2
+
+    def positions(
+        self, layer: int, parameters: Mapping[str, "Tensor"], state: None, hidden_states_sBC: "Tensor"
+    ) -> Positions:
+        """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""
+        import torch
+
+        from megatron_tape.ops.bias import Bias
+
+        slopes = torch.tensor(alibi_slopes(self.model.num_attention_heads), device=hidden_states_sBC.device)
+
+        def tile(rows: slice, columns: slice, slopes: "Tensor") -> "Tensor":
+            queries, keys = (torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns))
+            return slopes[None, :, None, None] * (keys - queries[:, None])
+
+        return Positions(bias=Bias(tile, (self.tokens.local_heads(slopes),)))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slope of each head: 2^(-8 h / H) for h = 1..H where H is a power of two.
+
+    For other numbers, the slopes of the next smaller power of two are followed by every other slope of twice that
+    power, as in the paper's code.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    between = [2.0 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]

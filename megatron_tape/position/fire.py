@@ -1,0 +1,90 @@
+"""FIRE: functional interpolation for relative positional encoding (Li et al., 2024)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import BIAS
+from megatron_tape.position.base import Parameter, PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_EPSILON = 1e-6
+
+
+@dataclass(kw_only=True)
+class FireSettings:
+    """The function that maps normalised distances to biases."""
+
+    fire_mlp_size: int = 32
+    """fire: inner width of the MLP that maps a normalised distance to the heads' biases."""
+    fire_threshold: float = 512.0
+    """fire: tokens below which a query's position does not enter; a factor of it is learned, which starts at 1."""
+
+
+class FirePosition(PositionEncoding):
+    """The bias of query s and key t is an MLP of log(c (s - t) + 1) / log(c max(s, L) + 1).
+
+    Parameters: `log_scale` c and `threshold_scale` (the factor of L), one number each; `up_weight` and `up_bias` (W,),
+    `down_weight` (H, W) of the MLP, whose activation is ReLU. Its last bias is left out: softmax cancels it.
+    """
+
+    name = "fire"
+    settings = FireSettings
+    needs = frozenset({BIAS})
+    counts_in_documents = True
+
+    def check(self) -> None:
+        """Reject an MLP without a width, and thresholds that are not above 0."""
+        size, threshold = self.model.fire_mlp_size, self.model.fire_threshold
+        refuse(size < 1, f"model.fire_mlp_size is {size}; set it to at least 1, such as 32")
+        refuse(threshold <= 0, f"model.fire_threshold is {threshold}; set it above 0, such as 512")
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the parameters of the function; as in the released code, matrices are drawn and the bias is zero."""
+        heads, width, std = self.model.num_attention_heads, self.model.fire_mlp_size, self.model.init_std
+        return {
+            "log_scale": Parameter((1,), value=0.1),
+            "threshold_scale": Parameter((1,), value=1.0),
+            "up_weight": Parameter((width,), std=std),
+            "up_bias": Parameter((width,)),
+            "down_weight": Parameter((heads, width), std=std, head_axis=0),
+        }
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the MLP, once per query and key."""
+        width = self.model.fire_mlp_size
+        return width * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
+
+    def state_size(self, layer: int) -> int:
+        """Return 1: a token's position."""
+        return 1
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
+        return positions_SB.float()
+
+    def state_bytes(self, layer: int, width: int) -> int:
+        """Return the bytes of a position, in any precision of the run."""
+        return 4
+
+    def positions(
+        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+    ) -> Positions:
+        """Return the bias of every pair of positions."""
+        import torch
+
+        from megatron_tape.ops.bias import Bias
+
+        def tile(rows: slice, columns: slice, positions_BS: "Tensor", c, scale, up, up_bias, down):
+            queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
+            normalizer = torch.maximum(queries, (scale * self.model.fire_threshold).abs())
+            distances = (queries[:, :, None] - keys[:, None]).abs()
+            of_pairs = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
+            inner = torch.relu(of_pairs.flatten(1)[:, None] * up[:, None] + up_bias[:, None])
+            return (down @ inner).unflatten(2, of_pairs.shape[1:])
+
+        return Positions(bias=Bias(tile, (state.T, *parameters.values())))

@@ -1,0 +1,77 @@
+"""T5's relative bias (Raffel et al., 2020), with a table of its own in each layer, as TAPE's authors trained it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import BIAS
+from megatron_tape.position.base import Parameter, PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class T5Settings:
+    """The buckets of distances."""
+
+    t5_num_buckets: int = 32
+    """t5: number of buckets of distances, each with a learned bias per head. Half of them hold one distance each."""
+    t5_max_distance: int = 128
+    """t5: tokens from which on all distances share the last bucket."""
+
+
+class T5Position(PositionEncoding):
+    """A learned bias for each head and bucket of distances: `table` (buckets, H)."""
+
+    name = "t5"
+    settings = T5Settings
+    needs = frozenset({BIAS})
+
+    def check(self) -> None:
+        """Reject numbers of buckets and distances between which no logarithmic buckets fit."""
+        buckets, distance = self.model.t5_num_buckets, self.model.t5_max_distance
+        refuse(buckets < 2, f"model.t5_num_buckets is {buckets}; at least 2 are needed, so set 32, as in T5")
+        refuse(
+            distance <= buckets // 2,
+            f"model.t5_max_distance {distance} is not above half of model.t5_num_buckets {buckets}, which hold one "
+            "distance each; raise it",
+        )
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the table, each rank's heads of which lie on the rank."""
+        shape = (self.model.t5_num_buckets, self.model.num_attention_heads)
+        return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count adding the bias, once per head, query and key."""
+        return self.model.num_attention_heads * self.model.seq_length // 2
+
+    def positions(
+        self, layer: int, parameters: Mapping[str, "Tensor"], state: None, hidden_states_sBC: "Tensor"
+    ) -> Positions:
+        """Return the bias of each pair's bucket; only the distance enters, so packs need nothing more."""
+        import torch
+
+        from megatron_tape.ops.bias import Bias
+
+        def tile(rows: slice, columns: slice, table: "Tensor") -> "Tensor":
+            # A tile has few distances: all but the last step are done once for each, from the largest to the smallest.
+            nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+            distances = torch.arange(farthest, nearest - 1, -1, device=table.device).clamp(min=0)
+            by_distance = table[self.buckets(distances)].T.contiguous()
+            return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
+
+        return Positions(bias=Bias(tile, (parameters["table"],)))
+
+    def buckets(self, distances: "Tensor") -> "Tensor":
+        """Return the bucket of each distance of at least 0: the distance itself, or logarithmic in its upper half."""
+        import torch
+
+        buckets, exact = self.model.t5_num_buckets, self.model.t5_num_buckets // 2
+        # In the order of T5's own operations, since rounding decides at the edge of a bucket.
+        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.model.t5_max_distance / exact)
+        logarithmic = exact + (scaled * (buckets - exact)).long()
+        return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))
