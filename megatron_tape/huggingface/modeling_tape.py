@@ -216,7 +216,7 @@ class TapeModel(TapePreTrainedModel):
         if here and not any(each.any() for each in zero_at_first) and any(p.requires_grad for p in self.parameters()):
             logger.warning(
                 "TAPE's matrices are all zero and frozen, so this training leaves the model with plain RoPE; to train "
-                'them with peft, add modules_to_save=["position"] to the LoraConfig, or use target_modules="all-linear"'
+                'them with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
             )
 
     @can_return_tuple

@@ -1,6 +1,6 @@
 """What works beside Llama: try an exported model with what the Hugging Face world does, and print a table.
 
-    python tests/huggingface/ecosystem.py exported/my-model --beside imported/SmolLM2-135M --markdown
+    python tests/huggingface/ecosystem.py exported/my-model --beside models/SmolLM2-135M --markdown
 
 needs torch, transformers and this folder, nothing else of this project; a row whose package is missing says `not
 installed`. Every row compares with a truth that the model itself gives, such as generation without a cache, in fp32.
@@ -232,7 +232,8 @@ def print_table(rows: list[Row], ours: Subject, theirs: Subject | None, options:
     if options.markdown:
         print(line(columns), line("---" for _ in columns), sep="\n")
     kept, failed = {}, False
-    for entry in rows:
+    for number, entry in enumerate(rows, start=1):
+        print(f"row {number} of {len(rows)}: {entry.name}", file=sys.stderr, flush=True)
         outcome, other = try_row(entry, ours), None
         if theirs and not (options.beside_failures and outcome.status != FAILS):
             other = try_row(entry, theirs)

@@ -169,7 +169,7 @@ def _trl(subject: Subject, trainer_class, config_class, rows, **options):
     )
     runner.train()
     losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
-    assert len(losses) == 3 and losses[-1] < losses[0], losses
+    assert len(losses) == 3 and losses[-1] < losses[0], f"the loss does not fall: {losses}"
     still = [name for name, p in model.named_parameters() if ".position." in name and torch.equal(p, before[name])]
     assert not still, f"training did not move {', '.join(still)}"
 

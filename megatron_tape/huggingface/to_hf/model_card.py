@@ -95,7 +95,8 @@ def _adaptation(place: str) -> list[str]:
     return [
         "## Adapt",
         "",
-        "With peft: LoRA layers for attention and the MLPs; TAPE's own small matrices are trained whole.",
+        "With peft: LoRA layers for all matrices, TAPE's own included. Positions are sensitive to the learning rate: a "
+        "model that has not been trained with TAPE wants about 2e-4 with AdamW.",
         "",
         "```python",
         "from peft import LoraConfig, PeftModel, get_peft_model",
@@ -103,9 +104,7 @@ def _adaptation(place: str) -> list[str]:
         "",
         f"path = {place}",
         "model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)",
-        "config = LoraConfig(",
-        '    r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["position"], task_type="CAUSAL_LM"',
-        ")",
+        'config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")',
         "model = get_peft_model(model, config)",
         "# Train the model here, with transformers' Trainer or trl, and then:",
         'model.save_pretrained("adapter")',
