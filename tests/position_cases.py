@@ -32,7 +32,8 @@ def train(folder, data, name):
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/{name}/checkpoints/step-00000002")
     dist.barrier()
-    return {"alone": alone, "whole": whole, "continued": run(folder, name, *both, tp(2), zero(2))}
+    rows = {"alone": alone, "whole": whole, "continued": run(folder, name, *both, tp(2), zero(2))}
+    return rows | {"sharded": run(folder, f"{name}-sharded", *both, tp(1), zero(3))} if name in BUILT_IN else rows
 
 
 def costs(name):

@@ -26,6 +26,8 @@ VARIANTS = {
     "alibi": {"position_encoding": "alibi"},
     "t5": {"position_encoding": "t5", "t5_num_buckets": 6, "t5_max_distance": 9},
     "fire": {"position_encoding": "fire", "fire_threshold": 3.0},
+    "sincos": {"position_encoding": "sincos"},
+    "xpos": {"position_encoding": "xpos", "xpos_scale_base": 8.0},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])

@@ -124,11 +124,15 @@ class LanguageModel(torch.nn.Module):
             positions_SB = positions_SB - positions[packing.bounds_2BT[0].T.long()]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
+        added, embedded = self.encoding.embedding(positions_SB, self.dtype), None
+        if added is not None:
+            embedded = self.gpt.embedding(tokens, None) + self.tokens.local_tokens(added)
         forward = partial(
             self.gpt,
             tokens,
             None,
             None,
+            decoder_input=embedded,
             packed_seq_params=packing,
             extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )

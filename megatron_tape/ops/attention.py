@@ -42,12 +42,16 @@ def attention(
     bias: Bias | None = None,
     log_gate_TBH: Tensor | None = None,
     rescore: Callable[..., Tensor] | None = None,
+    factor_TB1D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
 
     z has v's type (in the triton backend it may be float32 instead), and its sequence or group axis may have size 1.
     `packing` keeps packed documents from attending to each other. Returns o (S, B, H, D) and u, which has o's shape and
     z's type, or None. `backend` is one of `BACKENDS`; `choose_backend` resolves auto.
+
+    With `factor_TB1D` (its batch axis may have size 1), rotated queries are also multiplied by their tokens' factors,
+    and rotated keys divided by theirs. The two parts of a complex number must have the same factor.
 
     Three arguments change the scores: `bias` is added to them, `log_gate_TBH` holds logarithms of forget gates, and
     `rescore(scores, q, k, seen)` returns new scores (B, H, S, T), given whole rows of scores, rotated q (B, H, S, D)
@@ -72,11 +76,18 @@ def attention(
         raise ValueError(f"{backend} cannot combine states of {z_TBGD.dtype} with values of {v_TBGD.dtype}")
     _check_shapes(q_SBHD, k_TBGD, v_TBGD, z_TBGD, None if packing is None else packing.bounds_2BT)
     S, T = q_SBHD.shape[0], k_TBGD.shape[0]
-    if S < T and rotate and z_TBGD is not None:
+    if S < T and rotate and not (z_TBGD is None and factor_TB1D is None):
         raise ValueError(
             f"{S} queries have {T} keys: cached keys were rotated when they arrived; rotate the new ones with "
             "ops.rotation.rotate_groups and pass rotate=False"
         )
+    if factor_TB1D is not None and rotate:
+        if factor_TB1D.shape not in [(T, batch, 1, k_TBGD.shape[3]) for batch in (1, k_TBGD.shape[1])]:
+            raise ValueError(
+                f"keys {tuple(k_TBGD.shape)} have factors {tuple(factor_TB1D.shape)}, not (T, B or 1, 1, D)"
+            )
+        # Each backend's rotation multiplies by the same complex number, so this may come first.
+        q_SBHD, k_TBGD = q_SBHD * factor_TB1D, k_TBGD / factor_TB1D
     needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state, BIAS: bias is not None}
     needs |= {GATE: log_gate_TBH is not None, SCORES: rescore is not None}
     if why := lacks(backend, {need for need, wanted in needs.items() if wanted}):

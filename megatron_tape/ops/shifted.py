@@ -74,6 +74,7 @@ def shifted_attention(
     bias: Bias | None = None,
     log_gate_TBH: Tensor | None = None,
     rescore: Callable[..., Tensor] | None = None,
+    factor_TB1D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
 
@@ -98,6 +99,7 @@ def shifted_attention(
             backend,
             bias=None if bias is None else bias.of_heads(heads),
             log_gate_TBH=None if log_gate_TBH is None else log_gate_TBH[:, :, heads],
+            factor_TB1D=factor_TB1D,
         )
         outputs.append(own)
     o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))

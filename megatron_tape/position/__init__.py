@@ -15,8 +15,10 @@ from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding,
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.rope import RotaryPosition
+from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
 from megatron_tape.position.tape import TapePosition
+from megatron_tape.position.xpos import XposPosition
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import ModelConfig
@@ -28,6 +30,8 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     AlibiPosition,
     T5Position,
     FirePosition,
+    SinusoidalPosition,
+    XposPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}

@@ -63,6 +63,8 @@ class Positions:
     """The position state of all tokens and this rank's groups, (S, B or 1, g or 1, D): rotates queries and keys."""
     average_state: bool = False
     """Whether the attention map averages it, too."""
+    factor_TB1D: Tensor | None = None
+    """Real factors, (S, B or 1, 1, D), by which queries are multiplied and keys divided."""
     bias: Any = None
     """An `ops.bias.Bias`, added to the scores."""
     log_gate_TBH: Tensor | None = None
@@ -148,6 +150,10 @@ class PositionEncoding:
         return any(parameter.head_axis is None for layer in parameters for parameter in layer)
 
     # Computed.
+
+    def embedding(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the embedded tokens, (S, B or 1, C), or None, given positions as `initial_state`."""
+        return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the first layer's state for integer positions (S, B), or (S, 1) when all sequences share them."""

@@ -21,6 +21,7 @@ from deepspeed.utils import (
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training.gradients import ReplicatedGradients
 from megatron_tape.training.optimizer import build_optimizer
@@ -70,6 +71,17 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
     }
 
 
+def _gather_for_whole_layers(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 gather the encoding's parameters with each layer.
+
+    It would gather them only for `LayerPosition.forward`, but a bias is computed from them before, inside attention.
+    """
+    for layer in model.modules():
+        if isinstance(layer, PositionTransformerLayer):
+            for parameter in layer.position.parameters():
+                deepspeed.zero.register_external_parameter(layer, parameter)
+
+
 class Engine:
     """A model under training. Every method is called by all ranks together.
 
@@ -94,6 +106,8 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        if self.zero_stage == 3:
+            _gather_for_whole_layers(model)
         if self.zero_stage == 1 and config.train.precision == "bf16":
             _sum_in_fp32(self._engine.optimizer)
         self.micro_batches = self._engine.gradient_accumulation_steps()

@@ -46,7 +46,7 @@ def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_pa
     torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["nope", "yarn", "alibi", "t5rb", "fire"])
+@pytest.mark.parametrize("name", ["nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"])
 def test_released_baselines_keep_their_logits_through_import(tmp_path, name):
     _, _, rest = write_released(tmp_path, name)
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")

@@ -42,7 +42,7 @@ VARIANTS = {
 }
 
 
-BASELINES = ["rope", "nope", "yarn", "alibi", "t5rb", "fire"]
+BASELINES = ["rope", "nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from megatron_tape.config.checks import validate_model
 from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError
+from megatron_tape.ops.attention import attention
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.position.alibi import alibi_slopes
@@ -18,6 +19,8 @@ CHANGES = {
     "alibi": {},
     "t5": {"t5_num_buckets": 6, "t5_max_distance": 9},
     "fire": {"fire_threshold": 3.0},
+    "sincos": {},
+    "xpos": {"xpos_scale_base": 8.0},
 }
 
 
@@ -84,6 +87,44 @@ def test_fire_is_the_papers_equation():
     torch.testing.assert_close(causal(bias), causal(expected.detach().permute(2, 0, 1)), atol=1e-4, rtol=1e-4)
 
 
+def test_sincos_adds_sines_and_cosines_to_the_embedding_alone():
+    built = built_and_moved("sincos")
+    added = built.encoding.embedding(torch.arange(16)[:, None], torch.float64)
+    angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 32, 2) / 32)
+    torch.testing.assert_close(added[:, 0, 0::2], angles.sin().double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(added[:, 0, 1::2], angles.cos().double(), atol=1e-6, rtol=0)
+    ids = random_tokens()
+    assert (built(ids) - built(ids, positions=torch.arange(16) + 3)).abs().max() > 1e-3
+    nope, _ = build(small_model(position_encoding="nope"))
+    built.encoding.embedding = lambda positions, dtype: torch.zeros(16, 1, 32)
+    assert torch.equal(built(ids), nope(ids))
+
+
+def test_xpos_rotates_and_decays_by_distance_alone():
+    """Equation 12 of the paper, for one query and one key of ones."""
+    built = built_and_moved("xpos")
+    ids = random_tokens()
+    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
+    state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
+    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32))
+    ones, v = torch.ones(16, 1, 1, 8, dtype=torch.float64), torch.eye(16, dtype=torch.float64)
+    f = torch.arange(4, dtype=torch.float64)
+    zeta, theta = (2 * f / 8 + 0.4) / 1.4, 10000 ** (-2 * f / 8)
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    scores = (2 * zeta ** (distance[..., None] / 8.0) * (distance[..., None] * theta).cos()).sum(-1) / 8**0.5
+    expected = scores.masked_fill(distance < 0, float("-inf")).softmax(-1)
+    for backend in ("tiled", "torch", "naive"):
+        parts = [
+            attention(ones, ones, v[:, None, None, part : part + 8], **vars(found), backend=backend)[0]
+            for part in (0, 8)
+        ]
+        torch.testing.assert_close(torch.cat(parts, -1)[:, 0, 0], expected, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="have factors"):
+        attention(ones, ones, ones, found.z_TBGD, factor_TB1D=found.factor_TB1D[:9])
+    with pytest.raises(ValueError, match="pass rotate=False"):
+        attention(ones[:1], ones, ones, None, factor_TB1D=found.factor_TB1D)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_documents_of_a_pack_are_as_if_alone(name, recompute):
@@ -117,7 +158,7 @@ def test_costs_are_those_of_the_model(name):
         assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
-    assert added > 0 and flops_per_token(model) == flops_per_token(nope) + 6 * added
+    assert flops_per_token(model) == flops_per_token(nope) + 6 * added
 
 
 @pytest.mark.parametrize(
@@ -127,6 +168,9 @@ def test_costs_are_those_of_the_model(name):
         ("t5", {"t5_max_distance": 3}, "t5_max_distance 3"),
         ("fire", {"fire_mlp_size": 0}, "fire_mlp_size is 0"),
         ("fire", {"fire_threshold": 0.0}, "fire_threshold is 0.0"),
+        ("sincos", {"hidden_size": 33, "kv_channels": 8}, "hidden_size is 33"),
+        ("xpos", {"rope_scaling_factor": 2.0}, "does not apply to xpos"),
+        ("xpos", {"seq_length": 4096}, "xpos_scale_base 8 is too small .* at least 65"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(name, changes, refusal):

@@ -46,6 +46,14 @@ def test_a_plugged_in_encoding_trains_and_resumes_under_tensor_parallelism(train
             assert key not in whole or math.isclose(whole[key], alone[key], rel_tol=1e-4)
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_parameters_that_attention_reads_are_whole_there_under_zero_3(trained, name):
+    rows = trained[name]["rows"]
+    for sharded, alone in zip(rows["sharded"], rows["alone"], strict=True):
+        assert math.isclose(sharded["loss"], alone["loss"], rel_tol=1e-5)
+        assert math.isclose(sharded["grad_norm"], alone["grad_norm"], rel_tol=1e-4)
+
+
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 def test_a_plugged_in_encoding_is_counted(trained, name):
     model = small_model(position_encoding=name)

@@ -21,6 +21,8 @@ _ENCODINGS = {
     "alibi": "alibi",
     "t5rb": "t5",
     "fire": "fire",
+    "sincos": "sincos",
+    "xpos": "xpos",
     "yarn": "rope",
 }
 _OWN_SETTINGS = {

@@ -1,0 +1,33 @@
+"""Sinusoidal positional encoding (Vaswani et al., 2017): added to the embedded tokens, and nothing more."""
+
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.position.base import PositionEncoding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_BASE = 10000.0
+
+
+class SinusoidalPosition(PositionEncoding):
+    """Adds sin(s / 10000^(2i/C)) to number 2i of token s's embedding, and the cosine to number 2i + 1."""
+
+    name = "sincos"
+    counts_in_documents = True
+
+    def check(self) -> None:
+        """Reject hidden sizes that do not split into pairs of sine and cosine."""
+        size = self.model.hidden_size
+        refuse(size % 2 == 1, f"model.hidden_size is {size}, but sincos needs pairs of numbers; choose an even size")
+
+    def embedding(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the sines and cosines of each token, (S, B or 1, C), computed in float32."""
+        import torch
+
+        size = self.model.hidden_size
+        wavelengths = _BASE ** (torch.arange(0, size, 2, device=positions_SB.device).float() / size)
+        angles = positions_SB.float()[..., None] / wavelengths
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2).to(dtype)

@@ -1,0 +1,78 @@
+"""xPos (Sun et al., 2023): RoPE with a decay for each frequency, the faster the frequency the stronger."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.position.base import Positions
+from megatron_tape.position.rope import RotaryPosition, RotarySettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_GAMMA = 0.4
+_LARGEST_LOGARITHM = 40.0
+"""Of a query's factor: beyond, products of queries and keys of opposite ends would come near the bounds of float32."""
+
+
+@dataclass(kw_only=True)
+class XposSettings(RotarySettings):
+    """How fast scores decay."""
+
+    xpos_scale_base: float = 2048.0
+    """xpos: distance in tokens over which the fastest frequency decays to 0.4 / 1.4; slower ones decay less."""
+
+
+class XposPosition(RotaryPosition):
+    """Rotated queries are multiplied by zeta_f^(s/b) and keys divided by it, so that only the distance enters.
+
+    zeta_f = (2f/D + 0.4) / 1.4 for the frequencies f = 0..D/2-1. The state holds [phases | factors], twice D numbers.
+    """
+
+    name = "xpos"
+    settings = XposSettings
+    exports_to = None
+
+    def check(self) -> None:
+        """Reject scaled positions, which xPos does not define, and factors that float32 could not hold."""
+        super().check()
+        model = self.model
+        refuse(
+            model.rope_scaling_factor != 1 or model.rope_scaling_type != "linear",
+            f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
+            f"{model.rope_scaling_factor} does not apply to xpos; leave both at their defaults",
+        )
+        base, slowest = model.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
+        least = model.seq_length / 2 * slowest / _LARGEST_LOGARITHM
+        refuse(
+            base < least,
+            f"model.xpos_scale_base {base:g} is too small for model.seq_length {model.seq_length}: factors of queries "
+            f"would not fit into float32; set it to at least {math.ceil(least)}",
+        )
+
+    def state_size(self, layer: int) -> int:
+        """Return the size of one head's phases and factors, which all heads share."""
+        return 2 * self.model.head_dim
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the phases and the factors of queries, (S, B or 1, 1, 2 D), computed in float32.
+
+        Positions are counted from the middle of a sequence, which keeps the factors small and changes no score.
+        """
+        import torch
+
+        model = self.model
+        phases = super().initial_state(positions_SB, dtype)
+        zeta = (torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim + _GAMMA) / (1 + _GAMMA)
+        exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / model.xpos_scale_base
+        return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
+
+    def positions(
+        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+    ) -> Positions:
+        """Return the phases and the factors."""
+        phases, factors = state.chunk(2, dim=-1)
+        return Positions(phases, factor_TB1D=factors)
