@@ -1,5 +1,6 @@
 """FIRE: functional interpolation for relative positional encoding (Li et al., 2024)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ class FirePosition(PositionEncoding):
         """Reject an MLP without a width, and thresholds that are not above 0."""
         size, threshold = self.model.fire_mlp_size, self.model.fire_threshold
         refuse(size < 1, f"model.fire_mlp_size is {size}; set it to at least 1, such as 32")
-        refuse(threshold <= 0, f"model.fire_threshold is {threshold}; set it above 0, such as 512")
+        refuse(not 0 < threshold < math.inf, f"model.fire_threshold is {threshold}; set it above 0, such as 512")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of the function; as in the released code, matrices are drawn and the bias is zero."""

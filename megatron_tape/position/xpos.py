@@ -48,7 +48,7 @@ class XposPosition(RotaryPosition):
         base, slowest = model.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
         least = model.seq_length / 2 * slowest / _LARGEST_LOGARITHM
         refuse(
-            base < least,
+            not base >= least,
             f"model.xpos_scale_base {base:g} is too small for model.seq_length {model.seq_length}: factors of queries "
             f"would not fit into float32; set it to at least {math.ceil(least)}",
         )

@@ -168,6 +168,8 @@ def test_costs_are_those_of_the_model(name):
         ("t5", {"t5_max_distance": 3}, "t5_max_distance 3"),
         ("fire", {"fire_mlp_size": 0}, "fire_mlp_size is 0"),
         ("fire", {"fire_threshold": 0.0}, "fire_threshold is 0.0"),
+        ("fire", {"fire_threshold": float("nan")}, "fire_threshold is nan"),
+        ("xpos", {"xpos_scale_base": float("nan")}, "xpos_scale_base nan"),
         ("sincos", {"hidden_size": 33, "kv_channels": 8}, "hidden_size is 33"),
         ("xpos", {"rope_scaling_factor": 2.0}, "does not apply to xpos"),
         ("xpos", {"seq_length": 4096}, "xpos_scale_base 8 is too small .* at least 65"),
