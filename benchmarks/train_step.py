@@ -55,10 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     _prepare_libraries(arguments, on_gpu, rank)
     from benchmarks.step_comparison import Comparison
-    from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
+    from megatron_tape.parallel.layout import abort_process_groups, end_process_groups, initialize_distributed
 
     try:
         Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
+        end_process_groups()
     except ConfigError as error:
         abort_process_groups()
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)

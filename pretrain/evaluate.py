@@ -39,8 +39,15 @@ EXAMPLE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and evaluate; return the exit status. Mistakes end in one sentence, before torch is imported."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _interrupt)
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return _main(argv)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _main(argv: list[str] | None) -> int:
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     try:
         options, tasks = read_command(argv)

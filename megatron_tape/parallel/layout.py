@@ -155,6 +155,14 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def end_process_groups() -> None:
+    """Wait for all ranks and end their process groups, whose threads could otherwise abort a process that exits."""
+    if dist.is_initialized():
+        dist.barrier()
+        _destroy_groups()
+        dist.destroy_process_group()
+
+
 def abort_process_groups() -> None:
     """Abort this rank's collectives: with NCCL, a process that ends because of an error could wait for them forever.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -189,6 +190,13 @@ def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path
     assert not (tmp_path / "out").exists() and (tmp_path / "mine").is_dir()
     assert run("--model", llama, "--output", "/proc/out") == 2
     assert "--output /proc/out cannot be created" in capsys.readouterr().err
+
+
+def test_the_programs_own_handlers_of_signals_come_back(capsys):
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    assert evaluate.main(["perplexity", "--model", "runs/no_such_run"]) == 2
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_name_in_a_directory_of_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
