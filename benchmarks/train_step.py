@@ -55,11 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     _prepare_libraries(arguments, on_gpu, rank)
     from benchmarks.step_comparison import Comparison
-    from megatron_tape.parallel.layout import abort_process_groups, end_process_groups, initialize_distributed
+    from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
 
     try:
         Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
-        end_process_groups()
     except ConfigError as error:
         abort_process_groups()
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
@@ -153,4 +152,8 @@ def _prepare_libraries(arguments: argparse.Namespace, on_gpu: bool, rank: int) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if (status := main()) == 0:
+        from megatron_tape.parallel.layout import end_process_groups
+
+        end_process_groups()
+    sys.exit(status)
