@@ -1,6 +1,7 @@
 """Classification and question answering: transformers' own heads on the decoder, against Llama's."""
 
 import pytest
+import small_models
 import torch
 import transformers
 from torch import nn
@@ -10,19 +11,7 @@ from megatron_tape.huggingface import modeling_tape
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.15,
-    rms_norm_eps=1e-5,
-    pad_token_id=0,
-    num_labels=5,
-    attn_implementation="sdpa",
-)
+SMALL = small_models.SMALL | dict(pad_token_id=0, num_labels=5, attn_implementation="sdpa")
 
 
 @pytest.fixture(autouse=True)

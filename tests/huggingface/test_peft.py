@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+import small_models
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -14,17 +15,7 @@ from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 from megatron_tape.huggingface.position_tape import matrix_of
 
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    position_mlp_size=6,
-    initializer_range=0.15,
-    rms_norm_eps=1e-5,
-)
+SMALL = small_models.SMALL | dict(position_mlp_size=6)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RECIPES = {
     "all-linear": dict(target_modules="all-linear"),
