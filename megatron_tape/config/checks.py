@@ -389,5 +389,5 @@ def _validate_extension(config: RunConfig) -> None:
         refuse(
             SCORES in encoding_of(model).needs,
             "extension.attention is shifted_sparse, which cannot be combined with model.position_encoding "
-            f"{model.position_encoding}, whose positions depend on scores of the whole sequence; set it to full",
+            f"{model.position_encoding}, whose scores are computed from whole rows; set it to full",
         )

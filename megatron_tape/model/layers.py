@@ -15,6 +15,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
 from megatron_tape.position import PositionEncoding, Positions
+from megatron_tape.position.base import NO_MEMORY
 
 
 class RMSNorm(torch.nn.Module):
@@ -96,12 +97,14 @@ class LayerPosition(torch.nn.Module):
         self._learned = any(encoding.updates(earlier) for earlier in range(layer))
         self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
-    def positions(self, state: Tensor | None, hidden_states: Tensor) -> Positions:
-        """Return this layer's inputs to attention from the encoding."""
+    def enter(self, state: Tensor | None, hidden_states: Tensor) -> tuple[Tensor | None, Positions]:
+        """Return the state that this layer works with, and its inputs to attention from the encoding."""
         if state is not None and not self._learned:
             # Recomputation makes every state require a gradient, but the gradient of fixed phases is not used.
             state = state.detach()
-        return self.encoding.positions(self.layer, self._parameters, state, self._for_encoding(hidden_states))
+        hidden_states = self._for_encoding(hidden_states)
+        state = self.encoding.enter(self.layer, self._parameters, state, hidden_states, NO_MEMORY)
+        return state, self.encoding.positions(self.layer, self._parameters, state, hidden_states, NO_MEMORY)
 
     def _for_encoding(self, hidden_states: Tensor) -> Tensor:
         """Sum gradients over ranks without sequence parallelism, since each rank then has only its heads' part."""
@@ -156,7 +159,7 @@ class PositionTransformerLayer(TransformerLayer):
         which Megatron passes to every layer unchanged.
         """
         normed = self.input_layernorm(hidden_states)
-        positions = self.position.positions(context, normed)
+        context, positions = self.position.enter(context, normed)
         attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)
         hidden_states = self._add(self.self_attn_bda, attention_output, bias, hidden_states)
         mlp_output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))

@@ -9,7 +9,7 @@ compare with.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
 from megatron_tape.ops.measured import Heads, nearest, read_table
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rescore import Rescore
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def attention(
     rotate: bool = True,
     bias: Bias | None = None,
     log_gate_TBH: Tensor | None = None,
-    rescore: Callable[..., Tensor] | None = None,
+    rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
@@ -53,9 +54,8 @@ def attention(
     With `factor_TB1D` (its batch axis may have size 1), rotated queries are also multiplied by their tokens' factors,
     and rotated keys divided by theirs. The two parts of a complex number must have the same factor.
 
-    Three arguments change the scores: `bias` is added to them, `log_gate_TBH` holds logarithms of forget gates, and
-    `rescore(scores, q, k, seen)` returns new scores (B, H, S, T), given whole rows of scores, rotated q (B, H, S, D)
-    and k (B, H, T, D), and which keys each query sees (B or 1, 1, S, T).
+    Three arguments change the scores: `rescore` replaces whole rows of them, `bias` is added to them, and `log_gate_TBH`
+    holds logarithms of forget gates.
 
     With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
@@ -97,6 +97,7 @@ def attention(
             raise ValueError(f"gates {tuple(log_gate_TBH.shape)} need a value for each of {T} keys and each query head")
         bias = gates_as_bias(log_gate_TBH, bias)
     bias = None if bias is None else bias.in_float32()
+    rescore = None if rescore is None else rescore.in_float32()
     if backend == "triton" and not q_SBHD.is_cuda:
         if why := unsupported("triton", q_SBHD.device, q_SBHD.dtype, q_SBHD.shape[-1]):
             raise ValueError(f"backend is triton, which {why}")
@@ -205,7 +206,7 @@ def choose_backend(
     `auto` chooses the fastest that can. On a GPU this is the one that was measured to be the fastest at the nearest
     shape on this kind of GPU (`ops/measured.py`). Where nothing was measured, it is triton if a state is averaged,
     flash_attn if none is, and torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch.
-    With a bias or a gate it is tiled; if positions depend on scores, naive. With `segments` (`ops.shifted`), which were
+    With a bias, a gate or rows of scores it is tiled. With `segments` (`ops.shifted`), which were
     not measured, it prefers backends that skip the keys of other segments, as torch does not: triton after flash_attn,
     and tiled on a CPU. A backend that was named is never replaced by another: if it cannot run or cannot do what is
     needed, this raises `ConfigError`. So does a damaged table.
@@ -218,7 +219,7 @@ def choose_backend(
     measured, where = [], ""
     if device.type == "cuda" and needs <= {ROTATION, AVERAGE} and not segments:
         measured, where = _fastest_first(device, dtype, shape, averages)
-    if {BIAS, GATE} & needs:
+    if {BIAS, GATE, SCORES} & needs:
         order = ["tiled"]
     elif device.type == "cpu":
         order = ["tiled" if averages or segments else "torch"]

@@ -1,12 +1,12 @@
 """The input of an attention backend."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
 
 
@@ -22,7 +22,7 @@ class AttentionInputs:
     packing: Packing | None
     rotate: bool
     bias: Bias | None
-    rescore: Callable[..., Tensor] | None
+    rescore: Rescore | None
 
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Return queries and keys, rotated by the state if requested."""

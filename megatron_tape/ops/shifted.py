@@ -8,7 +8,6 @@ alone.
 Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rescore import Rescore
 
 SEGMENTS = 4
 """Segments of a sequence."""
@@ -73,7 +73,7 @@ def shifted_attention(
     backend: str = "torch",
     bias: Bias | None = None,
     log_gate_TBH: Tensor | None = None,
-    rescore: Callable[..., Tensor] | None = None,
+    rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
@@ -81,7 +81,7 @@ def shifted_attention(
     Raises ValueError as that does, and for `rescore`, which would need whole rows of scores of all heads.
     """
     if rescore is not None:
-        raise ValueError("positions that are derived from whole rows of scores cannot be combined with segments")
+        raise ValueError("scores that are computed from whole rows cannot be combined with segments")
     G, count = k_TBGD.shape[2], segments.unshifted_groups
     per_group = q_SBHD.shape[2] // G
     outputs = []

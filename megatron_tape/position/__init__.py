@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.position.alibi import AlibiPosition
-from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.rope import RotaryPosition
@@ -68,6 +68,7 @@ def setting_names(encoding: str) -> set[str]:
 __all__ = [
     "BUILT_IN",
     "ENCODINGS",
+    "Memory",
     "MicroBatch",
     "Parameter",
     "PositionEncoding",

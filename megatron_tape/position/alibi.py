@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.base import PositionEncoding, Positions
+from megatron_tape.position.base import Memory, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,12 @@ class AlibiPosition(PositionEncoding):
         return self.model.num_attention_heads * self.model.seq_length // 2
 
     def positions(
-        self, layer: int, parameters: Mapping[str, "Tensor"], state: None, hidden_states_sBC: "Tensor"
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: None,
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
     ) -> Positions:
         """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""
         import torch

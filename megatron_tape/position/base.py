@@ -70,7 +70,28 @@ class Positions:
     log_gate_TBH: Tensor | None = None
     """Logarithms of forget gates, (S, B, h)."""
     rescore: Any = None
-    """A function of whole rows of scores."""
+    """An `ops.rescore.Rescore`, which returns whole rows of scores."""
+
+
+class Memory:
+    """What one layer keeps of earlier tokens where the tokens of a sequence come a few at a time, as in generation.
+
+    Models that get all tokens of a sequence at once, as in training, keep nothing; this class is for them.
+    """
+
+    def all_tokens(self, name: str, new: Tensor) -> Tensor:
+        """Return what was kept as `name`, followed by `new`, along the first axis, that of tokens; and keep both."""
+        return new
+
+    def last(self, name: str) -> Tensor | None:
+        """Return what `keep` was given last (B, ...), or None at the start of a sequence."""
+        return None
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Keep one tensor (B, ...) as `name`, instead of the one before."""
+
+
+NO_MEMORY = Memory()
 
 
 class PositionEncoding:
@@ -159,10 +180,30 @@ class PositionEncoding:
         """Return the first layer's state for integer positions (S, B), or (S, 1) when all sequences share them."""
         return None
 
+    def enter(
+        self,
+        layer: int,
+        parameters: Mapping[str, Tensor],
+        state: Tensor | None,
+        hidden_states_sBC: Tensor,
+        memory: Memory,
+    ) -> Tensor | None:
+        """Return the state with which layer `layer` works, given the one it was handed and its normalised input."""
+        return state
+
     def positions(
-        self, layer: int, parameters: Mapping[str, Tensor], state: Tensor | None, hidden_states_sBC: Tensor
+        self,
+        layer: int,
+        parameters: Mapping[str, Tensor],
+        state: Tensor | None,
+        hidden_states_sBC: Tensor,
+        memory: Memory,
     ) -> Positions:
-        """Return what attention gets in layer `layer`, given its parameters, the state and its normalised input."""
+        """Return what attention gets in layer `layer`, given its parameters, the state and its normalised input.
+
+        State and input are those of the new tokens; what later tokens will need of them must be left in `memory`.
+        States, factors and averages are of the new tokens, too; biases, gates and rows of scores of all tokens.
+        """
         return Positions(state, average_state=AVERAGE in self.needs and self.updates(layer))
 
     def next_state(

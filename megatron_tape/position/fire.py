@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.base import Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import Memory, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,12 @@ class FirePosition(PositionEncoding):
         return 4
 
     def positions(
-        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
     ) -> Positions:
         """Return the bias of every pair of positions."""
         import torch
@@ -88,4 +93,5 @@ class FirePosition(PositionEncoding):
             inner = torch.relu(of_pairs.flatten(1)[:, None] * up[:, None] + up_bias[:, None])
             return (down @ inner).unflatten(2, of_pairs.shape[1:])
 
-        return Positions(bias=Bias(tile, (state.T, *parameters.values())))
+        positions_TB = memory.all_tokens("positions", state)
+        return Positions(bias=Bias(tile, (positions_TB.T, *parameters.values())))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.base import MicroBatch, Parameter, Positions
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -140,7 +140,12 @@ class TapePosition(RotaryPosition):
         return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
 
     def positions(
-        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
     ) -> Positions:
         """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)

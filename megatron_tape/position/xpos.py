@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Positions
+from megatron_tape.position.base import Memory, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -71,7 +71,12 @@ class XposPosition(RotaryPosition):
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
     def positions(
-        self, layer: int, parameters: Mapping[str, "Tensor"], state: "Tensor", hidden_states_sBC: "Tensor"
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
     ) -> Positions:
         """Return the phases and the factors."""
         phases, factors = state.chunk(2, dim=-1)

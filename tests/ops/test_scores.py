@@ -9,6 +9,7 @@ from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, 
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing, document_bounds
+from megatron_tape.ops.rescore import Rescore
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
 CAN = [(name, need) for name in ("tiled", "torch") for need in (BIAS, GATE) if need in BACKENDS[name].can]
@@ -110,17 +111,19 @@ def test_gates_weigh_by_what_lies_between_in_float64():
     torch.testing.assert_close(attention(q, k, v, None, log_gate_TBH=log_gate, backend="tiled")[0], theirs)
 
 
-def test_scores_can_be_rewritten_from_whole_rows():
+def counting(scores, q, k, seen, tokens, weight):
     """Positions that count how many keys matter (as in CoPE): a row's scores depend on all scores of the row."""
-    tensors = inputs()
+    r, t = tokens.stop - tokens.start, tokens.stop
+    assert q.shape == (2, HEADS, r, DIM) and k.shape == (2, GROUPS, t, DIM) and seen.shape[2:] == (r, t)
+    counted = scores.sigmoid().masked_fill(~seen, 0.0).flip(-1).cumsum(-1).flip(-1)
+    return scores - weight * counted
 
-    def rescore(scores, q, k, seen):
-        assert q.shape == (2, HEADS, LENGTH, DIM) and k.shape == q.shape and seen.shape == (1, 1, LENGTH, LENGTH)
-        counted = scores.sigmoid().masked_fill(~seen, 0.0).flip(-1).cumsum(-1).flip(-1)
-        return scores - 0.1 * counted
 
-    q, k, v, z = tensors
-    ours = attention(q, k, v, None, backend="naive", rescore=rescore)[0]
+@pytest.mark.parametrize("backend", ["naive", "tiled"])
+def test_scores_can_be_rewritten_from_whole_rows(backend):
+    q, k, v, z = inputs()
+    rescore = Rescore(counting, (torch.tensor(0.1, dtype=torch.float64),))
+    ours = attention(q, k, v, None, backend=backend, rescore=rescore)[0]
     plain_scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(3, 2)) / DIM**0.5
     p = torch.zeros_like(plain_scores)
     for s in range(LENGTH):
@@ -130,13 +133,33 @@ def test_scores_can_be_rewritten_from_whole_rows():
     torch.testing.assert_close(ours, torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(3, 2)))
 
 
+@pytest.mark.parametrize("queries", [LENGTH, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
+    """Together with a bias, gates, a state that is averaged, and what `prepare` makes of queries and keys."""
+    tensors, (of_bias, bias) = inputs(queries), slopes_and_table()
+    gates, weight = draw(LENGTH, 2, HEADS, seed=7), draw(1, seed=6)
+    packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8) if packed else None
+    rescore = Rescore(counting, (weight,), lambda q, k, weight: (weight * k.square().mean() + q.mean(),))
+    found = []
+    for backend in ("naive", "tiled"):
+        o, u = attention(
+            *tensors, True, packing, backend, rotate=queries == LENGTH, bias=bias,
+            log_gate_TBH=-gates.square(), rescore=rescore,
+        )  # fmt: skip
+        directions = [draw(*x.shape, seed=9).detach() for x in (o, u)]
+        leaves = [*tensors, *of_bias, gates, weight]
+        found.append([o, u, *torch.autograd.grad((o, u), leaves, directions)])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_a_backend_refuses_what_it_cannot_do():
     q, k, v, z = inputs()
     gates = torch.zeros(LENGTH, 2, HEADS, dtype=torch.float64)
     for backend, changes, what in (
         ("flash_attn", {"log_gate_TBH": gates}, "lower the scores of keys with forget gates"),
         ("triton", {"bias": Bias(lambda rows, columns: 0)}, "add a bias to the scores"),
-        ("tiled", {"rescore": lambda scores, *_: scores}, "derive positions from the scores themselves"),
+        ("torch", {"rescore": Rescore(lambda scores, *_: scores)}, "compute scores from whole rows"),
     ):
         with pytest.raises(ValueError, match=f"backend is {backend}, which cannot {what}"):
             attention(q, k, v, z, backend=backend, **changes)
@@ -149,12 +172,12 @@ def test_the_choice_matches_needs_and_backends():
     for needs, on_cpu, on_gpu in (
         ({BIAS}, "tiled", "tiled"),
         ({ROTATION, AVERAGE, GATE}, "tiled", "tiled"),
-        ({ROTATION, SCORES}, "naive", "naive"),
-        ({SCORES, BIAS}, "naive", "naive"),
+        ({ROTATION, SCORES}, "tiled", "tiled"),
+        ({SCORES, BIAS}, "tiled", "tiled"),
     ):
         assert choose_backend("auto", cpu, torch.float32, heads, needs).backend == on_cpu
         assert choose_backend("auto", gpu, torch.bfloat16, heads, needs).backend == on_gpu
-    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot derive positions from the scores"):
+    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot compute scores from whole rows"):
         choose_backend("torch", cpu, torch.float32, heads, {SCORES})
     with pytest.raises(ConfigError, match="no attention backend can rotate .* and dream at once"):
         choose_backend("auto", cpu, torch.float32, heads, {ROTATION, "dream"})

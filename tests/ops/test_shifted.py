@@ -9,6 +9,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention, unshifted_groups
 
@@ -126,8 +127,8 @@ def test_biases_and_gates_are_those_of_the_heads(backend):
         for packing, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
             whole, _ = attention(q, k, v, None, packing=packing, backend="naive", **more)
             torch.testing.assert_close(ours[:, :, heads], whole[:, :, heads])
-    with pytest.raises(ValueError, match="whole rows of scores cannot be combined"):
-        shifted_attention(q, k, v, None, segments, rescore=lambda scores, q, k, seen: scores)
+    with pytest.raises(ValueError, match="computed from whole rows cannot be combined"):
+        shifted_attention(q, k, v, None, segments, rescore=Rescore(lambda scores, *_: scores))
 
 
 def test_the_head_alone_decides_whether_it_is_shifted():

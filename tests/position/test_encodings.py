@@ -13,6 +13,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.position.alibi import alibi_slopes
+from megatron_tape.position.base import NO_MEMORY
 
 # With settings that make each of their branches count in 16 tokens.
 CHANGES = {
@@ -44,7 +45,7 @@ def whole_bias(built, layer=1, tokens=40):
     position = built.gpt.decoder.layers[layer].position
     state = built.encoding.initial_state(torch.arange(tokens)[:, None], torch.float32)
     with torch.no_grad():
-        bias = position.positions(state, torch.zeros(tokens, 1, 32)).bias
+        bias = position.enter(state, torch.zeros(tokens, 1, 32))[1].bias
         assert torch.equal(
             bias.of(slice(9, 30), slice(4, 17)), bias.of(slice(0, tokens), slice(0, tokens))[:, :, 9:30, 4:17]
         )
@@ -106,7 +107,7 @@ def test_xpos_rotates_and_decays_by_distance_alone():
     ids = random_tokens()
     torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
     state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
-    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32))
+    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32), NO_MEMORY)
     ones, v = torch.ones(16, 1, 1, 8, dtype=torch.float64), torch.eye(16, dtype=torch.float64)
     f = torch.arange(4, dtype=torch.float64)
     zeta, theta = (2 * f / 8 + 0.4) / 1.4, 10000 ** (-2 * f / 8)

@@ -17,7 +17,7 @@ class ToyBias(PositionEncoding):
     def multiply_adds(self, layer):
         return self.model.num_attention_heads * self.model.seq_length // 2
 
-    def positions(self, layer, parameters, state, hidden_states_sBC):
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         import torch
 
         from megatron_tape.ops.bias import Bias

@@ -24,7 +24,7 @@ class ToyGate(PositionEncoding):
         # Inputs of the log-sigmoid and what it keeps; the running sums in fp32.
         return 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 4
 
-    def positions(self, layer, parameters, state, hidden_states_sBC):
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         from torch.nn.functional import linear, logsigmoid
 
         gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"], parameters["start"]))

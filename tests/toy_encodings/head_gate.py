@@ -13,7 +13,7 @@ class ToyHeadGate(PositionEncoding):
         shape = (self.model.num_attention_heads, self.model.hidden_size)
         return {"gate": Parameter(shape, std=self.model.init_std, head_axis=0)}
 
-    def positions(self, layer, parameters, state, hidden_states_sBC):
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         from torch.nn.functional import linear, logsigmoid
 
         return Positions(log_gate_TBH=logsigmoid(linear(hidden_states_sBC, parameters["gate"])))

@@ -9,7 +9,7 @@ MEANINGS = {
     AVERAGE: "average a position state along with the values",
     BIAS: "add a bias to the scores",
     GATE: "lower the scores of keys with forget gates",
-    SCORES: "derive positions from the scores themselves",
+    SCORES: "compute scores from whole rows",
 }
 """What a positional encoding may need from attention."""
 
@@ -24,7 +24,7 @@ class Backend:
 
 BACKENDS = {
     "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32")),
-    "tiled": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE})),
+    "tiled": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE, SCORES})),
     "torch": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE})),
     "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
     "naive": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE, SCORES})),

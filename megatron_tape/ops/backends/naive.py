@@ -1,4 +1,4 @@
-"""Attention with explicit scores, S x T for each head: for comparison, and for encodings that need whole rows."""
+"""Attention with explicit scores, S x T for each head: for comparison."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from megatron_tape.ops.packing import causal_mask
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
     q, k = x.rotated()
+    k_BGTD = k.permute(1, 2, 0, 3)
     S, T, D = q.shape[0], k.shape[0], q.shape[3]
     per_group = q.shape[2] // k.shape[2]
     k, *values = (y.repeat_interleave(per_group, dim=2) for y in (k, *x.values()))
@@ -17,7 +18,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     seen = causal_mask(S, T, None if x.packing is None else x.packing.bounds_2BT, q.device)
     scores = q_BHSD @ k_BHTD.mT / D**0.5
     if x.rescore is not None:
-        scores = x.rescore(scores, q_BHSD, k_BHTD, seen)
+        tensors = x.rescore.prepared(q_BHSD, k_BGTD)
+        scores = x.rescore.rows(scores, q_BHSD, k_BGTD, seen, slice(T - S, T), *tensors)
     if x.bias is not None:
         scores = scores + x.bias.of(slice(T - S, T), slice(0, T))
     p = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)

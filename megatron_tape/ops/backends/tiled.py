@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.backends.rows import attend_by_rows
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.inputs import AttentionInputs
 
@@ -23,6 +24,8 @@ QUERIES, KEYS = 128, 256
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D). bf16 and fp16 inputs are computed in fp32."""
+    if x.rescore is not None:
+        return attend_by_rows(x, QUERIES)
     q, k = x.rotated()
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
     S = q.shape[2]

@@ -1,0 +1,39 @@
+"""Scores that are more than products of queries and keys, computed for whole rows, a block of rows at a time.
+
+Axes: T tokens, B batch, H query heads, G key/value groups, r the queries of a block, t the tokens up to the last of
+them, D head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rescore:
+    """`rows(scores, q, k, seen, tokens, *tensors)` returns the scores (B, H, r, t) of a block of queries.
+
+    `scores` (B, H, r, t) are the products of rotated queries `q` (B, H, r, D) and keys `k` (B, G, t, D), divided by
+    sqrt(D); `seen` (B or 1, 1, r, t) says which keys each query sees, and `tokens` is the slice of the queries' tokens.
+    Scores of keys that are not seen must be finite, and are ignored. `rows` is differentiable in q, k and `tensors`;
+    everything that needs a gradient must be among these. It is called again in the backward pass.
+    """
+
+    rows: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+    prepare: Callable[..., tuple[Tensor, ...]] | None = None
+    """`prepare(q, k, *tensors)`, given all queries (B, H, S, D) and all keys (B, G, T, D), is called once and returns
+    what `rows` gets as its tensors."""
+    takes_scores: bool = True
+    """Whether `rows` reads `scores`; if not, it gets None instead."""
+
+    def in_float32(self) -> "Rescore":
+        """Return the same with tensors of at least float32."""
+        wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
+        return Rescore(self.rows, wider, self.prepare, self.takes_scores)
+
+    def prepared(self, q_BHSD: Tensor, k_BGTD: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that `rows` gets."""
+        return self.tensors if self.prepare is None else self.prepare(q_BHSD, k_BGTD, *self.tensors)
