@@ -54,8 +54,8 @@ def attention(
     With `factor_TB1D` (its batch axis may have size 1), rotated queries are also multiplied by their tokens' factors,
     and rotated keys divided by theirs. The two parts of a complex number must have the same factor.
 
-    Three arguments change the scores: `rescore` replaces whole rows of them, `bias` is added to them, and `log_gate_TBH`
-    holds logarithms of forget gates.
+    Three arguments change the scores: `rescore` replaces whole rows of them, `bias` is added to them, and
+    `log_gate_TBH` holds logarithms of forget gates.
 
     With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
