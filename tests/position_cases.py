@@ -8,8 +8,8 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
-BUILT_IN = ("fire",)
-"""Its parameters are of both kinds: cut over the processes, and held whole by each."""
+BUILT_IN = ("fire", "path")
+"""Their parameters are of both kinds: cut over the processes, and held whole by each."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 
 

@@ -28,6 +28,7 @@ VARIANTS = {
     "fire": {"position_encoding": "fire", "fire_threshold": 3.0},
     "sincos": {"position_encoding": "sincos"},
     "xpos": {"position_encoding": "xpos", "xpos_scale_base": 8.0},
+    "path": {"position_encoding": "path", "path_rank": 5},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])

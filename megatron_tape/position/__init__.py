@@ -14,6 +14,7 @@ from megatron_tape.position.alibi import AlibiPosition
 from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.nope import NoPosition
+from megatron_tape.position.path import PathPosition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
@@ -32,6 +33,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     FirePosition,
     SinusoidalPosition,
     XposPosition,
+    PathPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}

@@ -22,6 +22,7 @@ CHANGES = {
     "fire": {"fire_threshold": 3.0},
     "sincos": {},
     "xpos": {"xpos_scale_base": 8.0},
+    "path": {"path_rank": 5},
 }
 
 

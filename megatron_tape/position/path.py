@@ -1,0 +1,169 @@
+"""PaTH (Yang et al., 2025): positions as products of Householder-like transformations that depend on the content."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import SCORES
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_EPSILON = 1e-6
+"""Added to the squared length of w before it is normalised, as in the authors' code."""
+
+
+@dataclass(kw_only=True)
+class PathSettings:
+    """Where the transformations come from."""
+
+    path_rank: int = 32
+    """path: inner width of the two matrices that map hidden states to the directions of the transformations."""
+    path_conv_size: int = 3
+    """path: tokens over which a causal convolution, with SiLU, averages these directions; 0 for no convolution."""
+
+
+class PathPosition(PositionEncoding):
+    """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I - beta_l w_l w_l^T.
+
+    w is a unit vector for each token and key/value group: `w_down` (rank, C) and `w_up` (G D, rank) map the layer's
+    normalised input to it, `conv` (G, D, width; the last number is the token's own) averages it over the last tokens of
+    the document, followed by SiLU. beta is 2 sigmoid of `beta_weight` (G, C) and `beta_bias` (G,).
+    """
+
+    name = "path"
+    settings = PathSettings
+    needs = frozenset({SCORES})
+    counts_in_documents = True
+
+    def check(self) -> None:
+        """Reject widths that cannot be, and scaled positions: there are no numbers of positions to scale."""
+        model = self.model
+        refuse(model.path_rank < 1, f"model.path_rank is {model.path_rank}; set it to at least 1, such as 32")
+        size = model.path_conv_size
+        refuse(size < 0, f"model.path_conv_size is {size}; set it to 3, or to 0 for no convolution")
+        refuse(
+            model.rope_scaling_factor != 1 or model.rope_scaling_type != "linear",
+            f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
+            f"{model.rope_scaling_factor} does not apply to {self.name}, whose layers read no positions that could be "
+            "scaled; leave both at their defaults",
+        )
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the parameters of w and beta; as in the authors' code, all weights are drawn and the bias is zero."""
+        model = self.model
+        groups, dim, hidden, std = model.query_groups, model.head_dim, model.hidden_size, model.init_std
+        parameters = {
+            "w_down": Parameter((model.path_rank, hidden), std=std),
+            "w_up": Parameter((groups * dim, model.path_rank), std=std),
+            "beta_weight": Parameter((groups, hidden), std=std),
+            "beta_bias": Parameter((groups,)),
+        }
+        if model.path_conv_size:
+            parameters["conv"] = Parameter((groups, dim, model.path_conv_size), std=std, head_axis=0)
+        return parameters
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the projections, the convolution, the blocks' closed forms and the walk over blocks of keys."""
+        from megatron_tape.ops.householder import BLOCK
+
+        model = self.model
+        groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
+        wide = BLOCK + dim
+        projections = model.path_rank * (hidden + groups * dim) + groups * (hidden + dim * model.path_conv_size)
+        # The products of w with w and with keys, the triangular solution (half of its matrix is zero), and its product
+        # with w; then each query within its block, and over the mean of all blocks before it.
+        of_keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
+        of_queries = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
+        return projections + of_keys + of_queries
+
+    def state_size(self, layer: int) -> int:
+        """Return 1: a token's position, from which the convolution knows where its document starts."""
+        return 1
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
+        return positions_SB.float()
+
+    def state_bytes(self, layer: int, width: int) -> int:
+        """Return the bytes of a position, in any precision of the run."""
+        return 4
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count the inputs of w and beta, and for each block of keys the three results of the closed form."""
+        from megatron_tape.ops.householder import BLOCK
+
+        model = self.model
+        groups, dim = model.query_groups // batch.tensor_size, model.head_dim
+        sequences = batch.tokens // model.seq_length
+        blocks = sequences * -(-model.seq_length // BLOCK) * groups
+        of_blocks = 2 * BLOCK * dim + (BLOCK + dim) * (BLOCK + dim)
+        inputs = batch.tokens * groups * (dim + 1)
+        return batch.local_tokens * model.path_rank * batch.width + 4 * (inputs + blocks * of_blocks)
+
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count w and beta, and their gradients."""
+        bytes_ = batch.local_tokens * self.model.query_groups * (self.model.head_dim + 1) * batch.width
+        return bytes_, bytes_
+
+    def positions(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> Positions:
+        """Return the scores as a function of queries and keys."""
+        from torch.nn.functional import linear
+
+        from megatron_tape.ops.rescore import Rescore
+
+        narrow = memory.all_tokens("narrow", linear(hidden_states_sBC, parameters["w_down"]))
+        w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
+        betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])
+        betas_TBG = self.tokens.to_heads(memory.all_tokens("betas", betas_sBG))
+        tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, memory.all_tokens("positions", state))
+        if "conv" in parameters:
+            tensors = (*tensors, parameters["conv"])
+        return Positions(rescore=Rescore(_rows, tensors, _prepare, takes_scores=False))
+
+
+def _prepare(q_BHSD: "Tensor", k_BGTD: "Tensor", *tensors: "Tensor") -> tuple["Tensor", ...]:
+    """Return the blocks of keys and transformations; what is computed on the way is computed again when needed."""
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(_blocks, k_BGTD, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+def _blocks(k_BGTD: "Tensor", w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv: "Tensor"):
+    from megatron_tape.ops.householder import blocks_of_reflections
+
+    if conv:
+        w_TBGD = short_convolution(w_TBGD, positions_TB, *conv)
+    w_TBGD = w_TBGD * (w_TBGD.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+    return blocks_of_reflections(k_BGTD, w_TBGD.permute(1, 2, 0, 3), 2 * betas_TBG.sigmoid().permute(1, 2, 0))
+
+
+def _rows(scores: None, q: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, *blocks: "Tensor") -> "Tensor":
+    from megatron_tape.ops.householder import scores_through_reflections
+
+    return scores_through_reflections(q, tokens, *blocks)
+
+
+def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
+    """Return SiLU of the sum of each number's K last values, weighted, the token's own by the last weight.
+
+    Tokens with a position below n do not see the token n before them, which belongs to another document.
+    """
+    from torch.nn.functional import pad, silu
+
+    own, count = x_TBGD * weight_GDK[..., -1], len(x_TBGD)
+    for back in range(1, weight_GDK.shape[-1]):
+        earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
+        same_document = (positions_TB >= back)[:, :, None, None]
+        own = own + earlier * weight_GDK[..., -1 - back] * same_document
+    return silu(own)

@@ -1,0 +1,227 @@
+"""PaTH: its scores, their gradients, documents and a memory of earlier tokens."""
+
+import pytest
+import torch
+from models import build, random_tokens, small_model
+from torch.nn.functional import conv1d, linear, silu
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.errors import ConfigError
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, scores_through_reflections
+from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.rescore import Rescore
+from megatron_tape.position import encoding_of
+from megatron_tape.position.base import Memory
+from megatron_tape.position.path import short_convolution
+
+NAMES = ["path"]
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random_inputs(T, B=2, G=2, R=2, D=8, seed=0):
+    """Queries, keys, values, unit vectors w and factors beta of nearly the whole range, as leaves."""
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(T, B, G * R, D), torch.randn(T, B, G, D), torch.randn(T, B, G, D)
+    w = torch.nn.functional.normalize(torch.randn(T, B, G, D), dim=-1)
+    beta = 2 * torch.rand(T, B, G)
+    return [x.requires_grad_() for x in (q, k, v, w, beta)]
+
+
+def rescore_of(w, beta):
+    def prepare(q, k, w, beta):
+        return blocks_of_reflections(k, w.permute(1, 2, 0, 3), beta.permute(1, 2, 0))
+
+    def rows(scores, q, k, seen, tokens, *blocks):
+        return scores_through_reflections(q, tokens, *blocks)
+
+    return Rescore(rows, (w, beta), prepare, takes_scores=False)
+
+
+def defined_scores(q, k, w, beta):
+    """The defining equation, one matrix at a time: (B, H, S, T)."""
+    (T, B, G, D), S = k.shape, len(q)
+    q, k = q.permute(1, 2, 0, 3).unflatten(1, (G, -1)), k.permute(1, 2, 0, 3)
+    H = torch.eye(D) - beta[..., None, None] * w[..., None] * w[..., None, :]  # (T, B, G, D, D)
+    scores = torch.zeros(B, G, q.shape[2], S, T)
+    for s in range(S):
+        product = torch.eye(D).expand(B, G, D, D)
+        for t in range(T - S + s, -1, -1):
+            carried = (product @ k[:, :, t, :, None])[:, :, None, :, 0]
+            scores[:, :, :, s, t] = (q[:, :, :, s] * carried).sum(-1) / D**0.5
+            product = product @ H[t]
+    return scores.flatten(1, 2)
+
+
+def gradients_of(output, leaves, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+    return torch.autograd.grad((output * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("T, S", [(70, 70), (5, 5), (64, 64), (130, 9), (67, 1), (129, 66)])
+def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
+    q, k, _, w, beta = random_inputs(T)
+    q = q[T - S :].detach().requires_grad_()
+    scores = rescore_of(w, beta)
+    queries, keys = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+    found = scores.rows(None, queries, keys, None, slice(T - S, T), *scores.prepared(queries, keys))
+    assert found.isfinite().all()
+    found, expected = found.tril(T - S), defined_scores(q, k, w, beta)
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-10)
+    leaves = (q, k, w, beta)
+    for a, b in zip(gradients_of(found, leaves), gradients_of(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "naive"])
+def test_reflections_outside_of_a_document_do_not_matter(backend):
+    q, k, v, w, beta = random_inputs(150)
+    documents = torch.tensor([[0] * 40 + [1] * 60 + [2] * 50, [0] * 70 + [1] * 80])
+    packed, _ = attention(q, k, v, None, False, Packing.of(documents), backend, rescore=rescore_of(w, beta))
+    for b, part in ((0, slice(40, 100)), (0, slice(100, 150)), (1, slice(70, 150))):
+        alone = [x[part, b : b + 1] for x in (q, k, v, w, beta)]
+        expected, _ = attention(*alone[:3], None, backend=backend, rescore=rescore_of(*alone[3:]))
+        torch.testing.assert_close(packed[part, b : b + 1], expected, atol=1e-11, rtol=1e-10)
+
+
+def test_in_float32_long_products_stay_exact_enough():
+    """All transformations are reflections (beta 2), whose product neither shrinks nor grows."""
+    q, k, _, w, beta = (x.detach() for x in random_inputs(400, B=1, G=1, R=1, D=16))
+    beta.fill_(2.0)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        queries, keys = (x.permute(1, 2, 0, 3).to(dtype) for x in (q, k))
+        scores = rescore_of(w.to(dtype), beta.to(dtype))
+        found.append(scores.rows(None, queries, keys, None, slice(0, 400), *scores.prepared(queries, keys)).tril())
+    assert (found[1] - found[0]).abs().max() < 1e-5 * found[0].abs().max()
+
+
+def test_the_convolution_is_torchs_and_stays_in_its_document():
+    torch.manual_seed(1)
+    for T, width in ((9, 3), (2, 4), (5, 1)):
+        x, weight = torch.randn(T, 2, 2, 3), torch.randn(2, 3, width)
+        positions = torch.arange(T)[:, None]
+        expected = conv1d(x.flatten(2).permute(1, 2, 0), weight.flatten(0, 1)[:, None], padding=width - 1, groups=6)
+        expected = silu(expected[..., :T].permute(2, 0, 1).unflatten(2, (2, 3)))
+        torch.testing.assert_close(short_convolution(x, positions, weight), expected)
+        torch.testing.assert_close(short_convolution(x, positions + 7, weight), expected)
+    x, weight = torch.randn(9, 1, 2, 3), torch.randn(2, 3, 3)
+    packed = short_convolution(x, torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 4])[:, None], weight)
+    for part in (slice(0, 3), slice(3, 4), slice(4, 9)):
+        alone = x[part]
+        expected = short_convolution(alone, torch.arange(len(alone))[:, None], weight)
+        torch.testing.assert_close(packed[part], expected)
+
+
+class Kept(Memory):
+    def __init__(self):
+        self.kept = {}
+
+    def all_tokens(self, name, new):
+        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
+        return self.kept[name]
+
+
+def moved_layer(name, **changes):
+    """An encoding and parameters of a layer, far from their start."""
+    built, _ = build(small_model(position_encoding=name, **changes))
+    generator = torch.Generator().manual_seed(3)
+    parameters = {key: torch.randn(x.shape, generator=generator) for key, x in built.encoding.parameters(1).items()}
+    return built.encoding, parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", [3, 0])
+def test_tokens_may_come_a_few_at_a_time(name, width):
+    encoding, parameters = moved_layer(name, path_conv_size=width)
+    torch.manual_seed(2)
+    T = BLOCK + 9
+    hidden, (q, k, v) = torch.randn(T, 2, 32), random_inputs(T)[:3]
+    state = encoding.initial_state(torch.arange(T)[:, None], torch.float64)
+    found = encoding.positions(1, parameters, state, hidden, Memory())
+    whole, _ = attention(q, k, v, None, backend="tiled", **attention_arguments(found))
+    for cuts in ([1] * T, [BLOCK - 1, 3, 1, 6]):
+        memory, outputs, start = Kept(), [], 0
+        for count in cuts:
+            new, start = slice(start, start + count), start + count
+            found = encoding.positions(1, parameters, state[new], hidden[new], memory)
+            given = attention_arguments(found)
+            outputs.append(attention(q[new], k[:start], v[:start], None, backend="tiled", rotate=False, **given)[0])
+        torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-11, rtol=1e-9)
+
+
+def attention_arguments(positions):
+    return {key: value for key, value in vars(positions).items() if key in ("rescore", "log_gate_TBH")}
+
+
+def test_w_and_beta_are_those_of_the_authors_layer():
+    """Low-rank projection, convolution with SiLU, unit length; beta up to 2: fla/layers/path_attn.py."""
+    encoding, p = moved_layer("path")
+    hidden, keys = torch.randn(20, 2, 32), torch.randn(2, 2, 20, 8)
+    rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, Memory()).rescore
+    found = rescore.prepared(torch.zeros(2, 4, 20, 8), keys)
+    w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
+    w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])
+    w = torch.nn.functional.normalize(w.unflatten(1, (2, 8)).mT, dim=-1)
+    beta = 2 * linear(hidden, p["beta_weight"], p["beta_bias"]).sigmoid().permute(1, 2, 0)
+    for a, b in zip(found, blocks_of_reflections(keys, w, beta), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def logits_of(name, ids, change=lambda parameters: None, **options):
+    torch.set_default_dtype(torch.float32)
+    built, _ = build(small_model(position_encoding=name))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for layer in built.gpt.decoder.layers:
+            parameters = dict(layer.position.named_parameters())
+            for key in sorted(parameters):
+                parameters[key].add_(torch.randn(parameters[key].shape, generator=generator))
+            change(parameters)
+        return built(ids, **options)
+
+
+def test_without_writing_it_is_no_encoding():
+    ids = random_tokens(2)
+
+    def write_nothing(parameters):
+        parameters["beta_weight"].zero_()
+        parameters["beta_bias"].fill_(-200.0)
+
+    assert torch.allclose(logits_of("path", ids, write_nothing), logits_of("nope", ids), atol=1e-5)
+    assert (logits_of("path", ids) - logits_of("nope", ids)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shifted_positions_and_left_padding_change_nothing(name):
+    ids, padding = random_tokens(2), random_tokens(2, 5)
+    alone = logits_of(name, ids)
+    torch.testing.assert_close(logits_of(name, ids, positions=torch.arange(16) + 5), alone)
+    attended = torch.tensor([[0] * 5 + [1] * 16] * 2)
+    padded = logits_of(name, torch.cat([padding, ids], dim=1), documents=attended)
+    torch.testing.assert_close(padded[:, 5:], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes, refusal",
+    [
+        ({"path_rank": 0}, "path_rank is 0"),
+        ({"path_conv_size": -1}, "path_conv_size is -1"),
+        ({"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to path"),
+        ({"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        validate_model(small_model(position_encoding="path", **changes))
+
+
+def test_a_model_without_the_convolution_has_no_weights_of_it():
+    assert "conv" not in encoding_of(small_model(position_encoding="path", path_conv_size=0)).parameters(0)
