@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION, SCORES
 from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, encoding_of
 
@@ -227,8 +227,8 @@ def activations(
 
 
 def _tiled(model: ModelConfig) -> bool:
-    """Return whether attention needs no mask: with a bias or gates, it is computed tile by tile."""
-    return bool({BIAS, GATE} & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
+    """Return whether attention needs no mask: with a bias, gates or rows of scores, it is computed in parts."""
+    return bool({BIAS, GATE, SCORES} & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
 
 
 def _attention(
@@ -267,12 +267,18 @@ def _attention(
         keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
         projected = projected if read or not queries else 0
     calls = 2 if averages else 1
+    by_rows, widened = SCORES in encoding_of(model).needs, 0
+    if by_rows and width == 2:
+        # Blocks of rows read copies in fp32.
+        projected, queries, keys = (projected, copied, 0) if read else (0, 0, 0)
+        widened = 4 * (heads + (1 + calls) * groups) * dim
     numbers = projected + queries + keys + values + normed + calls * heads
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
         norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
-    return tokens * (numbers * dim * width + calls * 4 * heads + norms)
+    sums = 0 if by_rows else calls * 4 * heads
+    return tokens * (numbers * dim * width + widened + sums + norms)
 
 
 def _width(config: RunConfig) -> int:

@@ -64,6 +64,8 @@ def randomize_tape(built):
     for name, parameter in built.named_parameters():
         if name.endswith(("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        if ".position." in name and not parameter.any():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         if kind_of(name) == "lora" and name.endswith("_B"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 

@@ -8,7 +8,7 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
-BUILT_IN = ("fire", "path")
+BUILT_IN = ("fire", "path", "cope", "fox")
 """Their parameters are of both kinds: cut over the processes, and held whole by each."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 

@@ -29,6 +29,8 @@ VARIANTS = {
     "sincos": {"position_encoding": "sincos"},
     "xpos": {"position_encoding": "xpos", "xpos_scale_base": 8.0},
     "path": {"position_encoding": "path", "path_rank": 5},
+    "cope": {"position_encoding": "cope", "cope_max_position": 5},
+    "fox": {"position_encoding": "fox"},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NEAR = 256
+"""Queries of a tile from whose bias a number for each query may be left out, as softmax cancels it; between more
+queries these numbers differ so much that the scores would lose digits."""
+
 
 @dataclass(frozen=True)
 class Bias:
@@ -43,15 +47,19 @@ class Bias:
 def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     """Turn forget gates f into a bias: query s and key t get the sum of log f over t < j <= s.
 
-    Forgetting Transformer (Lin et al., 2025), equation 5. The sums are at least in float32; the logarithms must be
-    finite. `bias`, if given, is added to the result.
+    Forgetting Transformer (Lin et al., 2025), equation 5. The logarithms must be finite. They are added up in float64,
+    so that neighbours keep their differences in long sequences; the result is at least in float32. In tiles of at most
+    `NEAR` queries it leaves out a number for each query. `bias`, if given, is added to it.
     """
     # Differences of one running sum, so that everything before a document cancels out.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
-    sums_BHT = log_gate_TBH.to(dtype).cumsum(0).permute(1, 2, 0)
+    sums_BHT = log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
     def tile(rows: slice, columns: slice, sums: Tensor, *rest: Tensor) -> Tensor:
-        gates = sums[..., rows, None] - sums[..., None, columns]
+        origin = sums[..., rows.start, None].detach()
+        gates = (origin - sums[..., columns]).to(dtype)[..., None, :]
+        if rows.stop - rows.start > NEAR:
+            gates = gates + (sums[..., rows] - origin).to(dtype)[..., None]
         return gates if bias is None else gates + bias.tile(rows, columns, *rest)
 
     return Bias(tile, (sums_BHT, *(() if bias is None else bias.tensors)))

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from megatron_tape.errors import ConfigError
 from megatron_tape.position.alibi import AlibiPosition
 from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.fire import FirePosition
+from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.rope import RotaryPosition
@@ -34,6 +36,8 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     SinusoidalPosition,
     XposPosition,
     PathPosition,
+    CopePosition,
+    FoxPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}

@@ -23,6 +23,8 @@ CHANGES = {
     "sincos": {},
     "xpos": {"xpos_scale_base": 8.0},
     "path": {"path_rank": 5},
+    "cope": {"cope_max_position": 5},
+    "fox": {},
 }
 
 

@@ -21,8 +21,8 @@ class ToyGate(PositionEncoding):
 
     def saved_bytes(self, layer, batch):
         heads = self.model.num_attention_heads
-        # Inputs of the log-sigmoid and what it keeps; the running sums in fp32.
-        return 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 4
+        # Inputs of the log-sigmoid and what it keeps; the running sums in float64.
+        return 2 * batch.local_tokens * heads * batch.width + batch.tokens * heads // batch.tensor_size * 8
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         from torch.nn.functional import linear, logsigmoid

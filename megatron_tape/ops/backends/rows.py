@@ -23,7 +23,9 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     (S, _, _, D), T = q.shape, k.shape[0]
     dtype = torch.promote_types(q.dtype, torch.float32)
     values = [y.expand(-1, k.shape[1], k.shape[2], -1) for y in x.values()]
-    q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, torch.cat(values, dim=-1)))
+    # Concatenating a single value would copy it.
+    value = torch.cat(values, dim=-1) if len(values) > 1 else values[0]
+    q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
     tensors = x.rescore.prepared(q_BHSD, k_BGTD)
     of_bias = () if x.bias is None else x.bias.tensors
     starts = None if x.packing is None else x.packing.bounds_2BT[0]
@@ -62,5 +64,6 @@ def _block(
     scores = rescore.rows(scores, q_BHrD, k_BGtD, seen, tokens, *tensors[:count])
     if bias is not None:
         scores = scores + bias.tile(tokens, slice(0, t), *tensors[count:])
-    p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    # Unlike overwriting, adding takes no pass over the scores in the backward pass.
+    p = (scores + torch.zeros_like(seen, dtype=scores.dtype).masked_fill_(~seen, float("-inf"))).softmax(-1)
     return (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)

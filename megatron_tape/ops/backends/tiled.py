@@ -104,7 +104,8 @@ class _TiledAttention(torch.autograd.Function):
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A row that has seen nothing yet has no largest score to subtract.
                 shift = now.masked_fill(now == float("-inf"), 0.0)
-                p, shrink = scores.sub_(shift).exp_(), largest.sub_(shift).exp_()
+                p, shrink = _exp(scores.sub_(shift)), largest.sub_(shift).exp_()
+                tiles.hide(p, rows, columns, 0.0)
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
                 largest = now
@@ -138,7 +139,7 @@ class _TiledAttention(torch.autograd.Function):
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
                     tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
-                p = scores.sub_(of_row[0]).exp_()
+                p = _exp(scores.sub_(of_row[0]))
                 tiles.hide(p, rows, columns, 0.0)
                 dwide[:, columns].baddbmm_(p.mT, gradient)
                 ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
@@ -153,6 +154,14 @@ class _TiledAttention(torch.autograd.Function):
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
             *(() if bias is None else bias.gradients),
         )
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Return exp(x), in place, but not less than exp(-60), which vanishes beside the largest weight of a row, 1.
+
+    CPUs take several times as long for results that are smaller than normal numbers.
+    """
+    return x.clamp_(min=-60.0).exp_()
 
 
 class _BiasGradient:

@@ -1,0 +1,103 @@
+"""CoPE: contextual position encoding (Golovneva et al., 2024)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import SCORES
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KEYS = 128
+"""Keys whose positions are computed at once."""
+
+
+@dataclass(kw_only=True)
+class CopeSettings:
+    """The positions that have an embedding."""
+
+    cope_max_position: int = 64
+    """cope: largest position, p_max in the paper, at which all greater ones are capped; 0 to it have embeddings."""
+
+
+class CopePosition(PositionEncoding):
+    """Query s counts the tokens from key t to itself by gates, and adds q_s . e[count] to the score of t.
+
+    The gate of a pair is the sigmoid of its score q.k / sqrt(D). Counts are fractional, so the products with the
+    embeddings of the integers beside a count are interpolated. `table` (cope_max_position + 1, D) holds the embeddings
+    e of a layer, which its heads share; it starts at zero, as in the paper's code, where queries are not divided by
+    sqrt(D) here.
+    """
+
+    name = "cope"
+    settings = CopeSettings
+    needs = frozenset({SCORES})
+
+    def check(self) -> None:
+        """Reject a single position, between which and the next nothing can be interpolated."""
+        largest = self.model.cope_max_position
+        refuse(largest < 1, f"model.cope_max_position is {largest}; set it to at least 1, such as 64")
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the embeddings of the positions."""
+        return {"table": Parameter((self.model.cope_max_position + 1, self.model.head_dim))}
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the products with the embeddings, and a gate and an interpolation per head, query and key."""
+        products = (self.model.cope_max_position + 1) * self.model.head_dim
+        return self.model.num_attention_heads * (products + self.model.seq_length)
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count the embeddings in fp32, if those of the run are narrower."""
+        return 4 * (self.model.cope_max_position + 1) * self.model.head_dim if batch.width < 4 else 0
+
+    def positions(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: None,
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> Positions:
+        """Return the scores of rows; keys before a document are not counted, so packs need nothing more."""
+        from megatron_tape.ops.rescore import Rescore
+
+        return Positions(rescore=Rescore(_rows, (parameters["table"],)))
+
+
+def _rows(
+    scores_BHrt: "Tensor", q_BHrD: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, table: "Tensor"
+) -> "Tensor":
+    """Add to each score the query's product with the embedding of the key's position.
+
+    Positions grow from the nearest key to the farthest. Once every query has reached the largest position, or sees no
+    more keys, all keys before have the largest.
+    """
+    import torch
+
+    largest = len(table) - 1
+    scores = scores_BHrt.to(table.dtype)
+    of_positions = q_BHrD.to(table.dtype) @ table.T
+    counted: Tensor | float = 0.0
+    parts = []
+    stop = scores.shape[-1]
+    while stop > 0:
+        columns = slice(max(stop - _KEYS, 0), stop)
+        near, visible = scores[..., columns], seen[..., columns]
+        gates = near.sigmoid()
+        if not visible.all():
+            gates = gates.masked_fill(~visible, 0.0)
+        position = counted + gates.flip(-1).cumsum(-1).flip(-1)
+        capped = position.clamp(max=largest)
+        below = capped.detach().floor().clamp_(max=largest - 1)
+        index = below.long()
+        lower, upper = of_positions.gather(-1, index), of_positions.gather(-1, index + 1)
+        parts.append(near + torch.lerp(lower, upper, capped - below))
+        counted, stop = position[..., :1], columns.start
+        if stop > 0 and bool(((counted >= largest) | ~seen[..., stop - 1 : stop]).all()):
+            parts.append(scores[..., :stop] + of_positions[..., -1:])
+            break
+    return torch.cat(parts[::-1], dim=-1) if len(parts) > 1 else parts[0]

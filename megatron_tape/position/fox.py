@@ -1,0 +1,77 @@
+"""FoX: forget gates, the only sense of order of a Forgetting Transformer (Lin et al., 2025)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import GATE
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class FoxSettings:
+    """The start of the gates."""
+
+    fox_bias_start: float = 0.0
+    """fox: number that the bias of the forget gates starts at; the larger, the longer untrained heads remember."""
+
+
+class FoxPosition(PositionEncoding):
+    """The score of query s and key t falls by the sum of -log f over t < j <= s, where f_j is a forget gate of token j.
+
+    f = sigmoid(w x + b) of the layer's normalised input x, for each query head: `gate` w (H, C) and `gate_bias` b (H,),
+    to which weight decay does not apply, as its authors trained it.
+    """
+
+    name = "fox"
+    settings = FoxSettings
+    needs = frozenset({GATE})
+
+    def check(self) -> None:
+        """Reject a start that is not a number."""
+        start = self.model.fox_bias_start
+        refuse(not math.isfinite(start), f"model.fox_bias_start is {start}; set it to a number, such as 0")
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the gates' projection, which every rank holds whole, as it computes all heads' gates of its tokens."""
+        heads, hidden = self.model.num_attention_heads, self.model.hidden_size
+        return {
+            "gate": Parameter((heads, hidden), std=self.model.init_std),
+            "gate_bias": Parameter((heads,), value=self.model.fox_bias_start, decay=False),
+        }
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the projection, and adding the gates once per head, query and key."""
+        return self.model.num_attention_heads * (self.model.hidden_size + self.model.seq_length // 2)
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count inputs of the log-sigmoids, with what they keep besides on a CPU, and the gates' sums in float64."""
+        heads = self.model.num_attention_heads
+        return (4 + 4) * batch.local_tokens * heads + 8 * batch.tokens * heads // batch.tensor_size
+
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count the gates, which are exchanged for those of the rank's heads, and their gradients."""
+        gates = 4 * batch.local_tokens * self.model.num_attention_heads
+        return gates, gates
+
+    def positions(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: None,
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> Positions:
+        """Return the logarithms of the gates, at least in float32; of these only sums between two tokens enter."""
+        import torch
+        from torch.nn.functional import linear, logsigmoid
+
+        logits = linear(hidden_states_sBC, parameters["gate"])
+        wider = torch.promote_types(logits.dtype, torch.float32)
+        log_gate = logsigmoid(logits.to(wider) + parameters["gate_bias"])
+        return Positions(log_gate_TBH=memory.all_tokens("gates", self.tokens.to_heads(log_gate)))

@@ -1,0 +1,200 @@
+"""Encodings that depend on content: their papers' equations, what pins them down, and tokens a few at a time."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import build, random_tokens, small_model
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.errors import ConfigError
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import tiled
+from megatron_tape.ops.bias import gates_as_bias
+from megatron_tape.ops.packing import Packing
+from megatron_tape.position import Memory, cope, encoding_of
+from megatron_tape.position.base import NO_MEMORY
+
+TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
+CHANGES = {"cope": {"cope_max_position": 4}, "fox": {}}
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiled, "QUERIES", 5)
+    monkeypatch.setattr(tiled, "KEYS", 6)
+    monkeypatch.setattr(cope, "_KEYS", 6)
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def heads(tokens=TOKENS):
+    return [draw(tokens, 2, n, DIM, seed=seed) for seed, n in enumerate((HEADS, GROUPS, GROUPS))]
+
+
+def encoding(name, **changes):
+    tokens = SimpleNamespace(to_heads=lambda x: x, local_heads=lambda x, dim=0: x, local_tokens=lambda x: x)
+    return type(encoding_of(small_model(position_encoding=name)))(
+        small_model(position_encoding=name, **(CHANGES[name] | changes)), tokens
+    )
+
+
+def parameters_of(found):
+    return {key: draw(*parameter.shape, seed=seed) for seed, (key, parameter) in enumerate(found.parameters(0).items())}
+
+
+def cope_by_definition(q, k, v, table, documents):
+    """Equations 3 to 6 of the paper, a pair at a time."""
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
+    rows = []
+    for b in range(2):
+        for h in range(HEADS):
+            for s in range(TOKENS):
+                scores, counted, seen = [], 0.0, []
+                for t in range(s, -1, -1):
+                    if documents[b, t] != documents[b, s]:
+                        break
+                    product = q[s, b, h] @ k[t, b, h] / DIM**0.5
+                    counted = counted + product.sigmoid()
+                    position = min(counted, torch.tensor(len(table) - 1.0, dtype=torch.float64))
+                    low, high = int(position.floor()), int(position.ceil())
+                    part = position - low
+                    scores.append(product + q[s, b, h] @ (part * table[high] + (1 - part) * table[low]))
+                    seen.append(v[t, b, h])
+                rows.append(torch.stack(scores).softmax(0) @ torch.stack(seen))
+    return torch.stack(rows).view(2, HEADS, TOKENS, DIM).permute(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cope_is_the_papers_equation_with_every_gradient(packed):
+    q, k, v = heads()
+    found = encoding("cope")
+    table = parameters_of(found)["table"]
+    documents = DOCUMENTS if packed else torch.zeros(2, TOKENS)
+    expected = cope_by_definition(q, k, v, table, documents)
+    direction = draw(*expected.shape, seed=8).detach()
+    expected = [expected, *torch.autograd.grad(expected, (q, k, v, table), direction)]
+    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
+    packing = Packing.of(documents) if packed else None
+    for backend in ("naive", "tiled"):
+        ours = attention(q, k, v, packing=packing, backend=backend, **vars(rescored))[0]
+        torch.testing.assert_close([ours, *torch.autograd.grad(ours, (q, k, v, table), direction)], expected)
+
+
+def test_cope_with_gates_of_one_is_a_learned_bias_by_distance():
+    _, _, v = heads()
+    q, k = draw(TOKENS, 2, HEADS, DIM), torch.zeros(TOKENS, 2, GROUPS, DIM, dtype=torch.float64)
+    # All products of queries and keys are the same, and large.
+    q, k = torch.cat([torch.full_like(q[..., :1], 20), q[..., 1:]], -1), k.index_fill(3, torch.tensor(0), 20.0)
+    found = encoding("cope", cope_max_position=9)
+    table = parameters_of(found)["table"]
+    at = torch.arange(TOKENS)
+    counted = (at[:, None] - at + 1).clamp(0, 9)
+    by_distance = torch.einsum("sbhd,std->bhst", q, table[counted])
+    p = by_distance.masked_fill(at > at[:, None], float("-inf")).softmax(-1)
+    expected = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(2, 2))
+    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
+    torch.testing.assert_close(attention(q, k, v, backend="tiled", **vars(rescored))[0], expected)
+
+
+@pytest.fixture
+def fla_naive(monkeypatch):
+    """flash-linear-attention's plain form, read from its file, as the package itself needs a GPU; in float64."""
+    package = Path(importlib.util.find_spec("fla").submodule_search_locations[0])
+    spec = importlib.util.spec_from_file_location("fla_naive", package / "ops" / "forgetting_attn" / "naive.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return module.naive_forgetting_attn
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
+def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(fla_naive, backend):
+    found, hidden, tensors = encoding("fox"), draw(TOKENS, 2, HIDDEN, seed=5), heads()
+    parameters = parameters_of(found)
+    logits = hidden @ parameters["gate"].T / HIDDEN**0.5 + parameters["gate_bias"]
+    assert 0.1 < logits.sigmoid().std()
+    q, k, v, gates = (x.transpose(0, 1) for x in (*tensors, logits.sigmoid().log()))
+    expected = fla_naive(q, k, v, gates).transpose(0, 1)
+    given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_MEMORY)
+    ours = attention(*tensors, backend=backend, **vars(given))[0]
+    direction, leaves = draw(*expected.shape, seed=8).detach(), [*tensors, hidden, *parameters.values()]
+    gradients = [torch.autograd.grad(x, leaves, direction) for x in (ours, expected)]
+    torch.testing.assert_close([ours, *gradients[0]], [expected, *gradients[1]])
+
+
+def test_fox_with_gates_of_one_is_nope_and_starts_with_its_bias():
+    built, nope = (build(small_model(position_encoding=name))[0] for name in ("fox", "nope"))
+    ids, expected = random_tokens(), nope(random_tokens())
+    assert (built(ids) - expected).abs().max() > 1e-3
+    with torch.no_grad():
+        for layer in built.gpt.decoder.layers:
+            layer.position.gate.zero_()
+            layer.position.gate_bias.fill_(40.0)
+    torch.testing.assert_close(built(ids), expected)
+    started = build(small_model(position_encoding="fox", fox_bias_start=3.5), randomize=False)[0]
+    bias = started.gpt.decoder.layers[1].position.gate_bias
+    assert bias.tolist() == [3.5] * 4 and bias.decay is False
+
+
+class Growing(Memory):
+    """Keeps everything, as a cache does."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def all_tokens(self, name, new):
+        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
+        return self.kept[name]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("padding", [0, 6])
+def test_tokens_a_few_at_a_time_and_after_padding_are_those_of_the_whole(name, padding):
+    found, hidden, (q, k, v) = encoding(name), draw(TOKENS, 2, HIDDEN, seed=5), heads()
+    parameters, memory = parameters_of(found), Growing()
+    padded = (torch.arange(TOKENS) >= torch.tensor([[padding], [0]])).int()
+    parts = []
+    for a, b in ((0, 11), (11, 12), (12, 15), (15, TOKENS)):
+        given = found.positions(0, parameters, None, hidden[a:b], memory)
+        packing = Packing.of(padded[:, :b]) if padding else None
+        of_cache = dict(packing=packing, rotate=False, backend="tiled")
+        parts.append(attention(q[a:b], k[:b], v[:b], **of_cache, **vars(given))[0])
+    for batch, first in ((slice(0, 1), padding), (slice(1, 2), 0)):
+        given = found.positions(0, parameters, None, hidden[first:, batch], NO_MEMORY)
+        whole = attention(q[first:, batch], k[first:, batch], v[first:, batch], backend="naive", **vars(given))
+        torch.testing.assert_close(torch.cat(parts)[first:, batch], whole[0])
+    halves = ({key: x.bfloat16() for key, x in parameters.items()}, None, hidden.bfloat16())
+    memory = Growing()
+    found.positions(0, *halves, memory)
+    assert all(kept.dtype == torch.float32 for kept in memory.kept.values())
+
+
+def test_gates_keep_the_differences_of_neighbours_after_128k_tokens():
+    log_gate = -torch.rand(131072, 1, 1, generator=torch.Generator().manual_seed(0))
+    bias = gates_as_bias(log_gate)
+    near = slice(131000, 131072)
+    exact = log_gate.double()[near, 0, 0].cumsum(0)
+    # A tile of few queries may leave out a number for each.
+    found = bias.of(near, near)[0, 0].double().expand(72, -1)
+    torch.testing.assert_close(found[:, 1:] - found[:, :1], (exact[0] - exact[1:]).expand(72, -1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name, changes, refusal",
+    [
+        ("cope", {"cope_max_position": 0}, "cope_max_position is 0; set it to at least 1"),
+        ("fox", {"fox_bias_start": float("nan")}, "fox_bias_start is nan"),
+        ("cope", {"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
+        ("fox", {"attention_backend": "triton"}, "triton, which cannot lower the scores of keys with forget gates"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(name, changes, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        validate_model(small_model(position_encoding=name, **changes))
