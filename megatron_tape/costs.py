@@ -194,7 +194,7 @@ def activations(
     def layer(index: int) -> int:
         if index == 0 and not {*trained} - {OF_ENCODING, "output"}:
             return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
-        moves = index > first_update and ROTATION in encoding.needs
+        moves = ROTATION in encoding.needs and encoding.learns_rotation(index)
         averages = AVERAGE in encoding.needs and encoding.updates(index)
         attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
         mlp = tokens * (5 if "matrices" in trained else 4) * model.ffn_hidden_size // tensor_size * width
@@ -205,7 +205,9 @@ def activations(
         return kept + narrow
 
     layers = [layer(i) for i in range(model.num_layers)]
-    inputs = tokens * 8 + model.seq_length * encoding.state_size(0) * width
+    # Sequences share their positions, unless they are packs whose documents have their own.
+    states = tokens if masked and encoding.counts_in_documents else model.seq_length
+    inputs = tokens * 8 + states * encoding.state_size(0) * width
     # The mask of packs is made once for all layers.
     inputs += tokens * model.seq_length * width if masked and not _tiled(model) else 0
     backward = sum(layers)

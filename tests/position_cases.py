@@ -8,8 +8,9 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
-BUILT_IN = ("fire", "path", "cope", "fox")
-"""Their parameters are of both kinds: cut over the processes, and held whole by each."""
+BUILT_IN = ("fire", "path", "cope", "fox", "repo", "randpe")
+"""Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
+are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 
 

@@ -31,6 +31,8 @@ VARIANTS = {
     "path": {"position_encoding": "path", "path_rank": 5},
     "cope": {"position_encoding": "cope", "cope_max_position": 5},
     "fox": {"position_encoding": "fox"},
+    "randpe": {"position_encoding": "randpe", "randpe_range": 50},
+    "repo": {"position_encoding": "repo", "repo_width": 5},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])

@@ -39,6 +39,9 @@ SHAPES = {
     "tape_qk_norm": {"qk_norm": True},
     "tape_qk_norm_one_group": {"qk_norm": True, "num_query_groups": 1},
     "rope_qk_norm": {"position_encoding": "rope", "qk_norm": True},
+    "randpe": {"position_encoding": "randpe"},
+    "repo": {"position_encoding": "repo", "repo_width": 5},
+    "repo_in_all_layers_qk_norm": {"position_encoding": "repo", "repo_first_layer": 0, "qk_norm": True},
     "nope_qk_norm_multi_head": {"position_encoding": "nope", "qk_norm": True, "num_query_groups": 4},
 }
 MIDDLE = dict(hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6, num_query_groups=2, seq_length=256)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -114,14 +115,16 @@ class LanguageModel(torch.nn.Module):
         losses (B, S) themselves, in float32.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
-        defaults to 0, 1, ...; shifting all of them changes nothing. S must be a multiple of `tokens.sequence_shards`.
+        defaults to those that the encoding has outside training, mostly 0, 1, ...; with most encodings, shifting all of
+        them changes nothing. S must be a multiple of `tokens.sequence_shards`.
         """
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = self.token_positions(tokens)
         packing = None if documents is None else Packing.of(documents)
         positions_SB = positions[:, None]
         if packing is not None and self.encoding.counts_in_documents:
-            positions_SB = positions_SB - positions[packing.bounds_2BT[0].T.long()]
+            starts_SB = packing.bounds_2BT[0].T.long()
+            positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
         added, embedded = self.encoding.embedding(positions_SB, self.dtype), None
@@ -140,6 +143,13 @@ class LanguageModel(torch.nn.Module):
             return forward(runtime_gather_output=True)
         losses = forward(labels=labels)
         return losses.float() if by_token else self.tokens.loss(losses, loss_weights)
+
+    def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
+        """Return the positions (S,) of token ids (B, S), on their device; `random` is the stream of a training step."""
+        positions = self.encoding.token_positions(tokens.shape[1], random)
+        if positions is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return torch.as_tensor(positions, device=tokens.device)
 
     def record_position_norms(self, record: bool) -> None:
         """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""

@@ -17,6 +17,8 @@ from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
+from megatron_tape.position.randpe import RandomizedPosition
+from megatron_tape.position.repo import Reposition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
@@ -38,6 +40,8 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     PathPosition,
     CopePosition,
     FoxPosition,
+    RandomizedPosition,
+    Reposition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}

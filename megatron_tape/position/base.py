@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron_tape.ops.backends import AVERAGE
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 
@@ -111,7 +112,8 @@ class PositionEncoding:
     exports_to: ClassVar[str | None] = None
     """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported."""
     counts_in_documents: ClassVar[bool] = False
-    """Whether more than differences of positions enters, so that each document of a pack counts from its start."""
+    """Whether more than differences of a sequence's indices enters, so that each document of a pack has the positions
+    of a sequence that begins with it."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """`tokens` is needed only for computing; `fused` requests Triton kernels, if the encoding has any."""
@@ -155,6 +157,10 @@ class PositionEncoding:
         """
         return 0, 0
 
+    def learns_rotation(self, layer: int) -> bool:
+        """Return whether what rotates queries and keys in layer `layer` depends on parameters, and needs a gradient."""
+        return any(self.updates(earlier) for earlier in range(layer))
+
     @property
     def num_updates(self) -> int:
         """How many layers rewrite the state."""
@@ -171,6 +177,17 @@ class PositionEncoding:
         return any(parameter.head_axis is None for layer in parameters for parameter in layer)
 
     # Computed.
+
+    def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
+        """Return the positions of a sequence of `length` tokens, int64 (S,), in ascending order; None means 0, 1, ...
+
+        In a training step, `random` is a stream that depends on the step and `train.seed` alone: all ranks and
+        micro-batches of a step get the same numbers. Outside training it is None.
+        """
+        return None
+
+    def check_cached(self, length: int) -> None:
+        """Raise NotImplementedError if a sequence that is computed a few tokens at a time cannot grow to `length`."""
 
     def embedding(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to the embedded tokens, (S, B or 1, C), or None, given positions as `initial_state`."""

@@ -73,11 +73,14 @@ class RotaryPosition(PositionEncoding):
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32."""
+        return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
+
+    def phases(self, positions: "Tensor") -> "Tensor":
+        """Return the phases (..., D), times the attention factor, of real positions (...), in their precision."""
         import torch
 
-        angles = positions_SB.float()[..., None] * self._frequencies_on(positions_SB.device)
-        phases = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
-        return phases.to(dtype).unsqueeze(2)
+        angles = positions[..., None] * self._frequencies_on(positions.device)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
     @property
     def attention_factor(self) -> float:

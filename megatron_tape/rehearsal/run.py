@@ -156,15 +156,15 @@ class _ObservedRun:
         engine = Engine(model, config, layout)
         train_step = engine.train_step
 
-        def observed_step(batches, rate):
+        def observed_step(*arguments):
             self._steps += 1
             self.tracker.phase = "update"
             if self._steps != MEASURED:
-                return train_step(batches, rate)
+                return train_step(*arguments)
             self._end_record()
             self._measure_state(engine)
             self.tracker.steady = True
-            result = train_step(batches, rate)
+            result = train_step(*arguments)
             self.tracker.steady = False
             self.outcome.record = self._end_record()
             return result

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import (
@@ -82,6 +83,11 @@ def _gather_for_whole_layers(model: torch.nn.Module) -> None:
                 deepspeed.zero.register_external_parameter(layer, parameter)
 
 
+def stream_of(seed: int, step: int) -> np.random.Generator:
+    """Return the random numbers of a training step, the same on all ranks; the data has other streams."""
+    return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
+
+
 class Engine:
     """A model under training. Every method is called by all ranks together.
 
@@ -91,6 +97,7 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
         self.layout = layout
+        self._seed = config.train.seed
         self.zero_stage = config.deepspeed.zero_stage
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
@@ -113,17 +120,18 @@ class Engine:
         self.micro_batches = self._engine.gradient_accumulation_steps()
         self._replicated = ReplicatedGradients(model, self._engine.optimizer, config.deepspeed, layout)
 
-    def train_step(self, batches: Iterable[Batch], lr: float) -> StepResult:
+    def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
         """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
 
-        Parameters learn at `lr` times their group's `lr_scale`.
+        Parameters learn at `lr` times their group's `lr_scale`. What an encoding draws depends on `step` and the seed.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self._engine.train()
         total = torch.zeros((), device=self.layout.device)
         for _, batch in zip(range(self.micro_batches), batches, strict=False):
-            loss = self._engine(**batch)
+            positions = self.module.token_positions(batch["tokens"], stream_of(self._seed, step))
+            loss = self._engine(**batch, positions=positions)
             total += loss.detach()
             # A loss that is not finite must make the gradient so, too; otherwise the step would still be taken.
             self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))

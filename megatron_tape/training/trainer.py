@@ -174,7 +174,7 @@ class Trainer:
                 hook.before_step(self, step)
             rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
             started = time.perf_counter()
-            result = self.engine.train_step(self.micro_batches, rate)
+            result = self.engine.train_step(self.micro_batches, rate, step)
             seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
             self.step = step
             watch.progress("training", step)

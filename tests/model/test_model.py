@@ -234,14 +234,14 @@ def test_a_checkpoint_with_the_encodings_former_names_is_read():
 
 def test_phases_need_no_gradient_where_layers_are_recomputed(monkeypatch):
     asked = []
-    positions = layers.LayerPosition.positions
+    enter = layers.LayerPosition.enter
 
     def looked_at(self, state, hidden_states):
-        found = positions(self, state, hidden_states)
+        state, found = enter(self, state, hidden_states)
         asked.append(found.z_TBGD.requires_grad)
-        return found
+        return state, found
 
-    monkeypatch.setattr(layers.LayerPosition, "positions", looked_at)
+    monkeypatch.setattr(layers.LayerPosition, "enter", looked_at)
     for encoding, learned in (("rope", False), ("tape", True)):
         built, _ = build(small_model(position_encoding=encoding), recompute="full")
         asked.clear()

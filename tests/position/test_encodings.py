@@ -25,6 +25,8 @@ CHANGES = {
     "path": {"path_rank": 5},
     "cope": {"cope_max_position": 5},
     "fox": {},
+    "randpe": {"randpe_range": 50},
+    "repo": {"repo_width": 5},
 }
 
 
@@ -176,6 +178,13 @@ def test_costs_are_those_of_the_model(name):
         ("xpos", {"xpos_scale_base": float("nan")}, "xpos_scale_base nan"),
         ("sincos", {"hidden_size": 33, "kv_channels": 8}, "hidden_size is 33"),
         ("xpos", {"rope_scaling_factor": 2.0}, "does not apply to xpos"),
+        ("randpe", {"randpe_range": 15}, "randpe_range is 15, less than the 16 tokens"),
+        ("randpe", {"randpe_range": 2**24 + 1}, "randpe_range is 16,777,217"),
+        ("randpe", {"rope_scaling_factor": 2.0}, "does not apply to randpe"),
+        ("randpe", {"rope_scaling_type": "yarn"}, "does not apply to randpe"),
+        ("repo", {"repo_width": 0}, "repo_width is 0"),
+        ("repo", {"repo_first_layer": 3}, "repo_first_layer is 3, but layers are numbered from 0 to 2"),
+        ("repo", {"repo_first_layer": -1}, "repo_first_layer is -1"),
         ("xpos", {"seq_length": 4096}, "xpos_scale_base 8 is too small .* at least 65"),
     ],
 )

@@ -1,0 +1,126 @@
+"""RePo, context re-positioning (Li et al., 2025): each layer predicts every token's position from its content.
+
+From layer `repo_first_layer` on, h being the layer's normalised input, (C,) for one token:
+    r = silu(W_gate h) * (W_content h),    z = W_position r,
+and queries and keys of group g rotate by exp(i z_g theta_f), as RoPE's would by exp(i s theta_f). In the layers below,
+they rotate as RoPE's do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tape.errors import refuse
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
+from megatron_tape.position.rope import RotaryPosition, RotarySettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class RepositionSettings(RotarySettings):
+    """Which layers predict positions, and from how many numbers."""
+
+    repo_width: int | None = None
+    """repo: numbers from which a token's positions are computed; null means hidden_size // 8, as in the paper."""
+    repo_first_layer: int | None = None
+    """repo: the first layer, from 0, that predicts positions; null means num_layers // 3, as in the paper's model of 16
+    layers, but not 0, since embedded tokens know nothing of their order."""
+
+    @property
+    def repo_inner_width(self) -> int:
+        """Numbers from which a token's positions are computed."""
+        return max(1, self.hidden_size // 8) if self.repo_width is None else self.repo_width
+
+    @property
+    def repo_predicts_from(self) -> int:
+        """The first layer, from 0, that predicts positions."""
+        if self.repo_first_layer is None:
+            return min(max(1, self.num_layers // 3), self.num_layers - 1)
+        return self.repo_first_layer
+
+
+class Reposition(RotaryPosition):
+    """RoPE on positions that layers predict, one for each token and group.
+
+    Parameters: `gate_proj` and `content_proj` (W, C), which all groups share, and `position_proj` (G, W).
+    """
+
+    name = "repo"
+    settings = RepositionSettings
+    exports_to = None
+
+    def check(self) -> None:
+        """Reject an inner width without a number, and a first layer that the model does not have."""
+        super().check()
+        model = self.model
+        refuse(
+            model.repo_inner_width < 1,
+            f"model.repo_width is {model.repo_width}; set it to at least 1, such as hidden_size // 8",
+        )
+        refuse(
+            not 0 <= model.repo_predicts_from < model.num_layers,
+            f"model.repo_first_layer is {model.repo_first_layer}, but layers are numbered from 0 to "
+            f"{model.num_layers - 1}; choose one of these",
+        )
+
+    def learns_rotation(self, layer: int) -> bool:
+        """Return whether the layer predicts positions."""
+        return layer >= self.model.repo_predicts_from
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the parameters of the prediction, drawn as the model's other matrices are."""
+        if not self.learns_rotation(layer):
+            return {}
+        model, width, std = self.model, self.model.repo_inner_width, self.model.init_std
+        return {
+            "gate_proj": Parameter((width, model.hidden_size), std=std),
+            "content_proj": Parameter((width, model.hidden_size), std=std),
+            "position_proj": Parameter((model.query_groups, width), std=std),
+        }
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count the three products."""
+        if not self.learns_rotation(layer):
+            return 0
+        return self.model.repo_inner_width * (2 * self.model.hidden_size + self.model.query_groups)
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count the gate before and after silu, the content, their product, and the angles, all of them in fp32.
+
+        The phases are counted with the rotation.
+        """
+        if not self.learns_rotation(layer):
+            return 0
+        angles = self.model.query_groups // batch.tensor_size * self.model.head_dim // 2
+        return 4 * (batch.local_tokens * 4 * self.model.repo_inner_width + batch.tokens * angles)
+
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count the positions on their way to attention, and their gradients on theirs back."""
+        sent = 4 * self.model.query_groups * batch.local_tokens if self.learns_rotation(layer) else 0
+        return sent, sent
+
+    def positions(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> Positions:
+        """Return the phases of RoPE, or those of the positions that the layer predicts, (S, B, g, D)."""
+        if not self.learns_rotation(layer):
+            return Positions(state)
+        positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))
+        return Positions(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
+
+    def predicted(self, parameters: Mapping[str, "Tensor"], hidden_states_sBC: "Tensor") -> "Tensor":
+        """Return the positions of this rank's tokens, (s, B, G), in float32 also where the model is in bf16."""
+        import torch
+        from torch.nn.functional import linear, silu
+
+        gate, content = (linear(hidden_states_sBC, parameters[name]) for name in ("gate_proj", "content_proj"))
+        precision = torch.promote_types(gate.dtype, torch.float32)
+        inner = silu(gate.to(precision)) * content.to(precision)
+        return linear(inner, parameters["position_proj"].to(precision))

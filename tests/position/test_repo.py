@@ -1,0 +1,135 @@
+"""Context re-positioning against its defining equations, and against RoPE on the same positions."""
+
+import pytest
+import torch
+from models import build, random_tokens, small_model
+from torch.nn.functional import linear, silu
+
+from megatron_tape.ops.attention import attention
+from megatron_tape.position.base import NO_MEMORY
+
+B, S, H, G, D, C, W = 2, 19, 4, 2, 8, 32, 5
+
+
+def model_of(**changes):
+    return small_model(position_encoding="repo", repo_width=W, **changes)
+
+
+def built_and_moved(dtype=torch.float32, **changes):
+    """Build a model whose predicted positions are some tokens apart."""
+    built, _ = build(model_of(**changes), dtype=dtype)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if ".position." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype))
+    return built
+
+
+def by_the_equations(h, gate, content, position, q, k, v, theta):
+    """Average the values by scores of complex products, one head, query and key after the other."""
+    r = (h @ gate.T) * torch.sigmoid(h @ gate.T) * (h @ content.T)
+    z = r @ position.T
+    out = []
+    for head in range(H):
+        group = head * G // H
+        z_1 = z[:, :, group].T
+        angles = (z_1[:, :, None] - z_1[:, None])[..., None] * theta
+        (q_re, q_im), (k_re, k_im) = (x.transpose(0, 1).chunk(2, -1) for x in (q[:, :, head], k[:, :, group]))
+        query, key = torch.complex(q_re, q_im), torch.complex(k_re, k_im)
+        turned = query[:, :, None] * torch.polar(torch.ones_like(angles), angles)
+        scores = (turned * key[:, None].conj()).real.sum(-1) / D**0.5
+        scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
+        out.append((scores.softmax(-1) @ v[:, :, group].transpose(0, 1)).transpose(0, 1))
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
+def test_outputs_and_gradients_are_the_equations(backend):
+    encoding = build(model_of())[0].encoding
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(S, B, C), (W, C), (W, C), (G, W), (S, B, H, D), (S, B, G, D), (S, B, G, D), (S, B, H, D)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    weight, leaves = drawn.pop(), []
+
+    def ours(h, gate, content, position, q, k, v, theta):
+        parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
+        found = encoding.positions(1, parameters, None, h, NO_MEMORY)
+        assert found.z_TBGD.shape == (S, B, G, D)
+        return attention(q, k, v, **vars(found), backend=backend)[0]
+
+    for function in (ours, by_the_equations):
+        inputs = [x.clone().requires_grad_() for x in drawn]
+        out = function(*inputs, encoding.frequencies().double())
+        (out * weight).sum().backward()
+        leaves.append([out.detach(), *(x.grad for x in inputs)])
+    for found, expected in zip(*leaves, strict=True):
+        assert expected.norm() > 1e-2 and (found - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_it_is_rope_where_it_predicts_each_tokens_index():
+    """The first hidden number of every token is 1, the second its index."""
+    encoding = build(model_of())[0].encoding
+    h = torch.zeros(S, B, C, dtype=torch.float64)
+    h[:, :, 0], h[:, :, 1] = 1, torch.arange(S)[:, None]
+    gate, content, position = (torch.zeros(shape, dtype=torch.float64) for shape in ((W, C), (W, C), (G, W)))
+    gate[2, 0], content[2, 1], position[:, 2] = 3.0, 0.5, 2 / (3 * torch.sigmoid(torch.tensor(3.0).double()))
+    parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
+    found = encoding.positions(1, parameters, None, h, NO_MEMORY).z_TBGD
+    rope = encoding.initial_state(torch.arange(S)[:, None], torch.float64)
+    torch.testing.assert_close(found, rope.expand(S, B, G, D), atol=1e-5, rtol=0)
+
+    repo, ids = build(model_of())[0], random_tokens()
+    repo.encoding.predicted = lambda parameters, h: torch.arange(16.0)[:, None, None].expand(16, 2, 2)
+    torch.testing.assert_close(repo(ids), build(small_model(position_encoding="rope"))[0](ids))
+
+
+def test_only_layers_from_the_first_on_predict_positions():
+    ids = random_tokens()
+    for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
+        expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get((first, layers), first)
+        built, _ = build(model_of(repo_first_layer=first, num_layers=layers))
+        with_parameters = [any(True for _ in layer.position.parameters()) for layer in built.gpt.decoder.layers]
+        assert with_parameters == [layer >= expected for layer in range(layers)]
+    shift = torch.arange(16) + 500
+    some, everywhere = built_and_moved(), built_and_moved(repo_first_layer=0)
+    torch.testing.assert_close(some(ids), some(ids, positions=shift), atol=2e-4, rtol=1e-3)
+    assert (some(ids) - some(ids, positions=shift * 2)).abs().max() > 1e-3
+    assert torch.equal(everywhere(ids), everywhere(ids, positions=shift * 2))
+
+
+def test_scaled_positions_are_scaled_in_every_layer():
+    ids = random_tokens()
+    plain, scaled = built_and_moved(repo_first_layer=0), built_and_moved(repo_first_layer=0, rope_scaling_factor=2.0)
+    assert (plain(ids) - scaled(ids)).abs().max() > 1e-3
+    with torch.no_grad():
+        for layer in scaled.gpt.decoder.layers:
+            layer.position.position_proj.mul_(2)
+    torch.testing.assert_close(plain(ids), scaled(ids))
+
+
+def test_positions_are_in_fp32_where_the_model_is_in_bf16():
+    built = built_and_moved(torch.bfloat16)
+    parameters = dict(built.gpt.decoder.layers[1].position.named_parameters())
+    h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        found = built.encoding.predicted(parameters, h)
+        exact = built.encoding.predicted({name: x.double() for name, x in parameters.items()}, h.double())
+        gate, content, position = parameters.values()
+        in_bf16 = linear(silu(linear(h, gate)) * linear(h, content), position)
+    assert found.dtype == torch.float32 and exact.dtype == torch.float64
+    assert in_bf16.dtype == torch.bfloat16 and exact.abs().max() > 8
+    assert (found - exact).norm() < (in_bf16 - exact).norm()
+    assert built(random_tokens()).isfinite().all()
+
+
+def test_tokens_a_few_at_a_time_have_the_phases_of_all_at_once():
+    built = built_and_moved()
+    h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1))
+    state = built.encoding.initial_state(torch.arange(S)[:, None], torch.float32)
+    for layer in (0, 1):
+        parameters = dict(built.gpt.decoder.layers[layer].position.named_parameters())
+        whole = built.encoding.positions(layer, parameters, state, h, NO_MEMORY).z_TBGD
+        parts = [slice(0, 7), slice(7, 8), slice(8, S)]
+        few = [built.encoding.positions(layer, parameters, state[x], h[x], NO_MEMORY).z_TBGD for x in parts]
+        torch.testing.assert_close(torch.cat(few), whole)
