@@ -33,6 +33,7 @@ VARIANTS = {
     "fox": {"position_encoding": "fox"},
     "randpe": {"position_encoding": "randpe", "randpe_range": 50},
     "repo": {"position_encoding": "repo", "repo_width": 5},
+    "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
@@ -178,6 +179,6 @@ def main(folder):
         {"position_encoding": "toy_head_gate"}, sequence_parallel=False
     )
     results["order_on_node"] = order_on_node(folder)
-    results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope")}
+    results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope", "path_fox")}
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results

@@ -8,12 +8,36 @@ Axes: T tokens, B batch, G key/value groups, R query heads of a group, r the que
 tokens, D head dimension.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_tape.ops.rescore import Rescore
 
 BLOCK = 64
 """C, the tokens of a block; the paper's kernels use the same."""
+
+
+def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]) -> Rescore:
+    """Return the scores for the w (T, B, G, D) and beta (T, B, G) that `directions` computes from `tensors`.
+
+    What it computes on the way is computed again in the backward pass.
+    """
+
+    def blocks(k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        w_TBGD, beta_TBG = directions(*given)
+        return blocks_of_reflections(k_BGTD, w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0))
+
+    def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        return checkpoint(blocks, k_BGTD, *given, use_reentrant=False, preserve_rng_state=False)
+
+    def rows(scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor) -> Tensor:
+        return scores_through_reflections(q, tokens, *prepared)
+
+    return Rescore(rows, tensors, prepare, takes_scores=False)
 
 
 def blocks_of_reflections(k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

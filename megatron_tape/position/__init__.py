@@ -19,6 +19,7 @@ from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.randpe import RandomizedPosition
 from megatron_tape.position.repo import Reposition
+from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
@@ -42,6 +43,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     FoxPosition,
     RandomizedPosition,
     Reposition,
+    PathFoxPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
 ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}
@@ -65,8 +67,8 @@ def encoding_of(model: ModelConfig) -> PositionEncoding:
 
 def setting_classes() -> tuple[type, ...]:
     """Return the settings classes of the built-in encodings as bases of a class, without those that others extend."""
-    classes = [encoding.settings for encoding in BUILT_IN if encoding.settings is not object]
-    return tuple(a for i, a in enumerate(classes) if not any(issubclass(b, a) for b in classes[:i]))
+    classes = dict.fromkeys(encoding.settings for encoding in BUILT_IN if encoding.settings is not object)
+    return tuple(a for a in classes if not any(b is not a and issubclass(b, a) for b in classes))
 
 
 def setting_names(encoding: str) -> set[str]:

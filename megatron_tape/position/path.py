@@ -120,7 +120,7 @@ class PathPosition(PositionEncoding):
         """Return the scores as a function of queries and keys."""
         from torch.nn.functional import linear
 
-        from megatron_tape.ops.rescore import Rescore
+        from megatron_tape.ops.householder import through_reflections
 
         narrow = memory.all_tokens("narrow", linear(hidden_states_sBC, parameters["w_down"]))
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
@@ -129,29 +129,13 @@ class PathPosition(PositionEncoding):
         tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, memory.all_tokens("positions", state))
         if "conv" in parameters:
             tensors = (*tensors, parameters["conv"])
-        return Positions(rescore=Rescore(_rows, tensors, _prepare, takes_scores=False))
+        return Positions(rescore=through_reflections(_unit_w_and_beta, tensors))
 
 
-def _prepare(q_BHSD: "Tensor", k_BGTD: "Tensor", *tensors: "Tensor") -> tuple["Tensor", ...]:
-    """Return the blocks of keys and transformations; what is computed on the way is computed again when needed."""
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(_blocks, k_BGTD, *tensors, use_reentrant=False, preserve_rng_state=False)
-
-
-def _blocks(k_BGTD: "Tensor", w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv: "Tensor"):
-    from megatron_tape.ops.householder import blocks_of_reflections
-
-    if conv:
-        w_TBGD = short_convolution(w_TBGD, positions_TB, *conv)
-    w_TBGD = w_TBGD * (w_TBGD.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
-    return blocks_of_reflections(k_BGTD, w_TBGD.permute(1, 2, 0, 3), 2 * betas_TBG.sigmoid().permute(1, 2, 0))
-
-
-def _rows(scores: None, q: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, *blocks: "Tensor") -> "Tensor":
-    from megatron_tape.ops.householder import scores_through_reflections
-
-    return scores_through_reflections(q, tokens, *blocks)
+def _unit_w_and_beta(w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv_GDK: "Tensor"):
+    if conv_GDK:
+        w_TBGD = short_convolution(w_TBGD, positions_TB, *conv_GDK)
+    return w_TBGD * (w_TBGD.square().sum(-1, keepdim=True) + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
 
 
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":

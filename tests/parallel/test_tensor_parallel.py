@@ -3,6 +3,9 @@
 import pytest
 import tensor_parallel_cases
 from launch import run_group
+from models import small_model
+
+from megatron_tape.position import MicroBatch, encoding_of
 
 CASES = [*tensor_parallel_cases.VARIANTS, "tape_recompute", "tape_packed", "rope_without_sequence_parallel"]
 CASES += ["head_gate_without_sequence_parallel", "tape_shifted", *tensor_parallel_cases.LORA_VARIANTS]
@@ -33,6 +36,16 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
     assert rope > 0
     added = tape - rope
     assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
+
+
+@pytest.mark.parametrize("encoding", ["tape", "path_fox"])
+def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
+    shape, declared = results["shape"], encoding_of(small_model(position_encoding=encoding, num_query_groups=4))
+    tokens = shape["S"] * shape["B"]
+    of_layers = [declared.exchanged_bytes(i, MicroBatch(tokens, tokens // 2, 4, 2)) for i in range(shape["layers"])]
+    for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
+        own, without = (sum(results["numbers"][name][direction].values()) for name in (encoding, "rope"))
+        assert 4 * (own - without) == sum(counted) > 0
 
 
 def test_the_first_rank_of_a_node_goes_before_the_others(results):

@@ -27,6 +27,7 @@ CHANGES = {
     "fox": {},
     "randpe": {"randpe_range": 50},
     "repo": {"repo_width": 5},
+    "path_fox": {"path_rank": 5, "fox_bias_start": 6.0},
 }
 
 

@@ -1,5 +1,8 @@
 """PaTH: its scores, their gradients, documents and a memory of earlier tokens."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from models import build, random_tokens, small_model
@@ -8,14 +11,13 @@ from torch.nn.functional import conv1d, linear, silu
 from megatron_tape.config.checks import validate_model
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, scores_through_reflections
+from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.rescore import Rescore
 from megatron_tape.position import encoding_of
 from megatron_tape.position.base import Memory
 from megatron_tape.position.path import short_convolution
 
-NAMES = ["path"]
+NAMES = ["path", "path_fox"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +37,7 @@ def random_inputs(T, B=2, G=2, R=2, D=8, seed=0):
 
 
 def rescore_of(w, beta):
-    def prepare(q, k, w, beta):
-        return blocks_of_reflections(k, w.permute(1, 2, 0, 3), beta.permute(1, 2, 0))
-
-    def rows(scores, q, k, seen, tokens, *blocks):
-        return scores_through_reflections(q, tokens, *blocks)
-
-    return Rescore(rows, (w, beta), prepare, takes_scores=False)
+    return through_reflections(lambda *given: given, (w, beta))
 
 
 def defined_scores(q, k, w, beta):
@@ -78,6 +74,39 @@ def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
     leaves = (q, k, w, beta)
     for a, b in zip(gradients_of(found, leaves), gradients_of(expected, leaves), strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+def same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert b.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+def authors_form(monkeypatch):
+    """The authors' plain form, without importing the package, which asks for a GPU's compiler; in float64."""
+    package = Path(importlib.util.find_spec("fla").submodule_search_locations[0])
+    spec = importlib.util.spec_from_file_location("naive_path", package / "ops" / "path_attn" / "naive.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    return module.naive_path_attn
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("backend", ["tiled", "naive"])
+def test_outputs_and_gradients_are_those_of_the_authors_code(backend, gated, monkeypatch):
+    T, D = 150, 8
+    leaves = random_inputs(T, D=D)
+    q, k, v, w, beta = leaves
+    log_gate = (torch.rand(T, 2, 4) * -0.1 if gated else torch.zeros(T, 2, 4)).requires_grad_()
+    given = {"log_gate_TBH": log_gate} if gated else {}
+    found, _ = attention(q, k, v, None, backend=backend, rescore=rescore_of(w, beta), **given)
+    # That code divides the gates' sums by sqrt(D), too; the papers' equations do not.
+    expected = authors_form(monkeypatch)(*(x.transpose(0, 1) for x in (*leaves, log_gate * D**0.5)), scale=D**-0.5)
+    expected = expected.transpose(0, 1)
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
+    leaves = [*leaves, log_gate] if gated else leaves
+    same(gradients_of(found, leaves), gradients_of(expected, leaves))
 
 
 @pytest.mark.parametrize("backend", ["tiled", "naive"])
@@ -207,6 +236,32 @@ def test_shifted_positions_and_left_padding_change_nothing(name):
     attended = torch.tensor([[0] * 5 + [1] * 16] * 2)
     padded = logits_of(name, torch.cat([padding, ids], dim=1), documents=attended)
     torch.testing.assert_close(padded[:, 5:], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_with_open_gates_path_fox_is_path():
+    ids = random_tokens(2)
+
+    def open_gates(parameters):
+        parameters["gate"].zero_()
+        parameters["gate_bias"].fill_(200.0)
+
+    changed = logits_of("path_fox", ids)
+    # The parameters of `path` are drawn again in the same order.
+    order = {}
+
+    def remember(parameters):
+        open_gates(parameters)
+        order.setdefault("layers", []).append({key: x.clone() for key, x in parameters.items()})
+
+    opened, layers = logits_of("path_fox", ids, remember), iter(order["layers"])
+
+    def take(parameters):
+        given = next(layers)
+        for key, x in parameters.items():
+            x.copy_(given[key])
+
+    torch.testing.assert_close(opened, logits_of("path", ids, take))
+    assert (changed - opened).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""PaTH with the forget gates of a Forgetting Transformer, PaTH-FoX (Yang et al., 2025)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
+from megatron_tape.position.fox import FoxPosition, FoxSettings
+from megatron_tape.position.path import PathPosition, PathSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class PathFoxSettings(PathSettings, FoxSettings):
+    """The settings of both."""
+
+
+class PathFoxPosition(PathPosition, FoxPosition):
+    """The scores of `path`, lowered by the forget gates of `fox`; the parameters, and what they cost, of both."""
+
+    name = "path_fox"
+    settings = PathFoxSettings
+    needs = PathPosition.needs | FoxPosition.needs
+
+    def check(self) -> None:
+        """Reject what either rejects."""
+        PathPosition.check(self)
+        FoxPosition.check(self)
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return the parameters of both."""
+        return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
+
+    def multiply_adds(self, layer: int) -> int:
+        """Return the sum of both."""
+        return PathPosition.multiply_adds(self, layer) + FoxPosition.multiply_adds(self, layer)
+
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Return the sum of both."""
+        return PathPosition.saved_bytes(self, layer, batch) + FoxPosition.saved_bytes(self, layer, batch)
+
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Return the sums of both."""
+        of_each = (encoding.exchanged_bytes(self, layer, batch) for encoding in (PathPosition, FoxPosition))
+        forward, backward = (sum(counts) for counts in zip(*of_each))
+        return forward, backward
+
+    def positions(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> Positions:
+        """Return the scores of the one and the gates of the other."""
+        given = (layer, parameters, state, hidden_states_sBC, memory)
+        gates = FoxPosition.positions(self, *given).log_gate_TBH
+        return replace(PathPosition.positions(self, *given), log_gate_TBH=gates)
