@@ -17,9 +17,9 @@ from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
+from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.randpe import RandomizedPosition
 from megatron_tape.position.repo import Reposition
-from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
