@@ -29,7 +29,7 @@ def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensor
 
     def blocks(k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*given)
-        return blocks_of_reflections(k_BGTD, w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0))
+        return blocks_of_reflections(k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0))
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         return checkpoint(blocks, k_BGTD, *given, use_reentrant=False, preserve_rng_state=False)
@@ -65,7 +65,7 @@ def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, sol
     (B, _, r, D), C, first = q_BHrD.shape, BLOCK, tokens.start
     count = -(-tokens.stop // C)
     # Rows of one token lie together, so that the queries of a block, and those after it, are slices.
-    q_ArRD = (q_BHrD * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
+    q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
     R = q_ArRD.shape[2]
     q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
     local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))

@@ -109,6 +109,17 @@ def test_outputs_and_gradients_are_those_of_the_authors_code(backend, gated, mon
     same(gradients_of(found, leaves), gradients_of(expected, leaves))
 
 
+def test_in_bf16_the_scores_are_computed_in_float32():
+    exact = random_inputs(90)
+    rounded = [x.detach().to(torch.bfloat16) for x in exact[:3]]
+    w, beta = (x.detach().float() for x in exact[3:])
+    expected, _ = attention(*(x.float() for x in rounded), None, backend="tiled", rescore=rescore_of(w, beta))
+    for backend in ("tiled", "naive"):
+        found, _ = attention(*rounded, None, backend=backend, rescore=rescore_of(w, beta))
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=2**-7)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "naive"])
 def test_reflections_outside_of_a_document_do_not_matter(backend):
     q, k, v, w, beta = random_inputs(150)
