@@ -3,7 +3,8 @@
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
 RUN is a training run; its curves are shown, and the evaluations in its folder `evaluation`. RESULTS is a results.json
-of pretrain.evaluate, or the directory that holds it. The page is one HTML file that needs no network.
+of pretrain.evaluate or a comparison.json of pretrain.compare, or the directory that holds it. The page is one HTML file
+that needs no network.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_tape.command_line import counted
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.files import write_whole
 
@@ -48,14 +50,25 @@ def make(paths: list[str | Path], output: Path) -> None:
         f"--output is {output}; give a name that ends in .html, as a file of that name is replaced",
     )
     refuse(output.is_dir(), f"--output is {output}, a directory; name a file in it")
+    from megatron_tape.evaluation.comparison import NAME, read_comparison
     from megatron_tape.evaluation.report.inputs import read_models
     from megatron_tape.evaluation.report.page import page
 
-    models = read_models(paths)
-    content = page(models).encode("utf-8", errors="replace")
+    files = {path: path / NAME if path.is_dir() else path for path in map(Path, paths)}
+    # A run of a comparison has such a file, too, and is shown as a run.
+    files = {path: file for path, file in files.items() if file.name == NAME and not _is_run(path)}
+    comparisons = [read_comparison(file) for file in files.values() if file.is_file()]
+    models = read_models([path for path in map(Path, paths) if not (path in files and files[path].is_file())])
+    content = page(models, comparisons).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
-    print(f"{output}: {len(models)} model{'s' if len(models) != 1 else ''}, {len(content) / 1e6:.1f} MB")
+    shown = [counted(len(comparisons), "comparison")] if comparisons else []
+    shown += [counted(len(models), "model")] if models or not comparisons else []
+    print(f"{output}: {' and '.join(shown)}, {len(content) / 1e6:.1f} MB")
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and (path / "metrics.jsonl").is_file()
 
 
 if __name__ == "__main__":

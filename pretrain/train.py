@@ -34,11 +34,12 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
     """
     arguments = {} if trains is None else {"trains": trains}
-    config = parse_run_config(argv, _refuse_extension)
+    config = parse_run_config(argv, refuse_extension)
     return supervised(config, lambda _: arguments, lambda config: check_command(config, extends=False))
 
 
-def _refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
+def refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings given; raises ConfigError if they extend another model."""
     base = values.get("extension.from")
     refuse(
         base is not None, f"extension.from is {base}, which pretrain.train does not extend; run pretrain.extend_context"

@@ -52,6 +52,11 @@ def parse_run_config(
     return config
 
 
+def read_run_config(argv: list[str], complete: Complete = dict) -> RunConfig:
+    """Return what `parse_run_config` returns. Raises ConfigError in one sentence instead of ending the process."""
+    return _read(argv, complete, "")[0]
+
+
 def fill_directories(config: RunConfig, name: str) -> None:
     """Set every directory that is not set to its default under `runs/<name>` or beside the data."""
     config.logging.directory = config.logging.directory or f"runs/{name}"

@@ -1,8 +1,9 @@
-"""Intervals in which scores lie with 95 % confidence."""
+"""Intervals in which scores lie with 95 % confidence, and a test of differences between pairs."""
 
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,3 +49,55 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
     # Rounding would leave a tiny number in place of these.
     return 0.0 if successes == 0 else low, 1.0 if successes == count else high
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Differences between pairs: their mean, its 95 % interval, and Student's paired t test.
+
+    Without at least two pairs whose differences vary, nothing is known of the spread: `low`, `high` and `p` are None.
+    """
+
+    count: int
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    """The probability of a mean difference at least this large, on either side, if there is none in truth and
+    differences are normally distributed."""
+
+
+def paired_t(differences: Sequence[float]) -> PairedTest:
+    """Test whether the mean of differences, at least one, is zero."""
+    count, mean = len(differences), float(np.mean(differences))
+    error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    # Differences of equal values differ by rounding alone.
+    if error <= 1e-12 * max(map(abs, differences)):
+        return PairedTest(count, mean)
+    reach = t_quantile(count - 1) * error
+    return PairedTest(count, mean, mean - reach, mean + reach, t_tails(mean / error, count - 1))
+
+
+def t_tails(t: float, freedom: int) -> float:
+    """Return the probability that |T| >= |t| for Student's T with `freedom` degrees of freedom.
+
+    The finite series of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4.
+    """
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return min(1.0, max(0.0, 1.0 - inside))
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the t between whose two signs Student's T lies with 95 % probability."""
+    low, high = 0.0, 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tails(middle, freedom) > 2 * TAIL / 100 else (low, middle)
+    return low

@@ -147,7 +147,7 @@ def _files_of(path: Path) -> tuple[Run | None, list[Path]]:
     files = [path / NAME] if (path / NAME).is_file() else []
     if any((path / name).is_file() for name in (METRICS, SETTINGS)):
         files += sorted(path.glob(f"evaluation/*/{NAME}"))
-        return _read_run(path), files
+        return read_run(path), files
     if not files:
         raise ConfigError(
             f"{path} holds neither {METRICS} nor {NAME}; give a training run, or the directory into which "
@@ -156,7 +156,7 @@ def _files_of(path: Path) -> tuple[Run | None, list[Path]]:
     return None, files
 
 
-def _read_run(path: Path) -> Run:
+def read_run(path: Path) -> Run:
     settings: Settings = {}
     if (path / SETTINGS).is_file():
         try:

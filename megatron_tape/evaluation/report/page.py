@@ -15,7 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.comparison import Comparison, variants
 from megatron_tape.evaluation.figures import COLORS, in_order
+from megatron_tape.evaluation.report import comparison as comparing
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.paper import paper_tables
 from megatron_tape.evaluation.report.pictures import Drawing, drawn
@@ -51,18 +53,20 @@ class Section:
     parts: list[Part] = field(default_factory=list)
 
 
-def page(models: Sequence[Model]) -> str:
-    """Return the HTML file about these models, whose labels all differ."""
+def page(models: Sequence[Model], comparisons: Sequence[Comparison] = ()) -> str:
+    """Return the HTML file about these models, whose labels all differ, and about comparisons of variants."""
+    compared = [_comparison(comparison, number) for number, comparison in enumerate(comparisons, 1)]
     with in_order([model.label for model in models]):
-        made = [_scores(models), _training(models), _tasks(models), _settings(models), _speeds(models), _paper(models)]
+        made = [*compared, _scores(models), _training(models), _tasks(models), _settings(models), _speeds(models), _paper(models)]
     sections = [section for section in made if section.parts]
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    labels = [model.label for model in models] or [clean(name) for one in comparisons for name in variants(one)]
     return environment.get_template("page.html").render(
-        title=f"{enumerated([model.label for model in models[:4]])}{' and others' if len(models) > 4 else ''}",
+        title=f"{enumerated(labels[:4])}{' and others' if len(labels) > 4 else ''}",
         models=models,
         facts=[_facts(model) for model in models],
         sections=sections,
@@ -92,6 +96,18 @@ def _large(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def _comparison(comparison: Comparison, number: int) -> Section:
+    section = Section(f"comparison-{number}", "Comparison" if number == 1 else f"Comparison {number}")
+    about = Part(warnings=comparing.warnings(comparison), notes=[(note, "") for note in comparing.notes(comparison)])
+    section.parts.append(about)
+    for index, task in enumerate(comparing.tasks_of(comparison)):
+        with in_order(variants(comparison)):
+            pictures = _shown(f"comparison-{number}-{index}", [comparing.picture(comparison, task)])
+        part = Part(comparing.task_title(task), comparing.metric_tables(comparison, task), pictures)
+        section.parts.append(part)
+    return section
 
 
 def _scores(models: Sequence[Model]) -> Section:

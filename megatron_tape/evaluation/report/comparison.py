@@ -1,0 +1,176 @@
+"""The section of a comparison: what several variants of a recipe came to over several seeds, as tables and pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_tape.command_line import counted
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.comparison import TRAINING, Comparison, Metric, Row, metrics, rows, variants
+from megatron_tape.evaluation.figures import grid_shape, new_figure, plain, shorten, styles
+from megatron_tape.evaluation.report.inputs import clean
+from megatron_tape.evaluation.report.scores import SHARE, capitalized, heading, metric_title
+from megatron_tape.evaluation.report.tables import (
+    MISSING,
+    Cell,
+    Column,
+    Table,
+    decimals_for,
+    enumerated,
+    interval,
+    number,
+    text,
+)
+from megatron_tape.evaluation.statistics import t_quantile
+
+_TESTED = 0.0001
+"""Smaller p values are shown as less than this."""
+
+
+def tasks_of(comparison: Comparison) -> list[str]:
+    """Return the tasks that there are figures of; the training comes last."""
+    found = list(dict.fromkeys(metric.task for metric in metrics(comparison)))
+    return sorted(found, key=lambda task: task == TRAINING)
+
+
+def task_title(task: str) -> str:
+    """Return the heading of a task, or of the training."""
+    return "Training" if task == TRAINING else heading(clean(task))
+
+
+def metric_tables(comparison: Comparison, task: str) -> list[Table]:
+    """Return a table for each metric of a task, with a row for each variant."""
+    return [_table(comparison, metric) for metric in metrics(comparison) if metric.task == task]
+
+
+def _table(comparison: Comparison, metric: Metric) -> Table:
+    found = rows(comparison, metric)
+    decimals = _decimals(metric, found)
+    columns = [Column("variant")]
+    titles = ["mean", "standard deviation", f"difference from {clean(comparison['baseline'])}", "95 % interval", "p"]
+    columns += [Column(title, "number") for title in ("seeds", *titles)]
+    return Table(_caption(metric), columns, [_row(row, decimals) for row in found])
+
+
+def _caption(metric: Metric) -> str:
+    named = capitalized(metric_title(clean(metric.metric), metric.task))
+    group = f", {clean(metric.group)}" if metric.group else ""
+    length = f", {metric.length:,} tokens" if metric.length is not None else ""
+    better = {"higher": " (higher is better)", "lower": " (lower is better)"}.get(metric.better, "")
+    return named + group + length + (f", {clean(metric.unit)}" if metric.unit else "") + better
+
+
+def _decimals(metric: Metric, found: Sequence[Row]) -> int | None:
+    values = [value for row in found for value in row.values.values()]
+    if metric.unit == "" and all(0 <= value <= 1 for value in values):
+        return SHARE + 1
+    decimals = decimals_for(values)
+    return decimals if decimals in (None, 0) else decimals + 1
+
+
+def _row(row: Row, decimals: int | None) -> list[Cell]:
+    cells = [text(clean(row.variant)), number(len(row.values), 0), number(row.mean, decimals)]
+    cells.append(number(row.spread, decimals))
+    test = row.difference
+    if test is None:
+        return [*cells, *[Cell(MISSING, kind="number")] * 3]
+    cells.append(number(test.mean, decimals))
+    if test.p is None:
+        return [*cells, *[Cell(MISSING, kind="number")] * 2]
+    small = test.p < _TESTED
+    p = Cell(f"< {_TESTED}" if small else f"{test.p:.{2 if test.p >= 0.1 else 4}f}", test.p, kind="number")
+    return [*cells, Cell(interval(test.low, test.high, decimals), test.mean, kind="number"), p]
+
+
+def picture(comparison: Comparison, task: str) -> Picture:
+    """Return a picture of a task with a panel for each metric: a point for each seed and a line at the mean."""
+    shown = [metric for metric in metrics(comparison) if metric.task == task and metric.better != "neither"]
+    shown = shown or [metric for metric in metrics(comparison) if metric.task == task]
+    labels = variants(comparison)
+    grid = grid_shape(len(shown), 2)
+    figure, panels = new_figure(*grid, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
+    looks, told = styles(labels), []
+    for axes, metric in zip(panels, shown):
+        found = rows(comparison, metric)
+        for row in found:
+            place, look = labels.index(row.variant), looks[row.variant]
+            values = list(row.values.values())
+            axes.plot(
+                values, [place] * len(values), color=look["color"], marker=look["marker"], linestyle="none", alpha=0.7
+            )
+            axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=look["color"], linewidth=2)
+        axes.set_yticks(range(len(labels)), [plain(shorten(clean(label), 44)) for label in labels], fontsize=8)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_xlabel(plain(shorten(_caption(metric), 60)), fontsize=9)
+        means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
+        told.append(f"{_caption(metric)}: {', '.join(means)}")
+    for axes in panels[len(shown) :]:
+        axes.set_visible(False)
+    return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
+
+
+def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
+    """Return what a reader must know before reading the tables; `missing` names runs that are not finished."""
+    by_variant = {
+        label: sum(run["variant"] == label for run in comparison["runs"]) for label in variants(comparison)
+    }
+    most = max(by_variant.values(), default=0)
+    found = [
+        "Each point is one run. The standard deviation is that over the seeds of a variant. A seed decides the order "
+        "of the data and the random numbers of the weights, so differences are taken between runs of the same seed, "
+        "and p is that of a two-sided paired t test on them."
+    ]
+    if most < 2:
+        found.append("There is one seed: nothing is known of the spread, and there is no test.")
+    else:
+        reach = t_quantile(most - 1) / math.sqrt(most)
+        found.append(
+            f"With {counted(most, 'seed')}, a difference gets p < 0.05 only if it is more than {reach:.2g} times the "
+            "standard deviation of the differences: such a comparison cannot show small ones, and a large p does not "
+            "mean that there is none."
+        )
+        found.append(
+            "The p values are not corrected for their number: of twenty comparisons without any difference, one is "
+            "expected below 0.05. Where all differences are equal, as at a score of 1, there is no p."
+        )
+    fewer = [f"{clean(label)} ({count})" for label, count in by_variant.items() if count < most]
+    if fewer:
+        found.append(f"Fewer seeds than the others: {enumerated(fewer)}.")
+    if missing:
+        found.append(f"Not finished: {enumerated([clean(name) for name in missing])}.")
+    return found
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """Return a sentence for what was not the same for all runs."""
+    found = []
+    machines = list(dict.fromkeys(clean(run["hardware"]) for run in comparison["runs"]))
+    if len(machines) > 1:
+        found.append(f"The runs were made on {enumerated(machines)}; their times cannot be compared.")
+    keys = dict.fromkeys(key for run in comparison["runs"] for key in run["versions"])
+    different = [key for key in keys if len({run["versions"].get(key) for run in comparison["runs"]}) > 1]
+    if different:
+        found.append(f"The runs were made with different versions of {enumerated(list(map(clean, different)))}.")
+    return found
+
+
+def markdown(comparison: Comparison, missing: Sequence[str] = ()) -> str:
+    """Return the tables and notes as Markdown, whose columns are aligned for terminals."""
+    lines = ["# Comparison", ""]
+    for task in tasks_of(comparison):
+        lines += [f"## {task_title(task)}", ""]
+        for table in metric_tables(comparison, task):
+            lines += [f"{table.caption}:", "", *_markdown_table(table), ""]
+    sentences = warnings(comparison) + notes(comparison, missing)
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in sentences), ""])
+
+
+def _markdown_table(table: Table) -> list[str]:
+    cells = [[column.title for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
+    cells = [[text.replace("|", "\\|") for text in row] for row in cells]
+    widths = [max(3, *(len(row[index]) for row in cells)) for index in range(len(table.columns))]
+    sides = ["<" if column.kind == "text" else ">" for column in table.columns]
+    lines = ["| " + " | ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)) + " |" for row in cells]
+    rule = ["-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in zip(sides, widths)]
+    return [lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]

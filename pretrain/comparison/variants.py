@@ -1,0 +1,86 @@
+"""A variant of a recipe: a positional encoding and settings of the model, such as `tape+token_mixing=per_head`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import re
+from dataclasses import dataclass
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import refuse
+from megatron_tape.position import ENCODINGS, setting_names
+
+_LONGEST_DIRECTORY = 120
+# Commas within brackets belong to a value.
+_COMMA = re.compile(r",(?![^\[{]*[\]}])")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant; `settings` are keys of `model` with their values as texts."""
+
+    encoding: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How results call it."""
+        return "+".join([self.encoding, *(f"{key}={value}" for key, value in self.settings)])
+
+    @property
+    def directory(self) -> str:
+        """The label as the name of a directory; one that had to be changed or is very long ends in a digest."""
+        safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)
+        if safe == self.label and len(safe) <= _LONGEST_DIRECTORY:
+            return safe
+        return f"{safe[:_LONGEST_DIRECTORY]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What sets it on the command line of a run."""
+        given = (("position_encoding", self.encoding), *self.settings)
+        return [text for key, value in given for text in (f"--model.{key}", value)]
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Return the variants that `--encodings` names. Raises ConfigError for one that is unknown or given twice."""
+    found = [_parse(item.strip()) for item in _COMMA.split(text)]
+    for variant in found:
+        refuse(found.count(variant) > 1, f"--encodings names {variant.label} twice; remove one")
+    return found
+
+
+def _parse(text: str) -> Variant:
+    refuse(not text, "--encodings names nothing between two commas; give encodings such as rope,tape")
+    encoding, *given = text.split("+")
+    refuse(
+        encoding not in ENCODINGS,
+        f"--encodings names {encoding}, which is not an encoding; choose from {', '.join(ENCODINGS)}",
+    )
+    settings: dict[str, str] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        refuse(
+            not (equals and value), f"--encodings names {text}, where {item!r} sets nothing; write it as setting=value"
+        )
+        refuse(key in settings, f"--encodings names {text}, which sets {key} twice; remove one")
+        _check_key(key, encoding, text)
+        settings[key] = value
+    return Variant(encoding, tuple(settings.items()))
+
+
+def _check_key(key: str, encoding: str, text: str) -> None:
+    keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "position_encoding"]
+    close = difflib.get_close_matches(key, keys, n=1)
+    refuse(
+        key not in keys,
+        f"--encodings names {text}, but model has no setting {key}; "
+        + (f"did you mean {close[0]}?" if close else "remove it"),
+    )
+    owners = [name for name in ENCODINGS if key in setting_names(name)]
+    refuse(
+        bool(owners) and encoding not in owners,
+        f"--encodings names {text}, but {key} has no effect on {encoding}; it is a setting of {', '.join(owners)}",
+    )
