@@ -138,6 +138,34 @@ run_evaluation() {
   exit 1
 }
 
+# run_task ARGS...: do one run of pretrain.compare, that of this task of an array. It continues from its checkpoint, and
+# is requeued after a warning and, three times, after a crash.
+run_task() {
+  STEP_STATUS=75
+  if [ -z "$SIGNALED" ]; then
+    (
+      # In place of this shell, so that it gets the signals.
+      export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+      # shellcheck disable=SC2086
+      exec $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
+    ) &
+    SRUN=$!
+    while :; do
+      wait "$SRUN"
+      STEP_STATUS=$?
+      # With a status above 128, a signal may have interrupted this wait rather than the run.
+      [ $STEP_STATUS -gt 128 ] && kill -0 "$SRUN" 2>/dev/null || break
+    done
+    SRUN=
+  fi
+  [ "$STEP_STATUS" = 0 ] && exit 0
+  [ "$SIGNALED" = TERM ] && exit 1
+  if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
+  # 1 is a run that has failed and 2 a mistake in the command; both have said what is wrong.
+  [ "$STEP_STATUS" -le 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || requeue
+  fail "the run has failed; see above, and submit the same command to continue"
+}
+
 # patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the
 # file system does not answer.
 patiently() {

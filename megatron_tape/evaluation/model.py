@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,8 @@ def load_model(
 
     transformers.utils.logging.disable_progress_bar()
     try:
+        if trust_remote_code:
+            _copy_code(Path(directory))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=DTYPES[dtype],
@@ -170,6 +174,24 @@ def load_model(
         has_tokenizer=tokenizer is not None,
     )  # fmt: skip
     return HFModel(info, model.to(device), tokenizer)
+
+
+def _copy_code(directory: Path) -> None:
+    """Have transformers copy a model's code to the directory that it keeps for all processes of this user, in turn.
+
+    Of two that copy at once, one might read half a file. What is there already is not copied again.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.utils import HF_MODULES_CACHE
+
+    classes = read_settings(directory / "config.json").get("auto_map")
+    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
+    with open(Path(HF_MODULES_CACHE) / ".lock", "w") as lock:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in classes.values() if isinstance(classes, dict) else ():
+            if isinstance(name, str) and "--" not in name:  # which stands for another repository
+                get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
 
 def choose_device(given: str) -> str:

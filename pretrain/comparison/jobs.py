@@ -25,8 +25,8 @@ class _Active:
     run: Run
     process: Process
     stage: int = 0
-    asked: int = 0
-    """How many signals that ask to end its process has been sent."""
+    asked: int | None = None
+    """The last signal that asked its process to end."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -83,16 +83,17 @@ class Jobs:
         self._signals.append(number)
 
     def _fill(self) -> None:
-        """Start what there is room for, or pass signals on: a first one asks to save and end, a second one kills."""
+        """Start what there is room for; after a signal ask what runs to save and end, after a second Ctrl-C end it."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
                 _, module, arguments = run.stages[0]
                 self._active[slot] = _Active(run, self._start(module, arguments, run.log, slot))
-        for active in self._active.values():
-            while active.asked < len(self._signals):
-                active.process.send_signal(signal.SIGKILL if active.asked else signal.SIGTERM)
-                active.asked += 1
+        ask = signal.SIGKILL if self._signals.count(signal.SIGINT) > 1 else signal.SIGTERM
+        for active in self._active.values() if self._signals else ():
+            if active.asked != ask:
+                active.process.send_signal(ask)
+                active.asked = ask
 
     def _look(self, progress: command_line.Progress) -> None:
         for slot, active in list(self._active.items()):
@@ -102,7 +103,8 @@ class Jobs:
             run, stage = active.run, active.stage + 1
             if status == 0 and stage < len(run.stages) and self.stopped is None:
                 _, module, arguments = run.stages[stage]
-                active.process, active.stage, active.asked = self._start(module, arguments, run.log, slot), stage, 0
+                active.process = self._start(module, arguments, run.log, slot)
+                active.stage, active.asked = stage, None
                 continue
             del self._active[slot]
             self._ended += 1 - _TRAINING * self._before[run.name]

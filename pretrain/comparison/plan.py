@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation import comparison as results
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.comparison import NAME, Comparison
-from megatron_tape.evaluation.report.inputs import METRICS, SETTINGS, Run as Metrics, read_run
+from megatron_tape.evaluation.report.inputs import METRICS, SETTINGS, read_run
+from megatron_tape.evaluation.report.inputs import Run as Metrics
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware, versions
 from megatron_tape.evaluation.source import made_by
@@ -109,9 +109,7 @@ class Plan:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{run.name} has left no results: {error}") from None
             values = results.score_values(tasks, [task.name for task in self.tasks]) + values
-        made = results.made_run(
-            run.variant.label, run.seed, values, seconds, device or hardware(None), versions()
-        )
+        made = results.made_run(run.variant.label, run.seed, values, seconds, device or hardware(None), versions())
         results.write_comparison(run.result, {**self.known, "runs": [made]})
         self.known["runs"].append(made)
 

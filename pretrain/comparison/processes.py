@@ -21,7 +21,16 @@ from typing import Protocol
 
 import pretrain
 
-_LIBRARIES = ("megatron_tape.training.trainer", "megatron_tape.huggingface.to_hf.export", "megatron_tape.evaluation.model")
+_LIBRARIES = (
+    "megatron_tape.training.trainer",
+    "megatron_tape.huggingface.to_hf.export",
+    "megatron_tape.evaluation.model",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+)
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
 
@@ -37,7 +46,7 @@ class Process(Protocol):
 
 
 Start = Callable[[str, list[str], Path, int], Process]
-"""Starts a module's `main` with arguments; its output is added to a file. The last argument is the job's slot, from 0."""
+"""Starts a module's `main` with arguments; its output is added to a file. The last argument is its slot."""
 
 
 class _Copy:
@@ -122,7 +131,7 @@ class Fresh:
 
 
 def load_libraries() -> bool:
-    """Load what the programs need; return whether this process may be copied after that, which needs a single thread."""
+    """Load what the programs need; return whether this process may be copied after that: if it has one thread."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -134,7 +143,7 @@ def load_libraries() -> bool:
 
 
 def find_gpus() -> tuple[list[str], str | None]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES calls them, and the name of the first; this process does not touch them."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES calls them, and the name of the first, without touching them."""
     if not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return [], None
     asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)

@@ -112,13 +112,11 @@ def picture(comparison: Comparison, task: str) -> Picture:
 
 def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     """Return what a reader must know before reading the tables; `missing` names runs that are not finished."""
-    by_variant = {
-        label: sum(run["variant"] == label for run in comparison["runs"]) for label in variants(comparison)
-    }
+    by_variant = {label: sum(run["variant"] == label for run in comparison["runs"]) for label in variants(comparison)}
     most = max(by_variant.values(), default=0)
     found = [
         "Each point is one run. The standard deviation is that over the seeds of a variant. A seed decides the order "
-        "of the data and the random numbers of the weights, so differences are taken between runs of the same seed, "
+        "of the data and the initial weights that variants have in common, so differences are taken between runs of the same seed, "
         "and p is that of a two-sided paired t test on them."
     ]
     if most < 2:

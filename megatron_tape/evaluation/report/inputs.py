@@ -157,6 +157,7 @@ def _files_of(path: Path) -> tuple[Run | None, list[Path]]:
 
 
 def read_run(path: Path) -> Run:
+    """Read a run's settings and metrics, as far as they are written; ConfigError or OSError for damaged files."""
     settings: Settings = {}
     if (path / SETTINGS).is_file():
         try:

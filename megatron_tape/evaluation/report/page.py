@@ -57,7 +57,15 @@ def page(models: Sequence[Model], comparisons: Sequence[Comparison] = ()) -> str
     """Return the HTML file about these models, whose labels all differ, and about comparisons of variants."""
     compared = [_comparison(comparison, number) for number, comparison in enumerate(comparisons, 1)]
     with in_order([model.label for model in models]):
-        made = [*compared, _scores(models), _training(models), _tasks(models), _settings(models), _speeds(models), _paper(models)]
+        made = [
+            *compared,
+            _scores(models),
+            _training(models),
+            _tasks(models),
+            _settings(models),
+            _speeds(models),
+            _paper(models),
+        ]
     sections = [section for section in made if section.parts]
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
