@@ -221,7 +221,6 @@ def _check_start(directory: Path, config: RunConfig) -> None:
     """Raise ConfigError if a run that has begun there had other settings."""
     if not (directory / SETTINGS).is_file():
         return
-    check_start(config)
     try:
         saved = read_yaml(directory / SETTINGS, results.Settings)
     except ValueError as error:
@@ -232,3 +231,4 @@ def _check_start(directory: Path, config: RunConfig) -> None:
         f"{directory} holds a run with other settings ({'; '.join(changed[:3])}); restore these, or choose another "
         "--output",
     )
+    check_start(config)

@@ -13,8 +13,6 @@ from megatron_tape.errors import refuse
 from megatron_tape.position import ENCODINGS, setting_names
 
 _LONGEST_DIRECTORY = 120
-# Commas within brackets belong to a value.
-_COMMA = re.compile(r",(?![^\[{]*[\]}])")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Variant:
 
 def parse_variants(text: str) -> list[Variant]:
     """Return the variants that `--encodings` names. Raises ConfigError for one that is unknown or given twice."""
-    found = [_parse(item.strip()) for item in _COMMA.split(text)]
+    found = [_parse(item.strip()) for item in text.split(",")]
     for variant in found:
         refuse(found.count(variant) > 1, f"--encodings names {variant.label} twice; remove one")
     return found

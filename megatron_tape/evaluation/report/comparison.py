@@ -116,8 +116,8 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     most = max(by_variant.values(), default=0)
     found = [
         "Each point is one run. The standard deviation is that over the seeds of a variant. A seed decides the order "
-        "of the data and the initial weights that variants have in common, so differences are taken between runs of the same seed, "
-        "and p is that of a two-sided paired t test on them."
+        "of the data and the initial weights that variants have in common, so differences are taken between runs of "
+        "the same seed, and p is that of a two-sided paired t test on them."
     ]
     if most < 2:
         found.append("There is one seed: nothing is known of the spread, and there is no test.")

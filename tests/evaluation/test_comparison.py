@@ -1,0 +1,139 @@
+"""Comparisons as data, tables and pictures."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megatron_tape.config.parse import read_run_config
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.comparison import (
+    Metric,
+    add_runs,
+    empty,
+    metrics,
+    read_comparison,
+    rows,
+    write_comparison,
+)
+from megatron_tape.evaluation.report.comparison import markdown, metric_tables, notes, picture, warnings
+from megatron_tape.evaluation.report.page import page
+
+ACCURACY = Metric("selective_copy", "accuracy", "IID", None, "higher", "")
+FOUND = {"rope": {1: 0.5, 2: 0.6, 3: 0.7}, "tape": {1: 0.7, 2: 0.7, 3: 0.9}, "nope<b>": {2: 0.4, 3: 0.4}}
+
+
+def value(number, task="selective_copy", metric="accuracy", group="IID", better="higher"):
+    return {
+        "task": task, "metric": metric, "group": group, "length": None, "value": number, "better": better, "unit": "",
+    }  # fmt: skip
+
+
+def run(variant, seed, *values, **others):
+    made = {"variant": variant, "seed": seed, "values": list(values), "seconds": 1.0, "created": 1.0}
+    return {**made, "hardware": "CPU x, 2 cores", "versions": {"torch": "2.13.0", "commit": "abc"}, **others}
+
+
+def comparison(found=FOUND, baseline="rope"):
+    runs = [run(variant, seed, value(number)) for variant, of in found.items() for seed, number in of.items()]
+    return {"format": 1, "settings": {}, "evaluation": {}, "baseline": baseline, "runs": runs}
+
+
+def test_means_spreads_and_differences_are_over_the_seeds():
+    rope, tape, nope = rows(comparison(), ACCURACY)
+    assert rope.mean == pytest.approx(0.6) and rope.spread == pytest.approx(0.1) and rope.difference is None
+    assert tape.mean == pytest.approx(2.3 / 3) and tape.spread == pytest.approx(statistics.stdev([0.7, 0.7, 0.9]))
+    # Differences 0.2, 0.1 and 0.2: t = 5 with two degrees of freedom.
+    assert tape.difference.mean == pytest.approx(0.5 / 3) and tape.difference.p == pytest.approx(0.037750, abs=1e-6)
+    # Over the seeds of both.
+    assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
+
+
+def test_a_baseline_is_chosen_and_may_be_missing():
+    assert [row.difference is None for row in rows(comparison(baseline="tape"), ACCURACY)] == [False, True, False]
+    assert all(row.difference is None for row in rows(comparison(baseline="fox"), ACCURACY))
+
+
+def test_tables_say_what_is_not_known():
+    found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
+    (table,) = metric_tables(comparison(found), "selective_copy")
+    shown = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert shown["rope"] == ["2", "1.0000", "0.0000", "–", "–", "–"]
+    assert shown["tape"] == ["2", "1.0000", "0.0000", "0.0000", "–", "–"]
+    assert shown["nope"] == ["1", "0.5000", "–", "−0.5000", "–", "–"]
+    assert [column.title for column in table.columns][4] == "difference from rope"
+
+
+def test_markdown_has_a_row_for_each_variant_and_the_notes():
+    text = markdown(comparison(), ["tape, seed 4"])
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
+    assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0377 |" in lines[3]
+    assert "With 3 seeds, a difference gets p < 0.05 only if it is more than 2.5 times" in text
+    assert "Fewer seeds than the others: nope<b> (2)." in text and "Not finished: tape, seed 4." in text
+
+
+def test_one_seed_has_no_test():
+    assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[1]
+
+
+def test_a_warning_says_what_was_not_the_same_for_all_runs():
+    mixed = comparison()
+    assert warnings(mixed) == []
+    mixed["runs"][0] |= {"hardware": "GPU y", "versions": {"torch": "2.13.0", "commit": "def"}}
+    assert len(warnings(mixed)) == 2 and "times cannot be compared" in warnings(mixed)[0]
+    assert "different versions of commit" in warnings(mixed)[1]
+
+
+def test_the_picture_shows_every_seed_and_the_page_escapes_names():
+    drawn = picture(comparison(), "selective_copy")
+    (axes,) = drawn.figure.axes
+    points = [sorted(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"]
+    assert points == [sorted(of.values()) for of in FOUND.values()]
+    content = page([], [comparison(), comparison()])
+    assert "nope&lt;b&gt;" in content and "nope<b>" not in content and 'id="comparison-2"' in content
+
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
+
+
+def base(*others):
+    return read_run_config(["--config", str(RECIPE), "--data.prefix", "x", *others])
+
+
+def test_runs_of_other_settings_are_refused_and_those_of_other_names_added(tmp_path):
+    first = {**empty(base(), [], "rope"), "runs": [run("rope", 1, value(0.5))]}
+    write_comparison(tmp_path / "a.json", first)
+    # Neither the recipe's own encoding nor what is logged has an effect.
+    now = base("--model.position_encoding", "nope", "--logging.interval", "7")
+    target = {**empty(now, [], "rope"), "runs": [run("tape", 1, value(0.6)), run("rope", 1, value(0.7))]}
+    add_runs(target, tmp_path / "a.json", now)
+    assert [(r["variant"], r["values"][0]["value"]) for r in target["runs"]] == [("tape", 0.6), ("rope", 0.7)]
+    target["runs"].pop()
+    add_runs(target, tmp_path / "a.json", now)
+    assert [r["variant"] for r in target["runs"]] == ["tape", "rope"]
+    for change, reported in (
+        (["--model.num_layers", "2"], "model.num_layers: was 3, is now 2"),
+        (["--optimizer.lr", "0.5"], "optimizer.lr: was 0.01, is now 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=f"a.json holds runs with other settings .{reported}"):
+            add_runs(empty(base(*change), [], "rope"), tmp_path / "a.json", base(*change))
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 1}', "[]"])
+def test_a_damaged_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ConfigError, match="a.json cannot be used"):
+        read_comparison(tmp_path / "a.json")
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    write_comparison(tmp_path / "a.json", {**comparison(), "format": 2})
+    with pytest.raises(ConfigError, match="has the format 2, and this version reads 1"):
+        read_comparison(tmp_path / "a.json")
+
+
+def test_metrics_come_in_the_order_in_which_they_were_found():
+    mixed = comparison({})
+    mixed["runs"] = [run("a", 1, value(1.0, group="IID")), run("b", 1, value(1.0, group="dense"), value(1.0))]
+    assert [metric.group for metric in metrics(mixed)] == ["IID", "dense"]

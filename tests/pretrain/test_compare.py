@@ -1,0 +1,374 @@
+"""`python -m pretrain.compare`: what it refuses, how it shares work, stops and continues, and one real comparison."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_tape.config.checks import validate
+from megatron_tape.config.generators import generator_of
+from megatron_tape.config.parse import read_run_config
+from megatron_tape.evaluation.comparison import read_comparison
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.records import write_record
+from pretrain import compare, evaluate, report
+from pretrain.comparison import processes
+from pretrain.comparison.jobs import Jobs
+from pretrain.comparison.plan import make_plan
+from pretrain.comparison.variants import parse_variants
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "pretrain" / "recipes" / "compare"
+RECIPE = """
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 12, vocab_size: 6,
+        init_std: 0.3}
+data: {generator: {task: selective_copy, copied: 4, blanks: 4, symbols: 4}, loss_on: answers}
+optimizer: {lr: 0.03, lr_scale_of: {position: 30.0}}
+train: {steps: 4, micro_batch_size: 2, global_batch_size: 4, precision: fp32, eval_interval: 4, eval_steps: 1}
+evaluation: {selective_copy: {every: 4, copied: 4, symbols: 4, blanks: {IID: 4, dense: 2}, samples: 20}}
+checkpoint: {interval: 2}
+logging: {interval: 1, sample_tokens: 0, tensorboard: false}
+"""
+VARIANTS = "rope,tape+token_mixing=per_head"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def arguments(recipe, output, *others, encodings=VARIANTS, seeds=2):
+    given = ["--recipe", str(recipe), "--encodings", encodings, "--seeds", str(seeds), "--output", str(output)]
+    return [*given, *map(str, others)]
+
+
+def plan_of(recipe, output, *others, **changes):
+    return make_plan(*compare._parser().parse_known_args(arguments(recipe, output, *others, **changes)))
+
+
+@pytest.mark.parametrize(
+    "encodings, reported",
+    [
+        ("rope,tapee", "tapee, which is not an encoding"),
+        ("rope,tape,rope", "rope twice"),
+        ("rope,,tape", "nothing between two commas"),
+        ("rope+token_mixing=full", "token_mixing has no effect on rope; it is a setting of tape"),
+        ("rope,tape+token_miximg=full", "did you mean token_mixing?"),
+        ("rope,tape+token_mixing", "'token_mixing' sets nothing"),
+        ("rope,tape+gate_input=mlp+gate_input=mlp", "sets gate_input twice"),
+        ("rope,tape+gate_input=mpl", "model.gate_input is 'mpl'; choose one of mlp, attention"),
+        ("tape,rope,tape+token_mixing=full", "it is the same model as tape"),
+        ("rope,tape+seq_length=8", "data.generator makes sequences of up to 13 tokens"),
+        ("rope,tape+num_query_groups=3", "model.num_query_groups 3"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, capsys, encodings, reported):
+    assert compare.main(arguments(recipe, tmp_path / "out", encodings=encodings)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "others, reported",
+    [
+        (["--baseline", "nope"], "--baseline is nope"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--only", "4"], "--only is 4; give a number from 0 to 3"),
+        (["--train.stepz", "3"], "did you mean train.steps?"),
+        (["--fast"], "unknown option --fast"),
+        (["--checkpoint.directory", "x"], "in which all runs would meet"),
+        (["--evaluation.selective_copy", "null"], "does not say how that is evaluated"),
+        (["--extension.from", "x"], "run pretrain.extend_context"),
+        (["--parallel.tensor_model_parallel_size", "2"], "tensor_model_parallel_size 2"),
+        (["--evaluation", "missing.yaml"], "missing.yaml"),
+        (["--results", "missing.json"], "missing.json"),
+    ],
+)
+def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
+    assert compare.main(arguments(recipe, tmp_path / "out", *others)) in (1, 2)
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
+
+
+def test_a_check_imports_no_torch_and_counts_the_runs(recipe, tmp_path):
+    program = "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[0].startswith("4 runs, of which 0 are finished")
+    assert done.stdout.splitlines()[1] == "0 False" and not (tmp_path / "out").exists()
+
+
+def test_directories_of_variants_are_safe_and_differ():
+    variants = parse_variants("tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi")
+    names = [variant.directory for variant in variants]
+    assert names[0] == variants[0].label == "tape+token_mixing=per_head" and names[3] == "alibi"
+    assert all(re.fullmatch(r"[\w.+=-]+", name) for name in names) and len(set(names)) == 4
+
+
+class Played:
+    """A process that ends with a given status, or when it is asked to."""
+
+    def __init__(self, status, polls):
+        self.status, self.polls, self.signals = status, polls, []
+
+    def poll(self):
+        self.polls -= 1
+        return self.status if self.polls < 0 or self.signals else None
+
+    def send_signal(self, number):
+        self.signals.append(number)
+        self.status = 75
+
+
+class Stage:
+    """Plays the programs of runs, and remembers what was started while what else was running."""
+
+    def __init__(self, statuses=None, polls=2, interrupt_at=None):
+        self.statuses, self.polls, self.interrupt_at = statuses or {}, polls, interrupt_at
+        self.started, self.most, self.processes = [], 0, []
+
+    def __call__(self, module, arguments, log, slot):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        key = (log.parent.parent.name, log.parent.name, module)
+        self.started.append(key)
+        if key in self.statuses:
+            log.write_text("step 1\nValueError: it broke\n")
+        self.processes.append(Played(self.statuses.get(key, 0), self.polls))
+        running = [process for process in self.processes if process.polls >= 0]
+        self.most = max(self.most, len(running))
+        if len(self.started) == self.interrupt_at:
+            signal.raise_signal(signal.SIGTERM)
+        return self.processes[-1]
+
+
+@pytest.fixture
+def without_pauses(monkeypatch):
+    monkeypatch.setattr("pretrain.comparison.jobs._PAUSE", 0)
+
+
+def test_each_run_is_trained_and_then_evaluated_so_many_at_a_time(recipe, tmp_path, without_pauses):
+    plan, stage, finished = plan_of(recipe, tmp_path), Stage(), []
+    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
+    jobs.run()
+    assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
+    for run in plan.runs:
+        own = [module for *place, module in stage.started if place == [run.variant.directory, f"seed-{run.seed}"]]
+        assert own == ["pretrain.train", "pretrain.evaluate"]
+    # All variants with one seed come before the next seed.
+    assert [run.seed for run in plan.runs] == [1, 1, 2, 2]
+
+
+def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, without_pauses, capsys):
+    plan, finished = plan_of(recipe, tmp_path), []
+    stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
+    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
+    jobs.run()
+    assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
+    assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); its output is")
+    assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
+    assert ("rope", "seed-1", "pretrain.evaluate") not in stage.started
+    assert "failed: rope, seed 1" in capsys.readouterr().err
+
+
+def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_path, without_pauses):
+    before = signal.getsignal(signal.SIGTERM)
+    plan, stage, finished = plan_of(recipe, tmp_path), Stage(polls=1000, interrupt_at=2), []
+    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
+    jobs.run()
+    assert jobs.stopped == signal.SIGTERM and not jobs.failed and not finished
+    assert [process.signals for process in stage.processes] == [[signal.SIGTERM]] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_share_of_a_run_that_is_done_counts_its_steps(recipe, tmp_path):
+    run = plan_of(recipe, tmp_path).runs[0]
+    assert run.share_done() == 0
+    run.directory.mkdir(parents=True)
+    (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
+    assert run.share_done() == 0.75
+    (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    assert run.share_done() == 0
+
+
+# ----- a real comparison -----
+
+
+@pytest.fixture(scope="module")
+def compared(recipe, tmp_path_factory):
+    """A comparison of two variants with two seeds, in a process of its own that copies itself."""
+    output = tmp_path_factory.mktemp("compared") / "out"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pretrain.compare", *arguments(recipe, output, "--jobs", "2")]
+    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output, done
+
+
+def test_a_comparison_holds_what_its_runs_have_found(compared):
+    output, done = compared
+    found = read_comparison(output / "comparison.json")
+    assert [(run["variant"], run["seed"]) for run in found["runs"]] == [
+        (variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)
+    ]
+    losses = set()
+    for run in found["runs"]:
+        directory = output / run["variant"] / f"seed-{run['seed']}"
+        scores = read_results(directory / "evaluation" / "step-00000004")["tasks"]["selective_copy"]["scores"]
+        values = {(value["metric"], value["group"]): value["value"] for value in run["values"]}
+        assert {(score["metric"], score["group"]): score["value"] for score in scores}.items() <= values.items()
+        last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+        assert values["validation loss", ""] == last["validation_loss"] and values["seconds per step", ""] > 0
+        assert values["parameters", ""] > 1000 and run["hardware"].startswith("CPU") and "torch" in run["versions"]
+        losses.add(last["validation_loss"])
+        assert "step 4/4" in (directory / "log.txt").read_text()
+    assert len(losses) == 4  # every run is of another variant or seed
+    assert (output / "comparison.json").stat().st_size < 20_000
+    assert "4 of 4 runs" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tables_and_page_show_every_metric(compared):
+    output, done = compared
+    text, html = (output / "comparison.md").read_text(), (output / "report.html").read_text()
+    assert text in done.stdout
+    for shown in ("Accuracy, IID", "Exact match, dense", "Validation loss, nats per token", "Seconds per step"):
+        assert shown in text and shown in html
+    assert "tape+token_mixing=per_head" in text and "difference from rope" in text
+    assert "With 2 seeds, a difference gets p &lt; 0.05 only if" in html and "<svg" in html
+
+
+def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, recipe, capsys):
+    output, _ = compared
+    before = (output / "comparison.json").read_bytes()
+    assert compare.main(arguments(recipe, output)) == 0
+    assert "all runs are finished already" in capsys.readouterr().err
+    assert (output / "comparison.json").read_bytes() == before
+    assert [run.name for run in plan_of(recipe, output, seeds=3).left] == [
+        "rope, seed 3", "tape+token_mixing=per_head, seed 3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, reported",
+    [
+        (["--train.steps", "6"], "train.steps: was 4, is now 6"),
+        (["--model.norm_epsilon", "1e-4"], "model.norm_epsilon: was 1e-05, is now 0.0001"),
+        (["--evaluation.selective_copy", "{every: 4, copied: 4, symbols: 4, blanks: {IID: 4}, samples: 9}"], "samples"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, change, reported):
+    output, _ = compared
+    before = (output / "comparison.json").read_bytes()
+    assert compare.main(arguments(recipe, output, *change)) == 2
+    printed = capsys.readouterr().err
+    assert reported in printed and "restore these, or choose another --output" in printed and printed.count("\n") == 1
+    assert (output / "comparison.json").read_bytes() == before
+    assert plan_of(recipe, output, "--logging.interval", "2").left == []
+
+
+def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_path, capsys):
+    output, _ = compared
+    content = read_comparison(output / "comparison.json")
+    content["runs"] = [run for run in content["runs"] if run["seed"] == 1 or run["variant"] == "rope"]
+    write_record(tmp_path / "kept.json", content)
+    plan = plan_of(recipe, tmp_path / "new", "--results", tmp_path / "kept.json")
+    assert [run.name for run in plan.left] == ["tape+token_mixing=per_head, seed 2"]
+    given = arguments(recipe, tmp_path / "new", "--results", tmp_path / "kept.json", "--report-only")
+    assert compare.main(given) == 1
+    printed = capsys.readouterr()
+    assert "Not finished: tape+token_mixing=per_head, seed 2." in printed.out
+    assert "1 run of 4 not finished; run the same command to continue" in printed.err
+    assert len(read_comparison(tmp_path / "new" / "comparison.json")["runs"]) == 3
+
+
+def test_a_single_job_of_an_array_records_its_run_alone(compared, recipe, tmp_path, monkeypatch):
+    """As run k of an array, whose last job collects what the runs have left."""
+    output, _ = compared
+    source = output / "rope" / "seed-1"
+    target = tmp_path / "out" / "rope" / "seed-1"
+    target.parent.mkdir(parents=True)
+    target.symlink_to(source)
+    plan = plan_of(recipe, tmp_path / "out")
+    assert len(plan.left) == 3 and not (tmp_path / "out" / "comparison.json").exists()
+    assert compare.main(arguments(recipe, tmp_path / "out", "--only", 0)) == 0
+    assert not (tmp_path / "out" / "comparison.json").exists()
+
+
+def test_a_run_that_began_with_other_settings_is_not_continued(compared, recipe, tmp_path, capsys):
+    output, _ = compared
+    begun = tmp_path / "out" / "rope" / "seed-1"
+    begun.mkdir(parents=True)
+    (begun / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
+    assert len(plan_of(recipe, tmp_path / "out").left) == 4
+    assert compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1")) == 2
+    assert "holds a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
+    """The training gets the signal that the comparison gets, saves, and the same command finishes it."""
+    output = tmp_path / "out"
+    long = ["--train.steps", "400", "--train.eval_interval", "400", "--checkpoint.interval", "400", "--jobs", "1"]
+    given = arguments(recipe, output, *long, encodings="rope", seeds=1)
+    command = [sys.executable, "-m", "pretrain.compare", *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        metrics = output / "rope" / "seed-1" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 75, error
+    assert "1 run of 1 not finished; run the same command to continue" in error
+    saved = max((output / "rope" / "seed-1" / "checkpoints").glob("step-*")).name
+    assert 0 < int(saved.removeprefix("step-")) < 400
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    log = (output / "rope" / "seed-1" / "log.txt").read_text()
+    assert done.returncode == 0 and f"continuing from {output}/rope/seed-1/checkpoints/{saved}" in log
+    assert len(read_comparison(output / "comparison.json")["runs"]) == 1
+
+
+def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
+    output, _ = compared
+    page = tmp_path / "page.html"
+    assert report.main([str(output), str(output / "rope" / "seed-1"), "--output", str(page)]) == 0
+    content = page.read_text()
+    assert 'id="comparison-1"' in content and 'id="scores"' in content and "rope, seed 1" in content
+
+
+def test_a_fresh_process_runs_a_program_where_this_one_cannot_be_copied(tmp_path):
+    start = processes.Fresh(["GPU-a", "GPU-b"], dict(os.environ))
+    process = start("pretrain.train", ["--config", "missing.yaml"], tmp_path / "x" / "log.txt", 1)
+    process.wait(60)
+    assert process.poll() == 2 and (tmp_path / "x" / "log.txt").read_text().startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["selective_copy", "grid_navigation_1d", "addition", "language"])
+def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path):
+    file = RECIPES / f"{name}.yaml"
+    config = read_run_config(["--config", str(file)])
+    validate(config, 1)
+    assert config.model.position_encoding == "rope"
+    if name == "language":
+        evaluation = ROOT / "pretrain" / "recipes" / "evaluate" / "compare_language.yaml"
+        (task,) = evaluate.read_command(["--config", str(evaluation), "--model", "x"])[1]
+        assert task.settings.data == config.data.prefix and task.settings.split == config.data.split
+        return
+    plan = make_plan(*compare._parser().parse_known_args(arguments(file, tmp_path, encodings="rope,tape", seeds=3)))
+    assert len(plan.runs) == 6
+    (task,) = plan.tasks
+    generator = generator_of(config.data.generator)
+    trained = task.generators()["IID"] if task.name != "addition" else task.settings.digits
+    assert trained == (generator if task.name != "addition" else generator.digits)
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in RECIPES.glob("*")} == {"selective_copy", "grid_navigation_1d", "addition", "language"}
