@@ -34,7 +34,7 @@ WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggin
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.tasks evaluation.documents evaluation.statistics".split()
 WITHOUT_TORCH += "evaluation.document_task evaluation.perplexity evaluation.context_gain".split()
 WITHOUT_TORCH += ["evaluation.during_training", "evaluation.positions", "model.names"]
-WITHOUT_TORCH += ["evaluation.scrolls", "data.examples"]
+WITHOUT_TORCH += ["evaluation.scrolls", "evaluation.comparison", "data.examples"]
 
 
 def imported_names(tree, package):

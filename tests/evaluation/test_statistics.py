@@ -55,7 +55,7 @@ def test_students_distribution_has_the_values_of_its_tables():
 
 
 def test_a_paired_t_test_is_students():
-    """The hours of sleep of Student (1908): mean difference 1.58, t = 4.0621 with 9 degrees of freedom, p = 0.002833."""
+    """The hours of sleep of Student (1908): mean 1.58, t = 4.0621 with 9 degrees of freedom, p = 0.002833."""
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
     found = paired_t([b - a for a, b in zip(first, second)])

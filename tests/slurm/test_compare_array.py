@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+from cluster import wait_until
+
+from megatron_tape.evaluation.comparison import read_comparison
+
+RECIPE = """
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 12, vocab_size: 6}
+data: {generator: {task: selective_copy, copied: 4, blanks: 4, symbols: 4}, loss_on: answers}
+train: {steps: 150, micro_batch_size: 2, global_batch_size: 4, precision: fp32, eval_interval: 150, eval_steps: 1}
+evaluation: {selective_copy: {every: 150, copied: 4, symbols: 4, blanks: {IID: 4}, samples: 20}}
+logging: {interval: 1, sample_tokens: 0, tensorboard: false}
+"""
+
+
+@pytest.mark.slow
+def test_an_array_of_runs_survives_preemption_and_ends_in_the_page(cluster):
+    """One of two tasks is warned as before a preemption: it saves, is requeued, and the page follows all the same."""
+    (cluster.work / "tiny.yaml").write_text(RECIPE)
+    script = f"{cluster.work}/repo/slurm/compare.sh"
+    given = ["--recipe", "tiny.yaml", "--encodings", "rope,tape", "--seeds", "1", "--output", "out"]
+    said = cluster.run(script, "--at-once", "2", *given).splitlines()
+    assert said[0] == "2 runs, of which 0 are finished, in out"
+    array, page = (line.split()[2].rstrip(",") for line in said[1:3])
+    log = cluster.work / f"slurm-tape-compare-{array}_0.out"
+    run = cluster.work / "out" / "rope" / "seed-1"
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, 180, log.read_text)
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
+    assert cluster.wait(array) == "COMPLETED", log.read_text()
+    assert cluster.wait(page) == "COMPLETED", cluster.log(page)
+    assert "1 run of 2 not finished" in log.read_text() and "requeueing" in log.read_text()
+    saved = [line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line]
+    assert len(saved) == 1 and "step-00000150" not in saved[0]
+    found = read_comparison(cluster.work / "out" / "comparison.json")
+    assert [(made["variant"], made["seed"]) for made in found["runs"]] == [("rope", 1), ("tape", 1)]
+    assert "tape" in Path(cluster.work / "out" / "report.html").read_text()
+    wrong = cluster.run(script, *given, "--train.stepz", "3", check=False)
+    assert wrong == "" and cluster.run("squeue", "--noheader") == ""
