@@ -13,7 +13,7 @@ from itertools import accumulate
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION, SCORES
 from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
-from megatron_tape.position import MicroBatch, encoding_of
+from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 # DeepSpeed's default of stage3_max_live_parameters.
 LIVE_PARAMETERS = 1_000_000_000
@@ -188,19 +188,20 @@ def activations(
     normed = local * model.hidden_size * width
     norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
 
-    # A state that no layer has rewritten yet needs no gradient.
-    first_update = next((i for i in range(model.num_layers) if encoding.updates(i)), model.num_layers)
-
     def layer(index: int) -> int:
-        if index == 0 and not {*trained} - {OF_ENCODING, "output"}:
+        only_encoding = not {*trained} - {OF_ENCODING, "output"}
+        if index == 0 and only_encoding and not encoding.learns_on_entry(0):
             return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
         moves = ROTATION in encoding.needs and encoding.learns_rotation(index)
         averages = AVERAGE in encoding.needs and encoding.updates(index)
-        attention = _attention(model, micro_batch_size, width, tensor_size, masked, moves, averages, fused_norms)
+        kept_before = encoding.state_is_learned(index) and (index == 0 or not encoding.updates(index - 1))
+        attention = _attention(
+            model, micro_batch_size, width, tensor_size, masked, moves, moves and not kept_before, averages, fused_norms
+        )
         mlp = tokens * (5 if "matrices" in trained else 4) * model.ffn_hidden_size // tensor_size * width
         kept = 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
         if "matrices" not in trained:
-            kept -= normed * (1 if set("qkv") & lora else 2)
+            kept -= normed * (1 if set("qkv") & lora or encoding.learns_on_entry(index) else 2)
         narrow = tokens * len(lora) * extension.lora_rank * width if lora else 0
         return kept + narrow
 
@@ -214,7 +215,7 @@ def activations(
     if recompute == "full":
         whole = layers
         layers = [
-            local * (model.hidden_size * width + (encoding.state_bytes(i, width) if i > first_update else 0))
+            local * (model.hidden_size * width + (encoding.state_bytes(i, width) if _is_new(encoding, i) else 0))
             for i in range(len(layers))
         ]
         # Each layer is run again when what those above it kept is gone.
@@ -226,6 +227,11 @@ def activations(
     kept = sum(layers) + inputs + norm - (0 if trains_output(model, extension) else normed)
     backward -= kept + softmax
     return Activations(kept, softmax, working=max(2 * logits if width == 2 else 0, backward), backward=backward)
+
+
+def _is_new(encoding: PositionEncoding, layer: int) -> bool:
+    """Return whether the layer before `layer` made the state that it is handed."""
+    return layer > 0 and (encoding.updates(layer - 1) or encoding.learns_on_entry(layer - 1))
 
 
 def _tiled(model: ModelConfig) -> bool:
@@ -240,13 +246,14 @@ def _attention(
     tensor_size: int,
     masked: bool,
     moves: bool,
+    own: bool,
     averages: bool,
     fused_norms: bool,
 ) -> int:
     """Return the bytes that one layer's attention keeps.
 
-    `moves`: the position state needs a gradient, so the rotation keeps its inputs. `averages`: the state is averaged as
-    a second value.
+    `moves`: the position state needs a gradient, so the rotation keeps its inputs. `own`: it is counted neither with an
+    earlier layer nor by the encoding. `averages`: the state is averaged as a second value.
     """
     tokens = model.seq_length * batch
     heads, groups, dim = model.num_attention_heads // tensor_size, model.query_groups // tensor_size, model.head_dim
@@ -263,10 +270,10 @@ def _attention(
         queries, keys = copied, 0
     else:
         queries, keys = heads + (copied if read else 0), groups
-    values = groups if moves else 0
+    values = groups if own else 0
     if masked and grouped and not _tiled(model):
         # Keys and values are repeated for every head; the projection's output is kept if parts of it are views.
-        keys, values = heads, heads + (heads if averages else 0) + (groups if moves else 0)
+        keys, values = heads, heads + (heads if averages else 0) + (groups if own else 0)
         projected = projected if read or not queries else 0
     calls = 2 if averages else 1
     by_rows, widened = SCORES in encoding_of(model).needs, 0

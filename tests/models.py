@@ -58,6 +58,9 @@ def build(
 @torch.no_grad()
 def randomize_tape(built):
     generator = torch.Generator().manual_seed(99)
+    for name, parameter in built.named_parameters():
+        if name.endswith("position.increments"):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(98)) * 0.5)
     for update in built.position_updates():
         for parameter in update.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
@@ -85,6 +88,7 @@ def reference_config(model):
         **{key: value for key, value in vars(model).items() if key.startswith("rope_")},
         norm_epsilon=model.norm_epsilon,
         gate_input=model.gate_input,
+        position_state_norm=model.position_state_norm,
     )
 
 

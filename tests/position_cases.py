@@ -8,7 +8,8 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
-BUILT_IN = ("fire", "path", "cope", "fox", "repo", "randpe")
+BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
+BUILT_IN["increments"] = {"position_increments": "learned", "position_state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
 are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
@@ -19,9 +20,14 @@ def register_toys():
         importlib.import_module(f"toy_encodings.{file}")
 
 
+def settings_of(name):
+    return BUILT_IN.get(name, {"position_encoding": name})
+
+
 def train(folder, data, name):
     """Two steps under two layouts, and the second step again from the checkpoint of the first."""
-    both = [option("data.prefix", f"{data}/a"), option("model.position_encoding", name)]
+    both = [option("data.prefix", f"{data}/a")]
+    both += [option(f"model.{key}", value) for key, value in settings_of(name).items()]
     both += [
         option("train.steps", 2),
         option("schedule.warmup_steps", 1),
@@ -39,8 +45,9 @@ def train(folder, data, name):
 
 def costs(name):
     """What this process holds and saves of a model shared by two."""
-    built, _ = build(small_model(position_encoding=name), tp=2)
-    return sum(p.numel() for p in built.parameters()), counted(built, small_model(position_encoding=name))
+    model = small_model(**settings_of(name))
+    built, _ = build(model, tp=2)
+    return sum(p.numel() for p in built.parameters()), counted(built, model)
 
 
 def main(folder, data):

@@ -34,6 +34,8 @@ VARIANTS = {
     "randpe": {"position_encoding": "randpe", "randpe_range": 50},
     "repo": {"position_encoding": "repo", "repo_width": 5},
     "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
+    "rope_learned_increments": {"position_encoding": "rope", "position_increments": "learned"},
+    "tape_learned_increments_unit": {"position_increments": "learned", "position_state_norm": "unit"},
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
@@ -143,8 +145,8 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count(encoding):
-    model = small_model(position_encoding=encoding, num_query_groups=4)
+def count(encoding, **changes):
+    model = small_model(position_encoding=encoding, num_query_groups=4, **changes)
     built, _ = build(model, tp=2)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     with CountCollectives() as forward:
@@ -171,6 +173,7 @@ def main(folder):
     results = {name: compare(changes) for name, changes in VARIANTS.items()}
     results |= {name: compare(**settings) for name, settings in LORA_VARIANTS.items()}
     results["tape_recompute"] = compare({}, recompute="full")
+    results["increments_recompute"] = compare(VARIANTS["tape_learned_increments_unit"], recompute="full")
     results["tape_packed"] = compare({}, documents=documents)
     results["tape_shifted"] = compare({}, recompute="full", shifted_sparse=True, documents=documents)
     results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
@@ -179,6 +182,6 @@ def main(folder):
         {"position_encoding": "toy_head_gate"}, sequence_parallel=False
     )
     results["order_on_node"] = order_on_node(folder)
-    results["numbers"] = {encoding: count(encoding) for encoding in ("tape", "rope", "path_fox")}
+    results["numbers"] = {name: count(changes) for name, changes in COUNTED.items()}
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results

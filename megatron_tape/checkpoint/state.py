@@ -25,8 +25,9 @@ from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.frozen import source_record
 from megatron_tape.checkpoint.opening import Checkpoint
 from megatron_tape.checkpoint.random_state import random_state, set_random_state
-from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import CheckpointError, refuse
+from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.records import write_record
@@ -114,14 +115,17 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
     """Load the weights that a run begins with, as `load_weights` does; return the parameters that `base` does not have.
 
-    These keep their initial values. They may be LoRA layers, and the positional encoding's if `base` has another
-    encoding. Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
+    These keep their initial values. They may be LoRA layers, and what the positional encoding of `base` does not have.
+    Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
     """
     parameters, held = dict(model.named_parameters()), base.weight_names()
-    same_encoding = base.state["config"]["model"].get("position_encoding", model.encoding.name) == model.encoding.name
-    may_be_new = {"lora"} if same_encoding else {"lora", "position"}
+    settings = ModelConfig(**{**BEFORE["model"], **base.state["config"]["model"]})
+    of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
     new = [name for name in parameters if name not in held]
-    if missing := [name for name in new if kind_of(name) not in may_be_new]:
+    may_be_new = {
+        name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in of_base)
+    }
+    if missing := [name for name in new if name not in may_be_new]:
         raise CheckpointError(f"{base.path} holds no {missing[0]}; choose another model to extend")
     if extra := sorted(held - parameters.keys()):
         raise CheckpointError(

@@ -178,13 +178,20 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     )
 
 
+def _own_kinds(model: ModelConfig) -> list[str]:
+    """Return the names by which `optimizer` may give the parameters of the model's encoding their own values."""
+    encoding = encoding_of(model)
+    names = [f"position.{name}" for layer in range(model.num_layers) for name in encoding.parameters(layer)]
+    return list(dict.fromkeys(names))
+
+
 def _validate_optimizer(config: RunConfig) -> None:
     optimizer, schedule, steps = config.optimizer, config.schedule, config.train.steps
     stage = config.deepspeed.zero_stage
+    kinds = (*PARAMETER_KINDS, *_own_kinds(config.model))
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind, value in getattr(optimizer, key).items():
-            kinds = ", ".join(PARAMETER_KINDS)
-            refuse(kind not in PARAMETER_KINDS, f"optimizer.{key} names the kind {kind}; choose from {kinds}")
+            refuse(kind not in kinds, f"optimizer.{key} names the kind {kind}; choose from {', '.join(kinds)}")
             in_range = value == 0 or is_positive(value)
             refuse(not in_range, f"optimizer.{key}.{kind} is {value!r}; set it to 0 or a positive number")
     for key in ("beta1", "beta2"):
@@ -352,14 +359,16 @@ def _validate_extension(config: RunConfig) -> None:
         "name embeddings",
     )
     kinds = {OF_ENCODING: "position", "output": "embeddings"}
-    rates = [config.optimizer.lr_scale_of.get(kinds.get(name, name), 1) for name in extension.trains]
+    scales = config.optimizer.lr_scale_of
+    rates = [scales.get(kinds.get(name, name), 1) for name in extension.trains]
+    rates += [scales.get(name, 0) for name in _own_kinds(model) if OF_ENCODING in extension.trains]
     refuse(
         not any(rates),
         f"extension.trains is {shown(extension.trains)}, but optimizer.lr_scale_of is 0 for all of that, so nothing "
         "would be trained; raise it",
     )
     refuse(
-        OF_ENCODING in extension.trains and not encoding_of(model).parameters(0),
+        OF_ENCODING in extension.trains and not _own_kinds(model),
         f"extension.trains names tape, but model.position_encoding {model.position_encoding} has no parameters; set "
         "it to tape, or leave tape out",
     )

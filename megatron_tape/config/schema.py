@@ -147,10 +147,11 @@ class OptimizerConfig:
     It pulls TAPE's matrices towards zero, at which TAPE equals RoPE, unless weight_decay_of is {position: 0.0}."""
     weight_decay_of: dict[str, float] = field(default_factory=dict)
     """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay. A
-    value also applies to vectors of its kind. position stands for the positional encoding's parameters."""
+    value also applies to vectors of its kind. position stands for the positional encoding's parameters, and
+    position.NAME, such as position.increments, for one of them."""
     lr_scale_of: dict[str, float] = field(default_factory=dict)
-    """Factor of the learning rate by kind of parameter; 1 for kinds that are not given. Weight decay, which is
-    proportional to the learning rate, scales with it."""
+    """Factor of the learning rate by kind of parameter, as in weight_decay_of; 1 for kinds that are not given. Weight
+    decay, which is proportional to the learning rate, scales with it."""
     beta1: float = 0.9
     """Decay of the gradient's mean."""
     beta2: float = 0.95

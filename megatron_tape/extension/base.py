@@ -19,6 +19,7 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
 from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.from_hf.weight_files import check_directory
+from megatron_tape.model.names import POSITION, parameter_shapes
 from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.records import read_yaml
 
@@ -196,6 +197,8 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope")}
     free |= {"position_encoding", *setting_names(now)} if added else set()
+    if base.model.position_increments == "learned":
+        free.remove("position_increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the rows that are missing
     blank = dict.fromkeys(free)
@@ -205,15 +208,23 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         bool(differences),
         f"{KEY} {base.path} is another model than these settings describe ({'; '.join(differences)}); leave them out: "
         "an extension changes only model.seq_length, model.rope_*, model.attention_backend, "
-        "model.position_state_precision, and model.position_encoding from rope to tape",
+        "model.position_state_precision, model.position_encoding from rope to tape, and model.position_increments from "
+        "fixed to learned",
     )
-    trains = config.extension.trains
+    trains, new = config.extension.trains, f"model.position_encoding is {now}"
+    if not added and _of_encoding(config.model) > _of_encoding(base.model):
+        added, new = True, f"model.position_increments is {config.model.position_increments}"
     refuse(
         added and not {OF_ENCODING, "all"} & set(trains),
-        f"model.position_encoding is {now}, which {KEY} {base.path} does not have yet, but extension.trains does not "
-        "name tape, so it would stay as it is; add tape, or leave the encoding out",
+        f"{new}, which {KEY} {base.path} does not have yet, but extension.trains does not "
+        "name tape, so it would stay as it is; add tape, or leave that out",
     )
     _check_tokenizer(config, base)
+
+
+def _of_encoding(model: ModelConfig) -> set[str]:
+    """Return the names of the parameters of the positional encoding."""
+    return {name for name in parameter_shapes(model) if f".{POSITION}" in name}
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:

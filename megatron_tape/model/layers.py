@@ -94,7 +94,7 @@ class LayerPosition(torch.nn.Module):
 
         self.updates = encoding.updates(layer)
         """Whether this layer rewrites the state."""
-        self._learned = any(encoding.updates(earlier) for earlier in range(layer))
+        self._learned = encoding.state_is_learned(layer)
         self._group = None if config.sequence_parallel else encoding.tokens.model_group
 
     def enter(self, state: Tensor | None, hidden_states: Tensor) -> tuple[Tensor | None, Positions]:

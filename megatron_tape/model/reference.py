@@ -35,6 +35,8 @@ class ReferenceConfig:
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
+    position_state_norm: str = "none"
+    """`unit` sets every complex number of the position state back to its first modulus after each update."""
 
 
 def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
@@ -73,8 +75,9 @@ def attention_factor(config: ReferenceConfig | ModelConfig) -> float:
 
 
 def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return exp(i s theta_f) as [cos | sin]: any integer positions (...,) to float32 (..., D)."""
-    angles = positions.float()[..., None] * frequencies.to(positions.device)
+    """Return exp(i s theta_f) as [cos | sin]: any integer positions (...,) to float32 (..., D), real ones to theirs."""
+    positions = positions if positions.is_floating_point() else positions.float()
+    angles = positions[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -114,6 +117,9 @@ def forward(
     A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P); a layer
     without them leaves the position state unchanged, so without any of them this is RoPE. Biases of q, k and v
     (`self_attn.q_proj.bias`) and norms of each head's q and k (`self_attn.q_norm.weight`) are applied if present.
+    With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups alike, the position of a token
+    is the sum of 2 sigmoid(w_g . y) over the tokens up to it, where y is the first layer's normalised input, and
+    `positions` are not used.
     Returns `logits` (B, S, V) and, after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
     """
     B, S = input_ids.shape
@@ -130,6 +136,10 @@ def forward(
         w = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
 
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
+        if "position.increments.weight" in w:
+            p_BSG = (2 * (y @ w["position.increments.weight"].T).double().sigmoid()).cumsum(1)
+            z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(x.dtype)
+            z = z.expand(B, S, G, D)
         q, k, v = (
             F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(B, S, n, D)
             for p, n in (("q", H), ("k", G), ("v", G))
@@ -152,6 +162,9 @@ def forward(
             gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj.weight"].T)
             up = torch.einsum("pg,bsgd->bspd", w["position.up_proj.weight"], z)
             z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up)
+            if config.position_state_norm == "unit":
+                moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2).repeat(1, 1, 1, 2)
+                z = attention_factor(config) * z / moduli.clamp(min=1e-3)
 
         hidden_states.append(x)
         position_states.append(z)

@@ -4,8 +4,11 @@ A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pai
 The plain form to compare with is `megatron_tape.model.reference.rotate`.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -19,3 +22,73 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     """Rotate each query head by the state of its group; z may have one group for all heads."""
     groups = z_SBGD.shape[2]
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
+
+
+def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
+    """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions in float64.
+
+    Angles are multiplied and reduced to one turn in float64, so that the error does not grow with the position. For the
+    backward pass, only the positions are kept.
+    """
+    return _Phases.apply(p_SBG, theta_F, modulus, dtype)
+
+
+class _Phases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, theta, modulus, dtype):
+        ctx.save_for_backward(p, theta)
+        ctx.modulus, ctx.dtype = modulus, dtype
+        return _phases(p, theta, modulus, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        p, theta = ctx.saved_tensors
+        re, im = _phases(p, theta, ctx.modulus, ctx.dtype).chunk(2, dim=-1)
+        dz_re, dz_im = dz.chunk(2, dim=-1)
+        return (re * dz_im - im * dz_re).double() @ theta.double(), None, None, None
+
+
+def _phases(p: Tensor, theta: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
+    angles = torch.remainder(p[..., None] * theta.double(), 2 * math.pi)
+    angles = angles if dtype is torch.float64 else angles.float()
+    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * modulus).to(dtype)
+
+
+SHORTEST = 1e-3
+"""Of the complex numbers that `with_modulus` gives their modulus; it multiplies shorter ones, and bounds gradients."""
+
+
+def with_modulus(z: Tensor, modulus: float) -> Tensor:
+    """Return complex numbers (..., D) with this modulus and their own directions; keeps `z` for the backward pass.
+
+    Those shorter than `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
+    """
+    return _WithModulus.apply(z, modulus)
+
+
+class _WithModulus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, modulus):
+        ctx.save_for_backward(z)
+        ctx.modulus = modulus
+        return z * _twice(modulus / _moduli(z).clamp(min=SHORTEST)).to(z.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (z,) = ctx.saved_tensors
+        moduli = _moduli(z)
+        (re, im), (dy_re, dy_im) = z.chunk(2, dim=-1), dy.chunk(2, dim=-1)
+        along = (re * dy_re + im * dy_im) / moduli.clamp(min=SHORTEST).square()
+        along = torch.where(moduli > SHORTEST, along, 0)
+        factor = ctx.modulus / moduli.clamp(min=SHORTEST)
+        return (_twice(factor) * (dy - z * _twice(along))).to(z.dtype), None
+
+
+def _moduli(z: Tensor) -> Tensor:
+    return torch.hypot(*(part if z.dtype is torch.float64 else part.float() for part in z.chunk(2, dim=-1)))
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=-1)

@@ -110,7 +110,10 @@ class PositionEncoding:
     starts_as: ClassVar[str | None] = None
     """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
     exports_to: ClassVar[str | None] = None
-    """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported."""
+    """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported.
+
+    Where it depends on the settings, it is a property.
+    """
     counts_in_documents: ClassVar[bool] = False
     """Whether more than differences of a sequence's indices enters, so that each document of a pack has the positions
     of a sequence that begins with it."""
@@ -133,6 +136,15 @@ class PositionEncoding:
     def updates(self, layer: int) -> bool:
         """Return whether layer `layer` (from 0) rewrites the state."""
         return False
+
+    def learns_on_entry(self, layer: int) -> bool:
+        """Return whether `enter` gives layer `layer` (from 0) another state, which depends on parameters."""
+        return False
+
+    def state_is_learned(self, layer: int) -> bool:
+        """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
+        rewritten = any(self.updates(earlier) for earlier in range(layer))
+        return rewritten or any(self.learns_on_entry(earlier) for earlier in range(layer + 1))
 
     def multiply_adds(self, layer: int) -> int:
         """Return the multiply-adds per token that this encoding adds to a layer's forward pass of a full sequence."""
@@ -159,7 +171,7 @@ class PositionEncoding:
 
     def learns_rotation(self, layer: int) -> bool:
         """Return whether what rotates queries and keys in layer `layer` depends on parameters, and needs a gradient."""
-        return any(self.updates(earlier) for earlier in range(layer))
+        return self.state_is_learned(layer)
 
     @property
     def num_updates(self) -> int:

@@ -48,6 +48,11 @@ class RandomizedPosition(RotaryPosition):
         super().check()
         model = self.model
         refuse(
+            model.position_increments != "fixed",
+            f"model.position_increments {model.position_increments} does not apply to randpe, which draws positions; "
+            "set it to fixed",
+        )
+        refuse(
             model.position_range < model.seq_length,
             f"model.randpe_range is {model.position_range}, less than the {model.seq_length} tokens of "
             "model.seq_length; set it to several times as many",

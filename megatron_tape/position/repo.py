@@ -56,6 +56,11 @@ class Reposition(RotaryPosition):
         super().check()
         model = self.model
         refuse(
+            model.position_increments != "fixed",
+            f"model.position_increments {model.position_increments} does not apply to repo, whose layers predict "
+            "positions; set it to fixed",
+        )
+        refuse(
             model.repo_inner_width < 1,
             f"model.repo_width is {model.repo_width}; set it to at least 1, such as hidden_size // 8",
         )

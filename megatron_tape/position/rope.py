@@ -1,12 +1,20 @@
-"""Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions."""
+"""Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions.
+
+Positions are 0, 1, ... or, with learned increments, running sums of what each token adds,
+    p[s,g] = sum_{t<=s} 2 sigmoid(w_g . x[t]),
+where x is the first layer's normalised input: "accumulated rotations" (MapFormer, arXiv 2511.19279; arXiv 2606.24975).
+With w = 0 each token adds 1. Only differences of positions enter, so a sum may begin anywhere: before the document of a
+pack, or with padding.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.base import PositionEncoding
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +46,25 @@ class RotarySettings:
     """yarn: begin and end the gradual change at whole frequencies, as most models with yarn do."""
     rope_attention_factor: float | None = None
     """yarn: factor of rotated queries and keys; null means 0.1 ln(rope_scaling_factor) + 1."""
+    position_increments: Literal["fixed", "learned"] = "fixed"
+    """rope and tape: by how much the position grows with each token: fixed is 1; learned depends on the token, is
+    between 0 and 2 for each group of heads, and starts at 1."""
 
 
 class RotaryPosition(PositionEncoding):
-    """Every layer rotates by the same phases exp(i s theta_f)."""
+    """Every layer rotates by the same phases exp(i s theta_f), or exp(i p[s,g] theta_f) with learned increments.
+
+    Parameters of the first layer with learned increments: `increments` w (G, C), which starts at zero.
+    """
 
     name = "rope"
     settings = RotarySettings
     needs = frozenset({ROTATION})
-    exports_to = "plain"
+
+    @property
+    def exports_to(self) -> str | None:
+        """A model of transformers if positions are fixed."""
+        return "code" if self.model.position_increments == "learned" else "plain"
 
     def check(self) -> None:
         """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""
@@ -67,12 +85,43 @@ class RotaryPosition(PositionEncoding):
             f"model.rope_theta {model.rope_theta} is not above 1, as model.rope_scaling_type yarn needs; raise it",
         )
 
+    def learns_on_entry(self, layer: int) -> bool:
+        """Return whether this is the first layer and increments are learned."""
+        return layer == 0 and self.model.position_increments == "learned"
+
+    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+        """Return what gives the increments, if they are learned."""
+        if not self.learns_on_entry(layer):
+            return {}
+        return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
+
+    def multiply_adds(self, layer: int) -> int:
+        """Count w . x for every group."""
+        return self.model.query_groups * self.model.hidden_size if self.learns_on_entry(layer) else 0
+
     def state_size(self, layer: int) -> int:
-        """Return the size of one head's phases, which all heads share."""
+        """Return the size of one head's phases, which all heads share; with learned increments, of every group's."""
+        if self.model.position_increments == "learned":
+            return self.model.query_groups * self.model.head_dim if layer > 0 else 0
         return self.model.head_dim
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32."""
+    def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
+        """Count increments and positions, in float64, and the phases that are made of them."""
+        per_group = 2 * 8 + self.model.head_dim * batch.width
+        return batch.local_tokens * self.model.query_groups * per_group if self.learns_on_entry(layer) else 0
+
+    def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
+        """Count what increments are computed from on its way to the ranks that add up all tokens."""
+        sent = self.model.query_groups * batch.width * batch.local_tokens if self.learns_on_entry(layer) else 0
+        return sent, sent
+
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":
+        """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.
+
+        With learned increments, return None: the first layer makes them.
+        """
+        if self.model.position_increments == "learned":
+            return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
     def phases(self, positions: "Tensor") -> "Tensor":
@@ -81,6 +130,39 @@ class RotaryPosition(PositionEncoding):
 
         angles = positions[..., None] * self._frequencies_on(positions.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
+
+    def enter(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor | None",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> "Tensor | None":
+        """Return the state; in the first layer with learned increments, the phases of all tokens (S, B, g, D)."""
+        if not self.learns_on_entry(layer):
+            return state
+        from torch.nn.functional import linear
+
+        logits_SBG = self.tokens.to_heads(linear(hidden_states_sBC, parameters["increments"]))
+        return self._exact_phases(self._running_sum(logits_SBG, memory), hidden_states_sBC.dtype)
+
+    def _running_sum(self, logits_SBN: "Tensor", memory: Memory) -> "Tensor":
+        """Return the positions of all tokens for N groups, (S, B, N), in float64.
+
+        In float32, positions of 100,000 would be rounded to 1/128.
+        """
+        positions = (2 * logits_SBN.double().sigmoid()).cumsum(0)
+        if (before := memory.last("positions")) is not None:
+            positions = positions + before
+        memory.keep("positions", positions[-1])
+        return positions
+
+    def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the phases of real positions times the attention factor, (S, B, G, D)."""
+        from megatron_tape.ops.rotation import phases
+
+        return phases(positions_SBG, self._frequencies_on(positions_SBG.device), self.attention_factor, dtype)
 
     @property
     def attention_factor(self) -> float:

@@ -6,6 +6,9 @@ be read:
 where u is z averaged by the attention map. Under sequence parallelism z is kept where the hidden states are, as
 (s, B, G, D): the update needs all heads of a token, attention needs all tokens of a head, and an all-to-all of S*B*C/tp
 numbers switches between the two.
+
+The update adds up states of different groups, so only a rotation that all groups share leaves its result unchanged, but
+for that rotation. Learned increments are therefore the same for all groups: p[s] = sum_{t<=s} 2 sigmoid(w . x[t]).
 """
 
 import logging
@@ -38,6 +41,9 @@ class TapeSettings(RotarySettings):
     position_state_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which TAPE's position state accumulates updates; attention always reads it rounded to
     train.precision. In bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
+    position_state_norm: Literal["none", "unit"] = "none"
+    """unit sets every complex number of TAPE's position state back to its first modulus, 1 but with yarn, after each
+    update, so that updates only turn it."""
 
     @property
     def position_mlp_width(self) -> int:
@@ -49,18 +55,24 @@ class TapePosition(RotaryPosition):
     """RoPE whose phases are rewritten by content.
 
     Parameters: `token_mixing` A (G, H), or (H,) one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
-    `down_proj` W_down (G, P). A and W_down start at zero, so that the model starts as RoPE.
+    `down_proj` W_down (G, P). A and W_down start at zero, so that the model starts as RoPE. With learned
+    increments the first layer also has `increments` w (1, C), which starts at zero, too.
     """
 
     name = "tape"
     settings = TapeSettings
     needs = frozenset({ROTATION, AVERAGE})
     starts_as = "rope"
-    exports_to = "tape"
 
     def __init__(self, model, tokens=None, fused=False):
         super().__init__(model, tokens, fused)
         self._update = None
+
+    @property
+    def exports_to(self) -> str | None:
+        """The exported TAPE model, which knows neither learned increments nor a normalised state."""
+        plain = self.model.position_increments == "fixed" and self.model.position_state_norm == "none"
+        return "tape" if plain else "code"
 
     def check(self) -> None:
         """Reject a scale per head if heads share groups."""
@@ -77,12 +89,14 @@ class TapePosition(RotaryPosition):
         return layer < self.model.num_layers - 1
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of the update."""
-        if not self.updates(layer):
-            return {}
+        """Return the parameters of the increments, if they are learned, and of the update."""
         model = self.model
+        increments = {"increments": Parameter((1, model.hidden_size))} if self.learns_on_entry(layer) else {}
+        if not self.updates(layer):
+            return increments
         heads, groups, inner = model.num_attention_heads, model.query_groups, model.position_mlp_width
         return {
+            **increments,
             "token_mixing": Parameter((groups, heads) if model.token_mixing == "full" else (heads,)),
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
             "up_proj": Parameter((inner, groups), std=groups**-0.5),
@@ -91,9 +105,10 @@ class TapePosition(RotaryPosition):
 
     def multiply_adds(self, layer: int) -> int:
         """Count averaging the state, token mixing, and the collapsed position MLP (gate, forming M, applying M)."""
-        if not self.updates(layer):
-            return 0
         model = self.model
+        increments = model.hidden_size if self.learns_on_entry(layer) else 0
+        if not self.updates(layer):
+            return increments
         heads, groups, dim, inner = (
             model.num_attention_heads,
             model.query_groups,
@@ -102,42 +117,76 @@ class TapePosition(RotaryPosition):
         )
         averages = heads * dim * model.seq_length // 2
         mixing = (heads * groups if model.token_mixing == "full" else heads) * dim
-        return averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+        return increments + averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
 
     def state_size(self, layer: int) -> int:
-        """Count the states of all groups; the first layer gets RoPE's phases, which all groups share."""
-        return self.model.head_dim * (self.model.query_groups if layer > 0 else 1)
+        """Count the states of all groups; the first layer gets RoPE's phases, which all groups share, if any."""
+        return self.model.head_dim * self.model.query_groups if layer > 0 else super().state_size(0)
 
     def state_bytes(self, layer: int, width: int) -> int:
         """Return the bytes of the state, which is in fp32 if it accumulates in fp32."""
         return self.state_size(layer) * (4 if self.model.position_state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count what the update keeps: the gate and its input, the states, M, and averages from other ranks."""
-        if not self.updates(layer):
-            return 0
+        """Count what the update keeps: the gate and its input, the states, M, and averages from other ranks.
+
+        If increments are learned, the first layer also keeps them and the positions, in float64, and the phases, which
+        are those of one group until other ranks get them.
+        """
         model, groups, inner = self.model, self.model.query_groups, self.model.position_mlp_width
+        phases = (1 if batch.tensor_size == 1 else groups) * model.head_dim * batch.width
+        increments = batch.local_tokens * (2 * 8 + phases) if self.learns_on_entry(layer) else 0
+        if not self.updates(layer):
+            return increments
         received = model.num_attention_heads * model.head_dim if batch.tensor_size > 1 else 0
         per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
-        return (batch.local_tokens * per_token + inner * groups * groups) * batch.width
+        normalized = self.state_bytes(layer + 1, batch.width) if model.position_state_norm == "unit" else 0
+        update = (batch.local_tokens * per_token + inner * groups * groups) * batch.width
+        return increments + update + batch.local_tokens * normalized
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count the state on its way to attention and the averages on theirs back.
 
-        All sequences share the first layer's phases, which need no gradient.
+        All sequences share the first layer's phases, which need no gradient, unless increments are learned. Then every
+        rank gets what they are computed from, and the positions go back in float64.
         """
-        model, sequence = self.model, self.model.seq_length // batch.tensor_size
-        state = model.query_groups * model.head_dim * batch.width * (batch.local_tokens if layer > 0 else sequence)
+        model, learned = self.model, self.state_is_learned(layer)
+        tokens = batch.local_tokens if learned else model.seq_length // batch.tensor_size
+        state = model.query_groups * model.head_dim * batch.width * tokens
         average = model.num_attention_heads * model.head_dim * batch.width * batch.local_tokens
         sent = average if self.updates(layer) else 0
-        return state + sent, (state if layer > 0 else 0) + sent
+        if self.learns_on_entry(layer):
+            sent += batch.tensor_size * (batch.width + 8) * batch.local_tokens
+        return state + sent, (state if learned else 0) + sent
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
+        phases = super().initial_state(positions_SB, self._state_dtype(dtype))
+        return None if phases is None else self.tokens.local_tokens(phases)
+
+    def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch
 
-        dtype = torch.float32 if self.model.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
-        return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
+        return torch.float32 if self.model.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
+
+    def enter(
+        self,
+        layer: int,
+        parameters: Mapping[str, "Tensor"],
+        state: "Tensor | None",
+        hidden_states_sBC: "Tensor",
+        memory: Memory,
+    ) -> "Tensor | None":
+        """Return the state; in the first layer with learned increments, the phases of local tokens (s, B, 1, D)."""
+        if not self.learns_on_entry(layer):
+            return state
+        from torch.nn.functional import linear
+
+        # Every rank adds up all tokens, as if for one of as many groups as there are ranks.
+        logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
+        positions = self._running_sum(self.tokens.to_heads(logits), memory)
+        own = self.tokens.to_tokens(positions)[..., :1]
+        return self._exact_phases(own, self._state_dtype(hidden_states_sBC.dtype))
 
     def positions(
         self,
@@ -169,7 +218,12 @@ class TapePosition(RotaryPosition):
         gate_input = mlp_output_sBC if self.model.gate_input == "mlp" else attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        return self._update_function(u.dtype)(z, u.reshape(S * B, H, D), gate, *matrices).view(S, B, -1, D)
+        new = self._update_function(u.dtype)(z, u.reshape(S * B, H, D), gate, *matrices).view(S, B, -1, D)
+        if self.model.position_state_norm == "none":
+            return new
+        from megatron_tape.ops.rotation import with_modulus
+
+        return with_modulus(new, self.attention_factor)
 
     def _update_function(self, dtype: "torch.dtype"):
         from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update

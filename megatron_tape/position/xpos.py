@@ -45,6 +45,11 @@ class XposPosition(RotaryPosition):
             f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
             f"{model.rope_scaling_factor} does not apply to xpos; leave both at their defaults",
         )
+        refuse(
+            model.position_increments != "fixed",
+            f"model.position_increments {model.position_increments} does not apply to xpos, whose decay counts tokens; "
+            "set it to fixed",
+        )
         base, slowest = model.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
         least = model.seq_length / 2 * slowest / _LARGEST_LOGARITHM
         refuse(

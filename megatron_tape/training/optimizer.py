@@ -19,16 +19,22 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        kind = kind_of(name)
+        given, scale = _value_of(config.weight_decay_of, name), _value_of(config.lr_scale_of, name)
         decays = getattr(parameter, "decay", None)
         if decays is None:
-            decays = parameter.dim() > 1 or kind in config.weight_decay_of
-        weight_decay = config.weight_decay_of.get(kind, config.weight_decay) if decays else 0.0
-        groups.setdefault((not decays, weight_decay, config.lr_scale_of.get(kind, 1.0)), []).append(parameter)
+            decays = parameter.dim() > 1 or given is not None
+        weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
+        groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
         for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
+
+
+def _value_of(values: dict[str, float], name: str) -> float | None:
+    """Return the value of a parameter of the encoding by its own name, or else that of its kind, if there is one."""
+    kind = kind_of(name)
+    return values.get(f"{kind}.{name.rpartition('.')[2]}" if kind == "position" else kind, values.get(kind))
 
 
 class ClippingAdamW(torch.optim.AdamW):

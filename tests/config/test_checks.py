@@ -117,6 +117,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("optimizer.beta2 is 1.0", 1, {"optimizer__beta2": 1.0}),
         ("optimizer.weight_decay_of names the kind tape; choose from matrices, embeddings, norms, biases, position", 1,
          {"optimizer__weight_decay_of": {"tape": 0.0}}),
+        ("optimizer.lr_scale_of names the kind position.increments; choose from matrices, embeddings",
+         1, {"optimizer__lr_scale_of": {"position.increments": 0.1}}),
         ("optimizer.weight_decay_of.position is -0.1", 1, {"optimizer__weight_decay_of": {"position": -0.1}}),
         ("optimizer.lr_scale_of.norms is nan", 1, {"optimizer__lr_scale_of": {"norms": float("nan")}}),
         ("train.evaluations names perplexity, which is not an evaluation; choose from validation_loss, sample,", 1,

@@ -1,5 +1,6 @@
 """`python -m pretrain.extend_context` on one process: what it begins with, continues, and refuses."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import CheckpointError
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
-from megatron_tape.extension.base import Base, with_base_settings
+from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
 from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 from megatron_tape.model.weights import part_of
 from megatron_tape.run.watch import Watch
@@ -29,6 +30,7 @@ from pretrain import attempt, estimate, extend_context, train
 REPOSITORY = Path(__file__).parents[2]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 ROPE = ["--model.position_encoding=rope", "--extension.trains=[embeddings,norms]"]
+YARN = ["--model.rope_scaling_type=yarn", "--model.rope_scaling_factor=2", "--model.rope_original_seq_length=16"]
 
 
 def write_llama(folder, data=None, **changes):
@@ -96,6 +98,23 @@ def test_at_step_0_tape_equals_rope_under_the_same_scaling_of_positions(data, ba
     unscaled = first_logits(data, bases[base], tmp_path / "unscaled", *ROPE, "--model.rope_scaling_factor=1")
     torch.testing.assert_close(tape, rope, atol=1e-5, rtol=0)
     assert (rope - unscaled).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("base, encoding", [("rope", "rope"), ("rope", "tape"), ("tape", "tape"), ("llama", "rope")])
+def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, base, encoding):
+    same = [f"--model.position_encoding={encoding}", "--extension.trains=[tape]", *YARN]
+    learned = first_logits(data, bases[base], tmp_path / "learned", *same, "--model.position_increments=learned")
+    same = [*same[:1], f"--extension.trains=[{'tape' if encoding == 'tape' else 'norms'}]", *YARN]
+    torch.testing.assert_close(learned, first_logits(data, bases[base], tmp_path / "fixed", *same), atol=1e-5, rtol=0)
+
+
+def test_learned_increments_stay_learned(data, bases, tmp_path):
+    config = parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *ROPE), with_base_settings)
+    base = find_base(bases["rope"])
+    check_base(config, base)
+    base = dataclasses.replace(base, model=dataclasses.replace(base.model, position_increments="learned"))
+    with pytest.raises(ConfigError, match="model.position_increments: checkpoint learned, configuration fixed"):
+        check_base(config, base)
 
 
 def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_path):
@@ -349,6 +368,8 @@ def damaged(folder, bases, name):
         ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),
         ("rope", ["--model.position_encoding=rope"], "extension.trains names tape, but"),
         ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add tape"),
+        ("rope", [*ROPE, "--model.position_increments=learned"], "model.position_increments is learned, which"),
+        ("tape", ["--model.position_state_norm=unit"], "position_state_norm: checkpoint none, configuration unit"),
         ("rope", ["--optimizer.lr_scale_of={position: 0, embeddings: 0, norms: 0}"], "so nothing would be trained"),
         ("rope", ["--model.hidden_size=64"], "model.hidden_size: checkpoint 32, configuration 64"),
         ("tape", [*ROPE], "model.position_encoding: checkpoint tape, configuration rope"),

@@ -285,7 +285,14 @@ def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_que
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"token_mixing": "per_head", "num_query_groups": 4}, {"position_encoding": "rope"}]
+    "changes",
+    [
+        {},
+        {"token_mixing": "per_head", "num_query_groups": 4},
+        {"position_encoding": "rope"},
+        {"position_encoding": "rope", "position_increments": "learned"},
+        {"position_increments": "learned", "position_state_norm": "unit"},
+    ],
 )
 def test_a_model_with_kernels_equals_the_one_without(changes):
     pytest.importorskip("megatron.core")

@@ -8,7 +8,12 @@ from models import small_model
 from megatron_tape.position import MicroBatch, encoding_of
 
 CASES = [*tensor_parallel_cases.VARIANTS, "tape_recompute", "tape_packed", "rope_without_sequence_parallel"]
-CASES += ["head_gate_without_sequence_parallel", "tape_shifted", *tensor_parallel_cases.LORA_VARIANTS]
+CASES += [
+    "head_gate_without_sequence_parallel",
+    "tape_shifted",
+    "increments_recompute",
+    *tensor_parallel_cases.LORA_VARIANTS,
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +43,12 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
     assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
 
 
-@pytest.mark.parametrize("encoding", ["tape", "path_fox"])
+@pytest.mark.parametrize("encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"])
 def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
-    shape, declared = results["shape"], encoding_of(small_model(position_encoding=encoding, num_query_groups=4))
+    shape, declared = (
+        results["shape"],
+        encoding_of(small_model(**tensor_parallel_cases.COUNTED[encoding], num_query_groups=4)),
+    )
     tokens = shape["S"] * shape["B"]
     of_layers = [declared.exchanged_bytes(i, MicroBatch(tokens, tokens // 2, 4, 2)) for i in range(shape["layers"])]
     for direction, counted in zip(("forward", "backward"), zip(*of_layers)):

@@ -9,14 +9,14 @@ import torch
 from datasets_for_tests import write_all
 from launch import run_group
 from models import build, random_tokens, small_model
-from position_cases import BUILT_IN, TOYS, register_toys
+from position_cases import BUILT_IN, TOYS, register_toys, settings_of
 from test_costs import counted, on_cpu
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError
 from megatron_tape.parameters import parameter_count, parameters_per_rank
-from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, register
+from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, encoding_of, register
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_parameters_that_attention_reads_are_whole_there_under_zero_3(trained, n
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 def test_a_plugged_in_encoding_is_counted(trained, name):
-    model = small_model(position_encoding=name)
+    model = small_model(**settings_of(name))
     held, saved = trained[name]["costs"]
     assert held == parameters_per_rank(model, 2)
     assert on_cpu(model, 2, "fp32", tensor_size=2, sequence_parallel=True) == pytest.approx(saved, rel=0.02)
@@ -65,7 +65,7 @@ def test_a_plugged_in_encoding_is_counted(trained, name):
         assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     nope = small_model(position_encoding="nope")
-    added = sum(ENCODINGS[name](model).multiply_adds(layer) for layer in range(model.num_layers))
+    added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
     assert (added > 0) is (name != "randpe") and flops_per_token(model) == flops_per_token(nope) + 6 * added
 
 

@@ -48,6 +48,20 @@ def decay_by_name(built, **settings):
     return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
 
 
+def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
+    built, _ = build(small_model(position_increments="learned"))
+    names = {parameter: name.rpartition(".")[2] for name, parameter in built.named_parameters() if ".position." in name}
+    given = dict(weight_decay_of={"position.increments": 0.0}, lr_scale_of={"position.increments": 0.1, "position": 2})
+    found = {
+        names[parameter]: (group["weight_decay"], group["lr_scale"])
+        for group in parameter_groups(built, OptimizerConfig(weight_decay=0.3, **given))
+        for parameter in group["params"]
+        if parameter in names
+    }
+    assert found.pop("increments") == (0.0, 0.1)
+    assert set(found) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(found.values()) == {(0.3, 2)}
+
+
 @pytest.mark.parametrize("token_mixing", ["full", "per_head"])
 def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(token_mixing):
     built, _ = build(small_model(**EVERY_KIND, token_mixing=token_mixing, num_query_groups=4))

@@ -64,6 +64,12 @@ def open_exportable(checkpoint: str | Path) -> SavedWeights:
         path = find_checkpoint(checkpoint, command_line.say)
         saved = open_weights(path)
     model, kind = saved.model, encoding_of(saved.model).exports_to
+    if kind == "code":
+        raise ValueError(
+            f"checkpoint {path} has model.position_encoding {model.position_encoding} with settings that no exported "
+            "model computes yet: it can be exported only with model.position_increments fixed and "
+            "model.position_state_norm none"
+        )
     if kind is None:
         exported = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.exports_to)
         raise ValueError(

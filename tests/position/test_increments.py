@@ -1,0 +1,228 @@
+"""Learned increments of positions, and a position state whose complex numbers keep their modulus."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import build, random_tokens, reference_config, small_model, whole_weights
+from test_costs import counted, middle_model, on_cpu
+
+from megatron_tape.config.checks import validate_model
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.costs import flops_per_token
+from megatron_tape.errors import ConfigError
+from megatron_tape.huggingface.to_hf import export
+from megatron_tape.model import reference
+from megatron_tape.model.weights import from_megatron
+from megatron_tape.ops import rotation
+from megatron_tape.ops.rotation import phases, with_modulus
+from megatron_tape.parameters import parameter_count
+from megatron_tape.position import encoding_of
+from megatron_tape.position.base import NO_MEMORY, Memory
+from megatron_tape.training.trained import select_trained, trained_by
+
+LEARNED, UNIT = {"position_increments": "learned"}, {"position_state_norm": "unit"}
+YARN = dict(
+    rope_scaling_type="yarn",
+    rope_scaling_factor=4.0,
+    rope_original_seq_length=16,
+    rope_theta=10.0,
+    rope_beta_fast=2.0,
+    rope_beta_slow=0.5,
+)
+LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
+CASES = {
+    "rope": {"position_encoding": "rope", **LEARNED},
+    "rope_yarn": {"position_encoding": "rope", **LEARNED, **YARN},
+    "tape": LEARNED,
+    "tape_llama3_one_group": {"num_query_groups": 1, **LEARNED, **LLAMA3},
+    "unit": UNIT,
+    "both_yarn": LEARNED | UNIT | YARN,
+    "both_from_attention": {"gate_input": "attention", "num_query_groups": 4} | LEARNED | UNIT,
+    "one_layer": {"num_layers": 1} | LEARNED | UNIT,
+}
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+
+
+def gradients(built, model):
+    found = {}
+    for name, parameter in built.gpt.named_parameters():
+        found |= from_megatron(name, parameter.grad, model)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_model_is_that_with_fixed_increments_and_no_norm(case):
+    ids = random_tokens()
+    fresh, _ = build(small_model(**CASES[case]), randomize=False)
+    plain, _ = build(
+        small_model(**CASES[case] | {"position_increments": "fixed", "position_state_norm": "none"}), randomize=False
+    )
+    torch.testing.assert_close(fresh(ids), plain(ids), atol=1e-5, rtol=1e-5)
+    moved, _ = build(small_model(**CASES[case]))
+    assert (moved(ids) - plain(ids)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_the_reference(case, recompute):
+    model, ids = small_model(**CASES[case]), random_tokens()
+    built, _ = build(model, dtype=torch.float64, recompute=recompute)
+    weights = {key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()}
+    expected = reference.forward(weights, ids, reference_config(model), documents=DOCUMENTS)["logits"]
+    logits = built(ids, documents=DOCUMENTS)
+    torch.testing.assert_close(logits, expected, atol=1e-11, rtol=1e-11)
+    direction = torch.randn_like(logits)
+    (logits * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for key, gradient in gradients(built, model).items():
+        assert (gradient - weights[key].grad).norm() <= 1e-11 * weights[key].grad.norm(), key
+        assert gradient.norm() > 0, key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_the_sum_begins_changes_nothing(case):
+    """The second document of a pack begins at the sum over the first; padding on the left is such a document."""
+    built, _ = build(small_model(**CASES[case]))
+    ids = random_tokens()
+    packed = built(ids, documents=DOCUMENTS)
+    torch.testing.assert_close(packed[:1, 5:], built(ids[:1, 5:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed[1:], built(ids[1:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
+
+
+class Kept(Memory):
+    """Keeps tensors as a cache does."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def last(self, name):
+        return self.kept.get(name)
+
+    def keep(self, name, value):
+        self.kept[name] = value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["rope", "both_yarn"])
+def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype):
+    built, _ = build(small_model(**CASES[case]), dtype=dtype)
+    parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
+    hidden = torch.randn(16, 2, 32, dtype=dtype)
+    assert built.encoding.initial_state(torch.arange(16)[:, None], dtype) is None
+    whole, memory = built.encoding.enter(0, parameters, None, hidden, NO_MEMORY), Kept()
+    parts = [built.encoding.enter(0, parameters, None, part, memory) for part in hidden.split([7, 1, 3, 1, 1, 3])]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
+    (sums,) = memory.kept.values()
+    assert sums.dtype is torch.float64 and sums.shape == (2, 2 if case == "rope" else 1)
+    assert built.encoding.enter(1, {}, whole, hidden, memory) is whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_differences_of_positions_stay_exact_over_128k_tokens(dtype):
+    tokens = 2**17
+    built, _ = build(small_model(**CASES["rope"], seq_length=tokens), dtype=dtype)
+    weight = built.gpt.decoder.layers[0].position.increments
+    hidden = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(hidden, weight)
+        p = built.encoding._running_sum(logits, NO_MEMORY)
+        steps = 2 * logits.double().sigmoid()
+        last = slice(tokens - 200, tokens)
+        distances = (p[last] - p[tokens - 201])[:, 0]
+        expected = steps[last, 0].cumsum(0)
+        assert p[-1].min() > 100_000 and (distances - expected).abs().max() < 1e-9
+        rounded = p.float()
+        assert ((rounded[last] - rounded[tokens - 201])[:, 0] - expected).abs().max() > 1e-3
+        z = phases(p, built.encoding.frequencies(), 1.0, torch.float32)[:, 0].unflatten(-1, (2, -1))
+        z = torch.complex(z[:, :, 0], z[:, :, 1])
+        turned = z[last] / z[tokens - 201]
+        angles = expected[..., None] * built.encoding.frequencies().double()
+        assert (turned - torch.polar(torch.ones_like(angles), angles)).abs().max() < 2e-6
+
+
+def test_phases_have_the_gradients_of_their_definition():
+    p = (1000 * torch.rand(5, 2, 3, dtype=torch.float64)).requires_grad_()
+    theta = torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda p: phases(p, theta, 1.3, torch.float64), (p,))
+    angles = p[..., None] * theta
+    expected = 1.3 * torch.cat([angles.cos(), angles.sin()], dim=-1)
+    torch.testing.assert_close(phases(p, theta, 1.3, torch.float64), expected, atol=1e-12, rtol=0)
+    assert phases(p, theta, 1.3, torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("case", ["unit", "both_yarn"])
+def test_every_update_keeps_the_modulus(case, monkeypatch):
+    built, _ = build(small_model(**CASES[case]))
+    updated, states = [], []
+    monkeypatch.setattr(rotation, "with_modulus", lambda *x: updated.append(x[0]) or with_modulus(*x))
+    for layer in built.gpt.decoder.layers:
+        layer.position.register_forward_hook(lambda module, arguments, output: states.append(output))
+    built(random_tokens())
+    factor = 0.1 * math.log(4) + 1 if case == "both_yarn" else 1.0
+    assert len(updated) == 2 and states[2] is states[1]
+    for before, after in zip(updated, states):
+        was, now = (x.detach().unflatten(-1, (2, -1)).norm(dim=-2) for x in (before, after))
+        torch.testing.assert_close(now, factor * (was / 1e-3).clamp(max=1), atol=1e-6, rtol=1e-5)
+        assert (was - factor).abs().max() > 0.5 and (was > 1e-3).float().mean() > 0.95
+
+
+def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_elsewhere():
+    z = torch.randn(4, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    z[0, 0, 0, [2, 6]] = torch.tensor([4e-4, -3e-4], dtype=torch.float64)  # shorter than SHORTEST
+    assert torch.autograd.gradcheck(lambda z: with_modulus(z, 1.3), (z.requires_grad_(),), eps=1e-7, atol=1e-3)
+    z = torch.zeros(1, 1, 1, 4, requires_grad=True)
+    with_modulus(z, 1.0).sum().backward()
+    assert z.grad.unique().tolist() == pytest.approx([1000.0])
+    rounded = with_modulus(torch.randn(9, 2, 2, 8).bfloat16(), 1.0)
+    assert rounded.dtype is torch.bfloat16
+    assert (rounded.float().unflatten(-1, (2, -1)).norm(dim=-2) - 1).abs().max() < 2**-7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_costs_are_those_of_the_model(case, precision):
+    model = small_model(**CASES[case], attention_backend="torch")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    for recompute in ("none", "full"):
+        built, _ = build(model, recompute=recompute, dtype=dtype)
+        assert on_cpu(model, 2, precision, recompute) == pytest.approx(counted(built, model), rel=0.01)
+    assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
+    fixed = dataclasses.replace(model, position_increments="fixed")
+    sums = 0 if case == "unit" else 2 if "rope" in case else 1
+    assert flops_per_token(model) == flops_per_token(fixed) + 6 * sums * 32
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
+    model = dataclasses.replace(middle_model(encoding), **LEARNED)
+    for trains in (["tape", "embeddings", "norms"], ["tape"]):
+        built, _ = build(model)
+        extension = ExtensionConfig(trains=trains)
+        select_trained(built, trained_by(extension), False)
+        count, estimated = counted(built, model), on_cpu(model, 2, "fp32", extension=extension)
+        # Norms that are not trained keep less than is counted, but increments need the gradients of the first layer.
+        assert count < estimated * 1.02 and estimated < count * (1.15 if trains == ["tape"] else 1.02)
+
+
+@pytest.mark.parametrize("name", ["xpos", "randpe", "repo"])
+def test_other_encodings_refuse_learned_increments_by_name(name):
+    with pytest.raises(ConfigError, match=f"model.position_increments learned does not apply to {name}"):
+        validate_model(small_model(position_encoding=name, **LEARNED))
+
+
+def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_as_one(monkeypatch):
+    assert [encoding_of(small_model(position_encoding=name)).exports_to for name in ("rope", "tape")] == [
+        "plain",
+        "tape",
+    ]
+    for case, changes in CASES.items():
+        model = small_model(**changes)
+        assert encoding_of(model).exports_to == "code", case
+        monkeypatch.setattr(export, "find_checkpoint", lambda path, say: path)
+        monkeypatch.setattr(export, "open_weights", lambda path: SimpleNamespace(model=model))  # noqa: B023
+        with pytest.raises(ValueError, match="only with model.position_increments fixed and model.position_state_norm"):
+            export.open_exportable("here")
