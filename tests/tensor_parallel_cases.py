@@ -37,6 +37,11 @@ VARIANTS = {
     "rope_learned_increments": {"position_encoding": "rope", "position_increments": "learned"},
     "tape_learned_increments_unit": {"position_increments": "learned", "position_state_norm": "unit"},
 }
+COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "path_fox")}
+COUNTED |= {
+    f"{name}_learned": {"position_encoding": name, "position_increments": "learned"} for name in ("tape", "rope")
+}
+"""Of which it is counted what the processes send each other."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
 ROPE = {"position_encoding": "rope"}
@@ -145,8 +150,8 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count(encoding, **changes):
-    model = small_model(position_encoding=encoding, num_query_groups=4, **changes)
+def count(changes):
+    model = small_model(**changes, num_query_groups=4)
     built, _ = build(model, tp=2)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     with CountCollectives() as forward:

@@ -19,6 +19,7 @@ from megatron_tape.ops.kernels import attention as triton_attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import check_fused_kernels, inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+from megatron_tape.ops.rotation import with_modulus
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_size=64, seq_length=48, vocab_size=64)
@@ -209,6 +210,16 @@ def test_position_update(tokens, groups, heads, dim, inner, full, dtype):
     assert_as_exact_as_torch(lambda *x: [fused_update(*x)], lambda *x: [plain_update(*x)], inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_an_update_that_keeps_the_modulus(dtype):
+    inputs = update_inputs(33, 3, 6, 80, 7, dtype)
+
+    def update(function):
+        return lambda *x: [with_modulus(function(*x), 1.0)]
+
+    assert_as_exact_as_torch(update(fused_update), update(plain_update), inputs, dtype)
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_a_state_in_fp32_is_updated_in_fp32(full):
     inputs = update_inputs(33, 4, 4, 32, 7, BF16, full)
@@ -291,7 +302,7 @@ def test_attention_keeps_no_more_than_inputs_outputs_and_one_number_for_each_que
         {"token_mixing": "per_head", "num_query_groups": 4},
         {"position_encoding": "rope"},
         {"position_encoding": "rope", "position_increments": "learned"},
-        {"position_increments": "learned", "position_state_norm": "unit"},
+        {"position_increments": "learned"},
     ],
 )
 def test_a_model_with_kernels_equals_the_one_without(changes):
