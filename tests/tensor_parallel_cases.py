@@ -133,7 +133,7 @@ def compare(
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives, and adds up the numbers each kind moves: the size of its larger buffer."""
+    """Counts collectives, and adds up the numbers each kind moves, of 4 bytes: the size of its larger buffer."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             sizes = []
-            torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: sizes.append(tensor.numel()), args)
+            torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: sizes.append(tensor.nbytes // 4), args)
             kind = function._schema.name.split("::")[1]
             self.numbers[kind] = self.numbers.get(kind, 0) + max(sizes, default=0)
             self.calls += 1

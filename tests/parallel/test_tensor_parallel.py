@@ -45,10 +45,8 @@ def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, directio
 
 @pytest.mark.parametrize("encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"])
 def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
-    shape, declared = (
-        results["shape"],
-        encoding_of(small_model(**tensor_parallel_cases.COUNTED[encoding], num_query_groups=4)),
-    )
+    shape, settings = results["shape"], tensor_parallel_cases.COUNTED[encoding]
+    declared = encoding_of(small_model(**settings, num_query_groups=4))
     tokens = shape["S"] * shape["B"]
     of_layers = [declared.exchanged_bytes(i, MicroBatch(tokens, tokens // 2, 4, 2)) for i in range(shape["layers"])]
     for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
