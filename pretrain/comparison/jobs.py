@@ -59,9 +59,10 @@ class Jobs:
         return self._signals[0] if self._signals else None
 
     def run(self) -> None:
-        """Do all runs; after SIGINT, SIGTERM or SIGUSR1, have those that are being done save and end, and return."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
+        """Do all runs; after a signal such as Ctrl-C, have those that are being done save and end, and return."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        kept = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
+        handlers = {number: signal.signal(number, self._on_signal) for number in kept}
         # Work is counted in shares of runs, of which those of earlier commands are left out.
         work = sum(1 - _TRAINING * share for share in self._before.values())
         progress = command_line.Progress(round(1000 * work))

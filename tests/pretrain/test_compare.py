@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from datasets_for_tests import write_all
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.parse import read_run_config
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.comparison import read_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.records import write_record
@@ -198,6 +200,36 @@ def test_the_share_of_a_run_that_is_done_counts_its_steps(recipe, tmp_path):
     assert run.share_done() == 0.75
     (run.directory / "metrics.jsonl").write_text('{"step": 1}\n{"st')
     assert run.share_done() == 0
+
+
+def test_tasks_may_come_from_a_file(recipe, tmp_path):
+    file = tmp_path / "tasks.yaml"
+    file.write_text("selective_copy: {copied: 4, symbols: 4, blanks: {far: 7}, samples: 3}")
+    plan = plan_of(recipe, tmp_path / "out", "--evaluation", file)
+    assert [task.settings.blanks for task in plan.tasks] == [{"far": 7}]
+    assert plan.runs[0].evaluation[:2] == ["--config", str(file)]
+    # What the recipe would evaluate during the training is left out of it.
+    assert all(run.config.evaluation.given() == {} for run in plan.runs)
+
+
+def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_path):
+    prefix = write_all(tmp_path) / "a"
+    tiny = ROOT / "tests" / "recipes" / "tiny.yaml"
+    plan = plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, encodings="rope,tape", seeds=1)
+    run = plan.runs[1]
+    assert [name for name, _, _ in run.stages] == ["training"] and plan.tasks == []
+    run.directory.mkdir(parents=True)
+    rows = [{"step": step, "tokens_per_second": speed} for step, speed in ((1, 10.0), (9, 640.0), (10, 640.0))]
+    rows[-1]["validation_loss"] = 2.5
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan.record(run, 3.0, "GPU x")
+    (found,) = read_comparison(run.result)["runs"]
+    values = {value["metric"]: value["value"] for value in found["values"]}
+    # 4 sequences of 16 tokens in a step.
+    assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found["hardware"] == "GPU x"
+    assert [other.name for other in plan.left] == ["rope, seed 1"]
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.eval_interval", "null", encodings="rope")
 
 
 # ----- a real comparison -----

@@ -24,6 +24,7 @@ from megatron_tape.evaluation.report.tables import (
 )
 from megatron_tape.evaluation.statistics import t_quantile
 
+_LONGEST_TICK = 36
 _TESTED = 0.0001
 """Smaller p values are shown as less than this."""
 
@@ -100,7 +101,7 @@ def picture(comparison: Comparison, task: str) -> Picture:
                 values, [place] * len(values), color=look["color"], marker=look["marker"], linestyle="none", alpha=0.7
             )
             axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=look["color"], linewidth=2)
-        axes.set_yticks(range(len(labels)), [plain(shorten(clean(label), 44)) for label in labels], fontsize=8)
+        axes.set_yticks(range(len(labels)), [_tick(clean(label)) for label in labels], fontsize=8)
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(plain(shorten(_caption(metric), 60)), fontsize=9)
         means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
@@ -108,6 +109,17 @@ def picture(comparison: Comparison, task: str) -> Picture:
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
+
+
+def _tick(label: str) -> str:
+    """Return a variant's name on lines that fit beside a panel."""
+    first, *others = label.split("+")
+    lines = [first]
+    for other in others:
+        if len(f"{lines[-1]}+{other}") > _LONGEST_TICK:
+            lines.append("")
+        lines[-1] += f"+{other}"
+    return "\n".join(plain(shorten(line, _LONGEST_TICK)) for line in lines)
 
 
 def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
