@@ -149,7 +149,9 @@ class LanguageModel(torch.nn.Module):
         positions = self.encoding.token_positions(tokens.shape[1], random)
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device)
-        return torch.as_tensor(positions, device=tokens.device)
+        moved = torch.from_numpy(positions)
+        # From pageable memory, the copy would make the host wait for the GPU.
+        return (moved.pin_memory() if tokens.is_cuda else moved).to(tokens.device, non_blocking=True)
 
     def record_position_norms(self, record: bool) -> None:
         """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""

@@ -17,6 +17,7 @@ SMOLLM2_HEADS = {"num_query_groups": 3, "num_attention_heads": 9, "kv_channels":
 SETTINGS = {
     "tape": {},
     "rope": {"position_encoding": "rope"},
+    "repo": {"position_encoding": "repo"},
     "three_groups": {"num_query_groups": 3, "kv_channels": 8},
 }
 
