@@ -195,7 +195,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
-    free = {*FREE_IN_A_MODEL, *setting_names("rope")}
+    free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
     free |= {"position_encoding", *setting_names(now)} if added else set()
     if base.model.position_increments == "learned":
         free.remove("position_increments")
@@ -207,7 +207,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     refuse(
         bool(differences),
         f"{KEY} {base.path} is another model than these settings describe ({'; '.join(differences)}); leave them out: "
-        "an extension changes only model.seq_length, model.rope_*, model.attention_backend, "
+        "an extension changes only model.seq_length, model.rope_*, model.randpe_range, model.attention_backend, "
         "model.position_state_precision, model.position_encoding from rope to tape, and model.position_increments from "
         "fixed to learned",
     )

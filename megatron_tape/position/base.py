@@ -114,6 +114,8 @@ class PositionEncoding:
 
     Where it depends on the settings, it is a property.
     """
+    extended_by: ClassVar[frozenset[str]] = frozenset()
+    """Its own settings that an extension of the context may change."""
     counts_in_documents: ClassVar[bool] = False
     """Whether more than differences of a sequence's indices enters, so that each document of a pack has the positions
     of a sequence that begins with it."""

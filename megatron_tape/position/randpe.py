@@ -41,6 +41,7 @@ class RandomizedPosition(RotaryPosition):
     name = "randpe"
     settings = RandomizedSettings
     exports_to = None
+    extended_by = frozenset({"randpe_range"})
     counts_in_documents = True
 
     def check(self) -> None:

@@ -48,6 +48,7 @@ def test_a_malformed_split_is_refused(split):
         (1, {"extension__trains": ["lora"], "extension__lora_rank": 64, "extension__lora_targets": ["q", "o"],
              "model__num_query_groups": 2}),
         (1, {"extension__trains": ["norms"], "extension__lora_rank": 8, "extension__lora_alpha": 16.0}),
+        (1, {"extension__trains": ["tape"], "model__position_encoding": "repo", "model__repo_first_layer": 2}),
         (1, {"model__token_mixing": "per_head"}),
         (1, {"model__num_query_groups": 2, "model__gate_input": "attention", "model__tie_embeddings": True}),
         (1, {"data__split": "1,0,0", "train__eval_interval": None}),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configurations import make
 from datasets_for_tests import write_all
 from extension_cases import RECIPE, STEPS, arguments, continued, extended, pretrained
 from safetensors.torch import load_file, save_file
@@ -520,3 +521,14 @@ def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     assert found["model.rope_original_seq_length"] == model.seq_length
     given = scaled | {"model.rope_original_seq_length": 7}
     assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
+
+
+def test_an_extension_may_widen_the_range_of_random_positions_alone():
+    base = make(model__position_encoding="randpe", model__randpe_range=50)
+    extended = make(model__position_encoding="randpe", model__randpe_range=99, model__seq_length=64)
+    extended.extension.trains, extended.data.tokenizer = ["all"], None
+    check_base(extended, Base(Path("somewhere"), base.model, None))
+    for changes in ({"model__randpe_range": 50, "model__num_layers": 2}, {"model__position_encoding": "repo"}):
+        other = make(**{"model__position_encoding": "randpe"} | changes)
+        with pytest.raises(ConfigError, match="is another model than these settings describe"):
+            check_base(other, Base(Path("somewhere"), base.model, None))
