@@ -193,7 +193,7 @@ def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -
         why = lacks(name, encoding_of(model).needs) or unsupported(name, layout.device, dtype, model.head_dim)
         if name == "naive" or (on_gpu and name == "tiled") or (not on_gpu and name == "triton"):
             continue
-        if name == "triton" and why is None:
+        if name in ("triton", "flex", "fla") and why is None:
             try:
                 verified_backend(dataclasses.replace(model, attention_backend=name), layout, dtype)
             except ConfigError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, ROTATION, SCORES
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, ROTATION, SCORES
 from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
@@ -236,7 +236,8 @@ def _is_new(encoding: PositionEncoding, layer: int) -> bool:
 
 def _tiled(model: ModelConfig) -> bool:
     """Return whether attention needs no mask: with a bias, gates or rows of scores, it is computed in parts."""
-    return bool({BIAS, GATE, SCORES} & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
+    parts = {BIAS, POINTWISE, GATE, SCORES}
+    return bool(parts & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
 
 
 def _attention(

@@ -59,7 +59,8 @@ class ModelConfig(*setting_classes()):
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
     """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
-    made for CPUs), torch (its SDPA), flash_attn or naive."""
+    made for CPUs), torch (its SDPA), flash_attn, flex (torch's FlexAttention) or fla (flash-linear-attention), which
+    take biases and forget gates on GPUs, or naive."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False

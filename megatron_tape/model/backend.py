@@ -14,6 +14,9 @@ from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
 
+_INSTEAD = {"triton": "torch", "flex": "tiled", "fla": "tiled"}
+"""The backends whose kernels are compiled where they run, and what can do the same in plain torch."""
+
 
 def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
     """Return the backend that `model.attention_backend` means on `device`; `ConfigError` if it cannot run there."""
@@ -44,37 +47,42 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
 def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False) -> str:
     """Return the backend that all ranks of `layout` train with, and log why; all call this together.
 
-    The fused kernels are first compiled and compared with plain torch: on one rank of each node before the others,
+    Kernels that are compiled here are first compared with plain torch: on one rank of each node before the others,
     which then find the compiled kernels in the node's cache. If they are not exact or do not compile, `auto` becomes
-    torch with a warning, and triton raises `ConfigError`.
+    plain torch with a warning, and a backend that was named raises `ConfigError`.
     """
     device = torch.device(layout.device)
     chosen, error = choice(model, dtype, device, shifted_sparse), None
-    fused = chosen.backend == "triton"
+    fused = chosen.backend in _INSTEAD
     # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
     if layout.any_rank(fused):
         with layout.first_on_node():
             try:
                 if fused:
-                    check_fused_kernels(kernel_shapes(model, layout.tensor_parallel_size), dtype, device)
+                    shapes = kernel_shapes(model, layout.tensor_parallel_size)
+                    check_fused_kernels(shapes, dtype, device, chosen.backend)
             except ConfigError as caught:
                 error = caught
         if layout.any_rank(error is not None) and fused:
-            chosen = _instead_of_triton(model, error)
+            chosen = _instead(model, chosen.backend, error)
         elif fused:
-            logger.info("the fused kernels agree with plain torch here")
+            logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention runs as %s, %s", *chosen)
     return chosen.backend
 
 
-def _instead_of_triton(model: ModelConfig, error: ConfigError | None) -> Choice:
-    """Return torch if any backend may run, with a warning; otherwise raise `error`, or that another rank has one."""
+def _instead(model: ModelConfig, backend: str, error: ConfigError | None) -> Choice:
+    """Return plain torch if any backend may run, with a warning; otherwise raise `error`, or that another rank has one.
+
+    All ranks then compute alike.
+    """
+    plain = _INSTEAD[backend]
     if model.attention_backend != "auto":
         raise error or ConfigError(
-            "the fused kernels do not work on another rank; set model.attention_backend to torch"
+            f"the kernels of {backend} do not work on another rank; set model.attention_backend to {plain}"
         )
     logger.warning(
         "WARNING: training continues with slower attention in plain torch: %s",
-        error or "the fused kernels do not work on another rank",
+        error or f"the kernels of {backend} do not work on another rank",
     )
-    return Choice("torch", "as the fused kernels do not work")
+    return Choice(plain, f"as the kernels of {backend} do not work")

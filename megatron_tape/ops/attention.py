@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, described, lacks
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, POINTWISE, ROTATION, SCORES, described, lacks
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
 from megatron_tape.ops.measured import Heads, nearest, read_table
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
 """Head widths that the fused kernels are tested with."""
-_MODULES = {"triton": "triton", "tiled": "tiled", "torch": "sdpa", "flash_attn": "flash", "naive": "naive"}
+_MODULES = {name: name for name in BACKENDS} | {"torch": "sdpa", "flash_attn": "flash"}
+_PACKAGES = {"triton": "triton", "flash_attn": "flash_attn", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -88,7 +89,8 @@ def attention(
             )
         # Each backend's rotation multiplies by the same complex number, so this may come first.
         q_SBHD, k_TBGD = q_SBHD * factor_TB1D, k_TBGD / factor_TB1D
-    needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state, BIAS: bias is not None}
+    needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state}
+    needs |= {POINTWISE: bias is not None and bias.score is not None, BIAS: bias is not None and bias.score is None}
     needs |= {GATE: log_gate_TBH is not None, SCORES: rescore is not None}
     if why := lacks(backend, {need for need, wanted in needs.items() if wanted}):
         raise ValueError(f"backend is {backend}, which {why}")
@@ -102,7 +104,9 @@ def attention(
         if why := unsupported("triton", q_SBHD.device, q_SBHD.dtype, q_SBHD.shape[-1]):
             raise ValueError(f"backend is triton, which {why}")
     module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
-    inputs = AttentionInputs(q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, packing, rotate, bias, rescore)
+    inputs = AttentionInputs(
+        q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, packing, rotate, bias, rescore, log_gate_TBH
+    )
     o, *u = module.attend(inputs)
     return o, u[0] if u else None
 
@@ -133,9 +137,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Ten
 
 def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why `backend` cannot run, as the predicate of a sentence, or None if it can."""
-    if backend not in ("triton", "flash_attn"):
+    if backend not in _PACKAGES:
         return None
-    if why := _not_importable(backend):
+    if why := _not_importable(_PACKAGES[backend]):
         return why
     if device.type != "cuda" and not (backend == "triton" and _interpreted()):
         return f"needs a GPU, and this runs on {device.type}"
@@ -149,11 +153,12 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         if head_dim not in HEAD_DIMS:
             return f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         return None if device.type == "cuda" else _not_interpreted(dtype)
-    return None if head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
+    smallest = 8 if backend == "flash_attn" else 16
+    return None if smallest <= head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
 
 def _not_importable(package: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
         return "is not installed"
     try:
         importlib.import_module(package)
@@ -206,9 +211,9 @@ def choose_backend(
     `auto` chooses the fastest that can. On a GPU this is the one that was measured to be the fastest at the nearest
     shape on this kind of GPU (`ops/measured.py`). Where nothing was measured, it is triton if a state is averaged,
     flash_attn if none is, and torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch.
-    With a bias, a gate or rows of scores it is tiled. With `segments` (`ops.shifted`), which were
-    not measured, it prefers backends that skip the keys of other segments, as torch does not: triton after flash_attn,
-    and tiled on a CPU. A backend that was named is never replaced by another: if it cannot run or cannot do what is
+    With a bias, a gate or rows of scores it is the first of fla, flex and tiled on a GPU that can do and run it, and
+    tiled on a CPU. With `segments` (`ops.shifted`), which were not measured, it prefers backends that skip the keys of
+    other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that was named is never replaced by another: if it cannot run or cannot do what is
     needed, this raises `ConfigError`. So does a damaged table.
     """
     if wanted != "auto":
@@ -219,8 +224,8 @@ def choose_backend(
     measured, where = [], ""
     if device.type == "cuda" and needs <= {ROTATION, AVERAGE} and not segments:
         measured, where = _fastest_first(device, dtype, shape, averages)
-    if {BIAS, GATE, SCORES} & needs:
-        order = ["tiled"]
+    if {POINTWISE, BIAS, GATE, SCORES} & needs:
+        order = ["tiled"] if device.type == "cpu" else ["fla", "flex", "tiled"]
     elif device.type == "cpu":
         order = ["tiled" if averages or segments else "torch"]
     else:

@@ -25,10 +25,14 @@ class Bias:
 
     tile: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
+    score: Callable[..., Tensor] | None = None
+    """`score(b, h, q, k, *tensors)`, if there is one, returns the same for one sequence, head, query's token and key's
+    token, given as integer tensors without axes: what FlexAttention compiles. It may not form tensors with axes."""
 
     def in_float32(self) -> "Bias":
         """Return the same bias with tensors of at least float32."""
-        return Bias(self.tile, tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors))
+        wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
+        return Bias(self.tile, wider, self.score)
 
     def of_heads(self, heads: slice) -> "Bias":
         """Return the bias of some heads alone."""
@@ -37,7 +41,10 @@ class Bias:
             whole = self.tile(rows, columns, *tensors)
             return whole if whole.shape[1] == 1 else whole[:, heads]
 
-        return Bias(tile, self.tensors)
+        def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+            return self.score(b, h + heads.start, q, k, *tensors)
+
+        return Bias(tile, self.tensors, None if self.score is None else score)
 
     def of(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile, with its gradient."""
@@ -54,12 +61,20 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     # Differences of one running sum, so that everything before a document cancels out.
     dtype = torch.promote_types(log_gate_TBH.dtype, torch.float32)
     sums_BHT = log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
+    # Two float32 numbers for each sum, as kernels do not compute in float64.
+    high = sums_BHT.to(dtype)
+    low = (sums_BHT - high).detach().to(dtype)
 
-    def tile(rows: slice, columns: slice, sums: Tensor, *rest: Tensor) -> Tensor:
-        origin = sums[..., rows.start, None].detach()
-        gates = (origin - sums[..., columns]).to(dtype)[..., None, :]
+    def tile(rows: slice, columns: slice, high: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
+        origins = [x[..., rows.start, None].detach() for x in (high, low)]
+        gates = sum(origin - x[..., columns] for origin, x in zip(origins, (high, low)))[..., None, :]
         if rows.stop - rows.start > NEAR:
-            gates = gates + (sums[..., rows] - origin).to(dtype)[..., None]
+            gates = gates + sum(x[..., rows] - origin for origin, x in zip(origins, (high, low)))[..., None]
         return gates if bias is None else gates + bias.tile(rows, columns, *rest)
 
-    return Bias(tile, (sums_BHT, *(() if bias is None else bias.tensors)))
+    def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, high: Tensor, low: Tensor, *rest: Tensor) -> Tensor:
+        gates = (high[b, h, q] - high[b, h, k]) + (low[b, h, q] - low[b, h, k])
+        return gates if bias is None else gates + bias.score(b, h, q, k, *rest)
+
+    pointwise = bias is None or bias.score is not None
+    return Bias(tile, (high, low, *(() if bias is None else bias.tensors)), score if pointwise else None)

@@ -12,7 +12,7 @@ from megatron_tape.ops.rotation import rotate_groups
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Checked arguments of `ops.attention.attention`; its gates have become part of the bias."""
+    """Checked arguments of `ops.attention.attention`."""
 
     q_SBHD: Tensor
     k_TBGD: Tensor
@@ -22,7 +22,10 @@ class AttentionInputs:
     packing: Packing | None
     rotate: bool
     bias: Bias | None
+    """What is added to the scores, gates included."""
     rescore: Rescore | None
+    log_gate_TBH: Tensor | None
+    """The gates alone, for kernels made for them."""
 
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Return queries and keys, rotated by the state if requested."""

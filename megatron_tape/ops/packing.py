@@ -3,7 +3,9 @@
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,12 @@ class Packing:
     def of(cls, documents_BT: Tensor) -> "Packing":
         """Return the packing of numbered documents; see `document_bounds`."""
         return cls(document_bounds(documents_BT))
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned when it was first called for this key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
         """Return the mask (B, 1, S, T) to add to the scores of the last S tokens."""

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import BACKENDS, POINTWISE
+from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
@@ -146,12 +149,58 @@ def kernel_checks(
     return checks
 
 
-def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and run the fused kernels on `device` as a model of `shapes` will, and compare them with plain torch.
+def score_checks(
+    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None
+) -> dict[str, Check]:
+    """Return, by name, what `check_fused_kernels` compares of flex and fla: gates and, for flex, a learned bias.
 
-    Raises `ConfigError` if they do not compile, do not fit or are not exact.
+    Gates and bias are not those of a model's own encoding, which is compared with its plain form in the tests.
     """
-    for name, check in kernel_checks(shapes, dtype, device).items():
+    length = LENGTH if length is None else length
+    generator = torch.Generator().manual_seed(0)
+    H, G = shapes.heads // shapes.tensor_parallel_size, shapes.groups // shapes.tensor_parallel_size
+    tensors = [
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in (*((length, 2, n, shapes.head_dim) for n in (H, G, G)), (length, 2, H), (40, H))
+    ]
+    bounds = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
+    packing = Packing.of(torch.arange(length, device=device) >= bounds)
+    biased = (False, True) if POINTWISE in BACKENDS[backend].can else (False,)
+    return {
+        f"attention with {'a bias' if bias else 'gates'}{' of packed documents' * packed}": Check(
+            *(partial(_with_scores, bias, packing if packed else None, name) for name in (backend, "torch")),
+            [*tensors[:3], tensors[4 if bias else 3]],
+        )
+        for bias in biased
+        for packed in (False, True)
+    }
+
+
+def _with_scores(biased: bool, packing: Packing | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
+    """Attend with a table of biases by distance and head, or with the gates of logits."""
+    *tensors, learned = tensors
+    if not biased:
+        gates = logsigmoid(learned.to(torch.promote_types(learned.dtype, torch.float32)))
+        return attention(*tensors, None, False, packing, backend, log_gate_TBH=gates)
+
+    def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
+        queries, keys = (torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns))
+        return table[(queries[:, None] - keys).clamp(0, 39)].permute(2, 0, 1)[None]
+
+    def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        return table[(q - k).clamp(0, 39), h]
+
+    return attention(*tensors, None, False, packing, backend, bias=Bias(tile, (learned,), score))
+
+
+def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device, backend: str = "triton") -> None:
+    """Compile and run the kernels of `backend` (triton, flex or fla) on `device` as a model of `shapes` will.
+
+    They are compared with plain torch. Raises `ConfigError` if they do not compile, do not fit or are not exact.
+    """
+    triton = backend == "triton"
+    checks = kernel_checks(shapes, dtype, device) if triton else score_checks(backend, shapes, dtype, device)
+    for name, check in checks.items():
         try:
             why = inexact(*check, dtype)
         except torch.OutOfMemoryError:
@@ -161,8 +210,8 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
         if why:
             where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             raise ConfigError(
-                f"the fused kernel of the {name} does not work here ({where}; {why}); set model.attention_backend to "
-                "torch, and please report this"
+                f"the {'fused' if triton else backend} kernel of the {name} does not work here ({where}; {why}); set "
+                f"model.attention_backend to {'torch' if triton else 'tiled'}, and please report this"
             )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron_tape.ops.backends import BIAS
+from megatron_tape.ops.backends import POINTWISE
 from megatron_tape.position.base import Memory, PositionEncoding, Positions
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class AlibiPosition(PositionEncoding):
     """The scores of head h fall by m_h for every token of distance; the slopes m_h are fixed."""
 
     name = "alibi"
-    needs = frozenset({BIAS})
+    needs = frozenset({POINTWISE})
 
     def multiply_adds(self, layer: int) -> int:
         """Count one multiplication per head, query and key."""
@@ -40,7 +40,10 @@ class AlibiPosition(PositionEncoding):
             queries, keys = (torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns))
             return slopes[None, :, None, None] * (keys - queries[:, None])
 
-        return Positions(bias=Bias(tile, (self.tokens.local_heads(slopes),)))
+        def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", slopes: "Tensor") -> "Tensor":
+            return slopes[h] * (k - q)
+
+        return Positions(bias=Bias(tile, (self.tokens.local_heads(slopes),), score))
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -35,6 +35,7 @@ class FirePosition(PositionEncoding):
 
     name = "fire"
     settings = FireSettings
+    # Its MLP takes sums over products of vectors, which no function of a single pair of numbers can.
     needs = frozenset({BIAS})
     counts_in_documents = True
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import BIAS
+from megatron_tape.ops.backends import POINTWISE
 from megatron_tape.position.base import Memory, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class T5Position(PositionEncoding):
 
     name = "t5"
     settings = T5Settings
-    needs = frozenset({BIAS})
+    needs = frozenset({POINTWISE})
 
     def check(self) -> None:
         """Reject numbers of buckets and distances between which no logarithmic buckets fit."""
@@ -69,7 +69,10 @@ class T5Position(PositionEncoding):
             by_distance = table[self.buckets(distances)].T.contiguous()
             return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
 
-        return Positions(bias=Bias(tile, (parameters["table"],)))
+        def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", table: "Tensor") -> "Tensor":
+            return table[self.buckets((q - k).clamp(min=0)), h]
+
+        return Positions(bias=Bias(tile, (parameters["table"],), score))
 
     def buckets(self, distances: "Tensor") -> "Tensor":
         """Return the bucket of each distance of at least 0: the distance itself, or logarithmic in its upper half."""

@@ -3,11 +3,13 @@
 from collections.abc import Set
 from dataclasses import dataclass
 
-ROTATION, AVERAGE, BIAS, GATE, SCORES = "rotation", "average", "bias", "gate", "scores"
+ROTATION, AVERAGE, POINTWISE, BIAS = "rotation", "average", "pointwise", "bias"
+GATE, SCORES = "gate", "scores"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
-    BIAS: "add a bias to the scores",
+    POINTWISE: "add a bias to the scores, pair by pair",
+    BIAS: "add a bias to the scores, tile by tile",
     GATE: "lower the scores of keys with forget gates",
     SCORES: "compute scores from whole rows",
 }
@@ -24,10 +26,12 @@ class Backend:
 
 BACKENDS = {
     "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32")),
-    "tiled": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE, SCORES})),
-    "torch": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE})),
+    "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES})),
+    "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
     "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
-    "naive": Backend(frozenset({ROTATION, AVERAGE, BIAS, GATE, SCORES})),
+    "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32")),
+    "fla": Backend(frozenset({ROTATION, GATE}), ("bf16", "fp16")),
+    "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES})),
 }
 
 

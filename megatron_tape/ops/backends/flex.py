@@ -1,0 +1,74 @@
+"""torch's FlexAttention: a kernel that is compiled for what is added to the scores, without S x S numbers.
+
+On a CPU it is not compiled, holds all scores, and serves only tests.
+Axes: B batch, S queries, T keys (the last S of them are the queries' own tokens), H query heads, D head dimension.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron_tape.ops.inputs import AttentionInputs
+
+BLOCK = 128
+"""Queries and keys of a block of the mask."""
+
+
+def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the average of the value, (S, B, H, D)."""
+    q, k = x.rotated()
+    S, T = q.shape[0], k.shape[0]
+    if x.packing is None:
+        mask = _causal_mask(S, T, q.device)
+    else:
+        mask = x.packing.kept(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
+    score = None
+    if x.bias is not None:
+        of_pair, tensors, offset = x.bias.score, x.bias.tensors, T - S
+
+        def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + of_pair(b, h, query + offset, key, *tensors)
+
+    function = _compiled() if q.is_cuda else flex_attention
+    q_BHSD, k_BGTD, v_BGTD = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
+    averaged = function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=q.shape[2] != k.shape[2])
+    return (averaged.permute(2, 0, 1, 3),)
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
+    return block_mask(S, T, None, device)
+
+
+def block_mask(S: int, T: int, starts_BT: Tensor | None, device: torch.device) -> BlockMask:
+    """Return which keys the last S of T tokens see: none before the start of their document, and none after them.
+
+    Without `starts_BT`, there are no documents, and all sequences share the mask.
+
+    It is found from the first and the last token of each block, so no S x T numbers are formed.
+    """
+    first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
+    last = (first + BLOCK - 1).clamp(max=S - 1)
+    # Starts do not decrease, so the first query of a block sees farthest back.
+    starts = torch.zeros(1, T, dtype=torch.int32, device=device) if starts_BT is None else starts_BT
+    earliest, latest = (starts[:, None, T - S + x, None] for x in (first, last))
+    ends = keys + BLOCK - 1
+    some = (keys <= (T - S + last)[:, None]) & (ends >= earliest)
+    whole = (ends <= (T - S + first)[:, None]) & (keys >= latest) & ((first + BLOCK <= S)[:, None] & (ends < T))
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        past = key <= query + (T - S)
+        return past if starts_BT is None else past & (key >= starts_BT[b, query + (T - S)])
+
+    partial, full = (
+        (x.sum(-1, dtype=torch.int32), x.int().argsort(dim=-1, descending=True, stable=True).int())
+        for x in (some & ~whole, whole)
+    )
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(S, T))
