@@ -46,7 +46,7 @@ def _places(contestant: Any) -> Iterator[tuple[Any, str, AbstractContextManager]
         yield place(layer.self_attention.core_attention, "forward", "attention")
         yield place(layer.mlp, "forward", "MLP")
         yield place(layer.position, "forward", "position update")
-        yield place(layer.position, "positions", "position update")
+        yield place(layer.position, "enter", "position update")
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             yield place(norm, "forward", "norms")
     yield place(gpt.decoder.final_layernorm, "forward", "norms")

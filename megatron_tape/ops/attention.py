@@ -213,8 +213,8 @@ def choose_backend(
     flash_attn if none is, and torch if neither can run; on a CPU it is tiled if a state is averaged, otherwise torch.
     With a bias, a gate or rows of scores it is the first of fla, flex and tiled on a GPU that can do and run it, and
     tiled on a CPU. With `segments` (`ops.shifted`), which were not measured, it prefers backends that skip the keys of
-    other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that was named is never replaced by another: if it cannot run or cannot do what is
-    needed, this raises `ConfigError`. So does a damaged table.
+    other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that was named is never
+    replaced by another: if it cannot run or do what is needed, this raises `ConfigError`. So does a damaged table.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, shape.head_dim):
