@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE
 
 if TYPE_CHECKING:
@@ -130,6 +131,15 @@ class PositionEncoding:
 
     def check(self) -> None:
         """Raise `ConfigError` if the model's settings do not fit this encoding."""
+
+    def refuse_scaling(self) -> None:
+        """Raise `ConfigError` if positions are to be scaled; for encodings whose layers read none."""
+        kind, factor = self.model.rope_scaling_type, self.model.rope_scaling_factor
+        refuse(
+            factor != 1 or kind != "linear",
+            f"model.rope_scaling_type {kind} with model.rope_scaling_factor {factor} does not apply to {self.name}, "
+            "whose layers read no positions that could be scaled; leave both at their defaults",
+        )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of layer `layer` (from 0) by name, in the order in which they are drawn."""

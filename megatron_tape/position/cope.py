@@ -37,9 +37,10 @@ class CopePosition(PositionEncoding):
     needs = frozenset({SCORES})
 
     def check(self) -> None:
-        """Reject a single position, between which and the next nothing can be interpolated."""
+        """Reject a single position, with nothing beside it to interpolate, and scaled positions."""
         largest = self.model.cope_max_position
         refuse(largest < 1, f"model.cope_max_position is {largest}; set it to at least 1, such as 64")
+        self.refuse_scaling()
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the embeddings of the positions."""

@@ -33,9 +33,10 @@ class FoxPosition(PositionEncoding):
     needs = frozenset({GATE})
 
     def check(self) -> None:
-        """Reject a start that is not a number."""
+        """Reject a start that is not a number, and scaled positions."""
         start = self.model.fox_bias_start
         refuse(not math.isfinite(start), f"model.fox_bias_start is {start}; set it to a number, such as 0")
+        self.refuse_scaling()
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the gates' projection, which every rank holds whole, as it computes all heads' gates of its tokens."""

@@ -45,12 +45,7 @@ class PathPosition(PositionEncoding):
         refuse(model.path_rank < 1, f"model.path_rank is {model.path_rank}; set it to at least 1, such as 32")
         size = model.path_conv_size
         refuse(size < 0, f"model.path_conv_size is {size}; set it to 3, or to 0 for no convolution")
-        refuse(
-            model.rope_scaling_factor != 1 or model.rope_scaling_type != "linear",
-            f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
-            f"{model.rope_scaling_factor} does not apply to {self.name}, whose layers read no positions that could be "
-            "scaled; leave both at their defaults",
-        )
+        self.refuse_scaling()
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of w and beta; as in the authors' code, all weights are drawn and the bias is zero."""
