@@ -147,4 +147,4 @@ def _last_words(run: Run) -> str:
     except OSError:
         return ""
     errors = [line for line in lines if "error" in line.lower()]
-    return f" ({errors[-1][:300]})" if errors else ""
+    return f" ({errors[-1][:600]})" if errors else ""

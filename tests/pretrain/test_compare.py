@@ -192,6 +192,28 @@ def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_pat
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_only_a_second_ctrl_c_ends_what_does_not_save(recipe, tmp_path, without_pauses):
+    class Stubborn(Played):
+        def poll(self):
+            if self.signals and self.signals[-1] == signal.SIGTERM:
+                signal.raise_signal(next(others))
+            return -9 if signal.SIGKILL in self.signals else None
+
+        def send_signal(self, number):
+            self.signals.append(number)
+
+    others, process = iter([signal.SIGTERM, signal.SIGINT]), Stubborn(0, 0)
+
+    def start(*_):
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    jobs = Jobs(plan_of(recipe, tmp_path).left, 1, start, lambda run, seconds: None)
+    jobs.run()
+    assert process.signals == [signal.SIGTERM, signal.SIGKILL] and next(others, None) is None
+    assert jobs.stopped == signal.SIGINT and not jobs.failed
+
+
 def test_the_share_of_a_run_that_is_done_counts_its_steps(recipe, tmp_path):
     run = plan_of(recipe, tmp_path).runs[0]
     assert run.share_done() == 0
