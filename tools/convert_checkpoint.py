@@ -184,8 +184,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--position-encoding",
         choices=("tape", "rope"),
-        default="tape",
-        help="tape starts out the same and can learn to move positions; rope keeps the model (default: %(default)s)",
+        help="tape starts out the same and can learn to move positions; rope keeps the model (default: tape, or for an "
+        "export of another encoding its own)",
     )
     add(
         "--rope-scaling-factor",

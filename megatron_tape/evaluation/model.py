@@ -77,6 +77,16 @@ class HFModel:
         every = [parameters, *parameters.values()]
         return {one["rope_type"] for one in every if isinstance(one, dict) and "rope_type" in one}
 
+    def _takes_cached(self, length: int) -> bool:
+        """Return whether a text of so many tokens can go through in parts, which a positional encoding may refuse."""
+        check = getattr(self.model.base_model, "check_cached", None)
+        try:
+            if check is not None:
+                check(length)
+        except NotImplementedError:
+            return False
+        return True
+
     @torch.inference_mode()
     def forget_lengths(self) -> None:
         """Make what follows independent of the texts before.
@@ -95,7 +105,7 @@ class HFModel:
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         inputs, cache, parts = ids[None, :-1], None, []
         length = inputs.shape[1]
-        chunk = self.chunk if self.takes_chunks else max(1, length)
+        chunk = self.chunk if self.takes_chunks and self._takes_cached(length) else max(1, length)
         if length > chunk:
             from transformers import DynamicCache
 

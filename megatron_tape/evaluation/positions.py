@@ -71,7 +71,7 @@ class PositionPictures(Task):
         if (kind := config.get("model_type")) != MODEL_TYPE:
             raise ConfigError(
                 f"positions looks at the position states of TAPE models, and {info.label} is a {kind} model, which has "
-                "none; leave the task out, or evaluate a TAPE model"
+                "none that it knows; leave the task out, or evaluate a TAPE model"
             )
         for name in ("documents", "map_tokens"):
             value = getattr(settings, name)

@@ -14,8 +14,10 @@ from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.huggingface.from_hf.llama_family import ENCODED
 from megatron_tape.huggingface.from_hf.settings import read_settings
-from megatron_tape.huggingface.remote_code import AUTO_MAP, is_own_code
+from megatron_tape.huggingface.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
+from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.records import read_record
 from megatron_tape.synthetic import GENERATORS
 
@@ -112,17 +114,23 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         directory=path,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
     )
-    foreign = "auto_map" in settings and not _is_ours(path, settings["auto_map"])
+    foreign = "auto_map" in settings and not _is_ours(path, settings)
     return Source(path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path))
 
 
-def _is_ours(path: Path, classes: Any) -> bool:
+def _is_ours(path: Path, settings: dict[str, Any]) -> bool:
     """Return whether a directory's Python files are those that this project exports, byte for byte, and no others run.
 
-    `classes` is the `auto_map` of its config.json, which could name a class in another directory, too.
+    The `auto_map` of its config.json, `settings`, could name a class in another directory, too.
     """
-    named = isinstance(classes, dict) and set(map(str, classes.values())) <= set(AUTO_MAP.values())
-    return named and is_own_code(path)
+    classes, encoding = settings["auto_map"], settings.get("position_encoding")
+    if not isinstance(classes, dict):
+        return False
+    named = set(map(str, classes.values()))
+    if named <= set(AUTO_MAP.values()):
+        return is_own_code(path)
+    known = isinstance(encoding, str) and encoding in ENCODINGS and named <= set(ENCODED_AUTO_MAP.values())
+    return known and is_own_code(path, ENCODINGS[encoding])
 
 
 def _tokenizer_runs_code(directory: Path) -> bool:
@@ -191,11 +199,13 @@ def _from_checkpoint(path: Path, label: str | None) -> Source:
 
 
 def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
+    # What an export of it would be, except that a plain one has its encoding's name here.
+    kind = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
     return ModelInfo(
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
-        config={"model_type": model.position_encoding, **dataclasses.asdict(model)},
+        config={"model_type": kind, **dataclasses.asdict(model)},
         directory=None,
         has_tokenizer=has_tokenizer,
     )

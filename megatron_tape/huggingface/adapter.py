@@ -12,7 +12,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.settings import model_differences
 from megatron_tape.files import atomic_directory, sync_directory
-from megatron_tape.huggingface.from_hf.llama_family import model_settings
+from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
 from megatron_tape.huggingface.from_hf.settings import one_sentence, read_settings
 from megatron_tape.huggingface.from_hf.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import TensorFile
@@ -85,9 +85,8 @@ def _check_base(saved: SavedWeights, base: Path) -> tuple[int, dict[str, str]]:
     """
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
-    encoding = "tape" if settings.get("model_type") == "tape" else "rope"
     with one_sentence(path):
-        found = model_settings(settings, path, encoding, 1.0, 1, model.token_mixing, {})
+        found = model_settings(settings, path, own_encoding(settings), 1.0, 1, model.token_mixing, {})
     blank = dict.fromkeys(_WITHOUT_EFFECT)
     ours, theirs = ({**dataclasses.asdict(either), **blank} for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"

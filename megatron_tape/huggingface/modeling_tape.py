@@ -197,16 +197,40 @@ class TapeModel(TapePreTrainedModel):
     def __init__(self, config: TapeConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self._add_layers(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.phases = TapePhases(config)
         self.gradient_checkpointing = False
         self._positions_are_checked = False
         self.post_init()
 
-    def _warn_of_frozen_positions(self) -> None:
+    # What models with other positional encodings do in another way.
+
+    def _add_layers(self, config: TapeConfig) -> None:
+        self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.phases = TapePhases(config)
+
+    def _check(self, past_key_values: Cache | None, arguments: dict) -> None:
+        """Refuse caches that cannot hold what is remembered of earlier tokens."""
+        check_cache(past_key_values)
+        check_paged_cache(arguments.get("cache"), self.config, arguments)
+
+    def _prepare_cache(self, past_key_values: Cache | None, hidden_states: Tensor) -> None:
+        let_grow(past_key_values, hidden_states)
+
+    def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the positions of the new tokens, (1, S), where none were given."""
+        return cache_position.unsqueeze(0)
+
+    def _start(self, hidden_states: Tensor, position_ids: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Return what enters the first layer, given the embedded tokens, the last of `total`: theirs and the state."""
+        config, (B, S, _) = self.config, hidden_states.shape
+        phases = self.phases(position_ids)
+        if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
+            phases = phases.to(hidden_states.dtype)
+        return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
+
+    def _check_trained(self) -> None:
         """Warn if the model is being trained while TAPE's matrices, which make it RoPE, cannot move away from zero."""
-        self._positions_are_checked = True
         position = {name: parameter for name, parameter in self.named_parameters() if ".position." in name}
         if not position or any(parameter.requires_grad for parameter in position.values()):
             return
@@ -249,11 +273,11 @@ class TapeModel(TapePreTrainedModel):
                 f"{config._attn_implementation} attention does not compute the maps that output_attentions requests; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
-        check_cache(past_key_values)
-        check_paged_cache(kwargs.get("cache"), config, kwargs)
+        self._check(past_key_values, kwargs)
         if self.training and not self._positions_are_checked and torch.is_grad_enabled():
             if not torch.compiler.is_compiling():  # a graph cannot depend on the values of weights
-                self._warn_of_frozen_positions()
+                self._positions_are_checked = True
+                self._check_trained()
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing recomputes layers, which a cache does not allow: use_cache=False"
@@ -263,9 +287,9 @@ class TapeModel(TapePreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=config)
-        let_grow(past_key_values, hidden_states)
+        self._prepare_cache(past_key_values, hidden_states)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        B, S, _ = hidden_states.shape
+        S = hidden_states.shape[1]
         # A static cache keeps its length on the device; reading it would stall every step. In continuous batching, S
         # counts the tokens of several requests.
         known = isinstance(past_length, int) and not torch.compiler.is_compiling() and kwargs.get("cache") is None
@@ -277,7 +301,7 @@ class TapeModel(TapePreTrainedModel):
         if (cache_position := kwargs.pop("cache_position", None)) is None:
             cache_position = torch.arange(S, device=hidden_states.device) + past_length
         if position_ids is None:
-            position_ids = cache_position.unsqueeze(0)
+            position_ids = self._count(cache_position, attention_mask)
         mask = create_causal_mask(
             config,
             hidden_states,
@@ -287,10 +311,7 @@ class TapeModel(TapePreTrainedModel):
             **({"cache_position": cache_position} if _MASK_WANTS_CACHE_POSITION else {}),
         )
 
-        phases = self.phases(position_ids)
-        if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
-            phases = phases.to(hidden_states.dtype)
-        state = phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
+        hidden_states, state = self._start(hidden_states, position_ids, past_length + S)
         for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
@@ -313,12 +334,13 @@ class TapeModel(TapePreTrainedModel):
 class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
     """The decoder with its language-model head."""
 
+    model_class = TapeModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = LlamaForCausalLM._tp_plan
 
     def __init__(self, config: TapeConfig):
         super().__init__(config)
-        self.model = TapeModel(config)
+        self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -384,10 +406,12 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
 class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
     """The decoder with a linear layer on the last token that is not padding."""
 
+    model_class = TapeModel
+
     def __init__(self, config: TapeConfig):
         TapePreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = TapeModel(config)
+        self.model = self.model_class(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
@@ -395,10 +419,12 @@ class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTra
 class TapeForTokenClassification(GenericForTokenClassification, TapePreTrainedModel):
     """The decoder with a linear layer on every token; tokens see only those before them."""
 
+    model_class = TapeModel
+
     def __init__(self, config: TapeConfig):
         TapePreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = TapeModel(config)
+        self.model = self.model_class(config)
         self.dropout = nn.Dropout(0.1 if config.classifier_dropout is None else config.classifier_dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -407,9 +433,11 @@ class TapeForTokenClassification(GenericForTokenClassification, TapePreTrainedMo
 class TapeForQuestionAnswering(GenericForQuestionAnswering, TapePreTrainedModel):
     """The decoder with a linear layer that says of every token whether an answer starts or ends there."""
 
+    model_class = TapeModel
+
     def __init__(self, config: TapeConfig):
         TapePreTrainedModel.__init__(self, config)
-        self.model = TapeModel(config)
+        self.model = self.model_class(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 

@@ -1,7 +1,12 @@
-"""The Python files of an exported TAPE model, which transformers loads with `trust_remote_code`."""
+"""The Python files of an exported model, which transformers loads with `trust_remote_code`.
 
-import shutil
+TAPE has files of its own. Every other encoding is exported with the same few files and with its own.
+"""
+
 from pathlib import Path
+
+from megatron_tape.huggingface.encoding_files import encoding_files
+from megatron_tape.position import PositionEncoding
 
 FILES = (
     "attention_tape.py",
@@ -12,24 +17,58 @@ FILES = (
     "parallel_tape.py",
     "position_tape.py",
 )
+_ENCODED = "modeling_encoded_tape.py"
+ENCODED_FILES = ("attention_encoded_tape.py", "cache_encoded_tape.py", "configuration_encoded_tape.py", _ENCODED)
+"""What there is beside `FILES` for all other encodings."""
+_HEADS = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
 AUTO_MAP = {
     "AutoConfig": "configuration_tape.TapeConfig",
     "AutoModel": "modeling_tape.TapeModel",
-    "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
-    "AutoModelForQuestionAnswering": "modeling_tape.TapeForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_tape.TapeForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_tape.TapeForTokenClassification",
+    **{f"AutoModelFor{head}": f"modeling_tape.TapeFor{head}" for head in _HEADS},
+}
+ENCODED_AUTO_MAP = {
+    "AutoConfig": "configuration_encoded_tape.EncodedConfig",
+    "AutoModel": "modeling_encoded_tape.EncodedModel",
+    **{f"AutoModelFor{head}": f"modeling_encoded_tape.EncodedFor{head}" for head in _HEADS},
 }
 _HERE = Path(__file__).parent
+_IMPORT = "from .encoding_tape import Encoding, Memory\n"
 
 
-def write_code(directory: Path) -> None:
-    """Copy the files into `directory`."""
-    for name in FILES:
-        shutil.copyfile(_HERE / name, directory / name)
+def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
+    """Return the files of an export by name: of TAPE, or of another encoding.
+
+    Raises ValueError, in one sentence, if the encoding's file cannot be exported.
+    """
+    files = {name: (_HERE / name).read_bytes() for name in FILES}
+    if encoding is None:
+        return files
+    files |= {name: (_HERE / name).read_bytes() for name in ENCODED_FILES}
+    own = {name: text.encode() for name, text in encoding_files(encoding).items()}
+    if taken := sorted(files.keys() & own.keys()):
+        raise ValueError(
+            f"the positional encoding {encoding.name} imports what would be the file {taken[0]} of an export, which "
+            "is another file there; import names from the modules that define them"
+        )
+    others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))
+    text = files[_ENCODED].decode()
+    assert text.count(_IMPORT) == 1
+    named = "".join(f"from .{name} import __name__ as _\n" for name in others)
+    comment = "# Some versions of transformers copy only files that this one names itself.\n"
+    return files | own | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + named).encode()}
 
 
-def is_own_code(directory: Path) -> bool:
+def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> None:
+    """Write the files into `directory`."""
+    for name, content in code_files(encoding).items():
+        (directory / name).write_bytes(content)
+
+
+def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> bool:
     """Return whether the Python files of `directory` are exactly these, byte for byte."""
+    try:
+        expected = code_files(encoding)
+    except ValueError:
+        return False
     found = {file.name for file in directory.glob("*.py")}
-    return found == set(FILES) and all((directory / name).read_bytes() == (_HERE / name).read_bytes() for name in FILES)
+    return found == set(expected) and all((directory / name).read_bytes() == expected[name] for name in expected)

@@ -19,6 +19,7 @@ from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.path_fox import PathFoxPosition
 from megatron_tape.position.randpe import RandomizedPosition
+from megatron_tape.position.registry import ENCODINGS, register
 from megatron_tape.position.repo import Reposition
 from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
@@ -46,14 +47,8 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     PathFoxPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
-ENCODINGS: dict[str, type[PositionEncoding]] = {encoding.name: encoding for encoding in BUILT_IN}
-
-
-def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
-    """Add an encoding without settings of its own; raises ValueError for a name that is taken."""
-    if ENCODINGS.setdefault(encoding.name, encoding) is not encoding:
-        raise ValueError(f"there already is a positional encoding {encoding.name}; choose another name")
-    return encoding
+for _encoding in BUILT_IN:
+    register(_encoding)
 
 
 def encoding_of(model: ModelConfig) -> PositionEncoding:

@@ -110,8 +110,9 @@ class PositionEncoding:
     """What attention must be able to do, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
     """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
-    exports_to: ClassVar[str | None] = None
-    """`plain`: an architecture of transformers; `tape`: one exported with its own code; None: cannot be exported.
+    exports_to: ClassVar[str | None] = "code"
+    """`plain`: an architecture of transformers; `tape`: TAPE's own; `code`: one that runs this encoding's own file;
+    None: cannot be exported.
 
     Where it depends on the settings, it is a property.
     """

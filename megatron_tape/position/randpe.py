@@ -40,7 +40,7 @@ class RandomizedPosition(RotaryPosition):
 
     name = "randpe"
     settings = RandomizedSettings
-    exports_to = None
+    exports_to = "code"
     extended_by = frozenset({"randpe_range"})
     counts_in_documents = True
 

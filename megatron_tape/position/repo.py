@@ -49,7 +49,7 @@ class Reposition(RotaryPosition):
 
     name = "repo"
     settings = RepositionSettings
-    exports_to = None
+    exports_to = "code"
 
     def check(self) -> None:
         """Reject an inner width without a number, and a first layer that the model does not have."""

@@ -34,7 +34,7 @@ class XposPosition(RotaryPosition):
 
     name = "xpos"
     settings = XposSettings
-    exports_to = None
+    exports_to = "code"
 
     def check(self) -> None:
         """Reject scaled positions, which xPos does not define, and factors that float32 could not hold."""

@@ -195,7 +195,7 @@ def test_a_checkpoint_is_checked_by_its_own_settings(data):
 
 def test_a_model_without_position_states_is_refused(data):
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}).to_dict()
-    with pytest.raises(ConfigError, match="smollm is a llama model, which has none; leave the task out"):
+    with pytest.raises(ConfigError, match="smollm is a llama model, which has none that it knows; leave the task out"):
         PositionPictures(PositionSettings(data=data)).check(ModelInfo("smollm", 256, LENGTH, config, None, True))
 
 

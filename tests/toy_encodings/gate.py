@@ -28,4 +28,4 @@ class ToyGate(PositionEncoding):
         from torch.nn.functional import linear, logsigmoid
 
         gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"], parameters["start"]))
-        return Positions(log_gate_TBH=self.tokens.to_heads(gates))
+        return Positions(log_gate_TBH=memory.all_tokens("gates", self.tokens.to_heads(gates)))

@@ -16,4 +16,5 @@ class ToyHeadGate(PositionEncoding):
     def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         from torch.nn.functional import linear, logsigmoid
 
-        return Positions(log_gate_TBH=logsigmoid(linear(hidden_states_sBC, parameters["gate"])))
+        gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"]))
+        return Positions(log_gate_TBH=memory.all_tokens("gates", gates))

@@ -9,7 +9,7 @@ from megatron_tape.position.rope import RotaryPosition
 class ToyStretch(RotaryPosition):
     name = "toy_stretch"
     needs = frozenset({ROTATION})
-    exports_to = None
+    exports_to = "code"
 
     def updates(self, layer):
         return layer < self.model.num_layers - 1

@@ -1,4 +1,4 @@
-"""Read models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and exported TAPE models.
+"""Read models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and our own exports.
 
 A setting that would change what the model computes and has no counterpart here is rejected by name. The `transformers`
 package is not needed, and settings are read without torch.
@@ -7,13 +7,18 @@ package is not needed, and settings are read without torch.
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_tape import command_line
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
+from megatron_tape.records import check_shape
+
+ENCODED = "encoded_tape"
+"""The kind of exports whose positional encoding lies in files of its own."""
 
 # Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -33,6 +38,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "position_state_precision": "bf16",
     },
+    ENCODED: {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5},
 }
 # Settings that an architecture has regardless of config.json.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -41,6 +47,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "qk_norm": False},
     "qwen3": {"qk_norm": True},
     "tape": {"use_sliding_window": False},
+    ENCODED: {"use_sliding_window": False},
 }
 _ONLY = {
     "hidden_act": "silu",
@@ -54,7 +61,7 @@ _ONLY = {
 def import_model(
     source: str | Path,
     output: str | Path,
-    position_encoding: str = "tape",
+    position_encoding: str | None = None,
     rope_scaling_factor: float = 1.0,
     vocab_multiple: int = 1,
     token_mixing: str = "full",
@@ -66,7 +73,8 @@ def import_model(
 ) -> None:
     """Write the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
 
-    With `tape`, a model without TAPE gets TAPE's initial parameters, drawn with `seed`, which do not change its logits.
+    With `tape`, the default for plain RoPE, a model without TAPE gets TAPE's initial parameters, drawn with `seed`,
+    which do not change its logits. Our own exports keep their encoding, whose code is not read.
     Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
     and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
     ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
@@ -89,10 +97,13 @@ def import_model(
     with one_sentence(path):
         weights = None if gguf is None else GgufFile(gguf)
         settings = read_settings(path) if weights is None else weights.settings()
+        if position_encoding is None:
+            position_encoding = own_encoding(settings) if settings.get("model_type") == ENCODED else "tape"
         model = model_settings(
             settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes
         )
-    card = source_card(source, base_model, settings["model_type"] == "tape")
+    exported_here = settings["model_type"] in ("tape", ENCODED)
+    card = source_card(source, base_model, exported_here)
     origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
     with TemporaryDirectory() as converted:
         tokenizer = source
@@ -105,7 +116,7 @@ def import_model(
             )
             if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
                 tokenizer = Path(converted) if weights.write_tokenizer(Path(converted)) else None
-        if model.position_encoding == "tape" and settings["model_type"] != "tape":
+        if model.position_encoding == "tape" and not exported_here:
             weights = ZeroStart(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)
     advise(output)
@@ -113,6 +124,8 @@ def import_model(
 
 def own_encoding(settings: dict[str, Any]) -> str:
     """Return the positional encoding of a model as it is, given the contents of its `config.json`."""
+    if settings.get("model_type") == ENCODED:
+        return settings["position_encoding"]
     return "tape" if settings.get("model_type") == "tape" else "rope"
 
 
@@ -138,8 +151,14 @@ def model_settings(
         raise refuse("model_type", ", ".join(_DEFAULTS))
     if kind == "tape" and position_encoding != "tape":
         raise ValueError(f"{path} describes a TAPE model, which cannot become {position_encoding}; import it as tape")
-    if position_encoding != "tape" and any(value is not None for value in changes.values()):
-        raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {position_encoding}")
+    if kind == ENCODED and position_encoding != settings["position_encoding"]:
+        raise ValueError(
+            f"{path} describes a model with {settings['position_encoding']}, which cannot become {position_encoding}; "
+            "leave out --position-encoding"
+        )
+    if (position_encoding != "tape" or kind == ENCODED) and any(value is not None for value in changes.values()):
+        whose = "this export" if position_encoding == "tape" else position_encoding
+        raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {whose}")
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = _DEFAULTS[kind] | given | _FIXED[kind]
@@ -161,6 +180,11 @@ def model_settings(
                 raise ValueError(f"{path} has {key} {settings.get(key)!r}, which cannot become {value!r}; leave it out")
         changes = {key: settings.get(key) for key in (*changes, "position_state_precision")}
     heads = settings["num_attention_heads"]
+    if kind == ENCODED:
+        of_encoding = _encoded(settings, path, rope_scaling_factor)
+    else:
+        of_encoding = _rope(settings, path, rope_scaling_factor)
+    of_encoding |= {key: value for key, value in changes.items() if value is not None} | {"token_mixing": token_mixing}
     model = ModelConfig(
         position_encoding=position_encoding,
         num_layers=settings["num_hidden_layers"],
@@ -174,15 +198,32 @@ def model_settings(
         seq_length=int(settings["max_position_embeddings"] * rope_scaling_factor),
         vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
         unpadded_vocab_size=settings["vocab_size"],
-        token_mixing=token_mixing,
         norm_epsilon=settings["rms_norm_eps"],
         tie_embeddings=settings.get("tie_word_embeddings", False),
         init_std=settings.get("initializer_range", 0.02),
-        **_rope(settings, path, rope_scaling_factor),
-        **{key: value for key, value in changes.items() if value is not None},
+        **of_encoding,
     )
     validate_model(model)
     return model
+
+
+def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
+    """Return the settings of the encoding of an export, after checking that they are its own, and of their types."""
+    name, given = settings["position_encoding"], settings["position_settings"]
+    if not isinstance(name, str) or name not in ENCODINGS:
+        raise ValueError(
+            f"position_encoding is {name!r} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it "
+            "registered"
+        )
+    if scaling_factor != 1.0:
+        raise ValueError(f"--rope-scaling-factor {scaling_factor:g} is for RoPE and TAPE, not for {name}; leave it out")
+    kinds = {key: get_type_hints(ENCODINGS[name].settings)[key] for key in setting_names(name)}
+    check_shape(given, dict[str, Any], f"position_settings in {path}")
+    for key, value in given.items():
+        if key not in kinds:
+            raise ValueError(f"position_settings in {path} has {key}, which is not a setting of {name}; remove it")
+        check_shape(value, kinds[key], f"position_settings.{key} in {path}")
+    return dict(given)
 
 
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
 
 
 def metadata(name: str, kind: str, saved: SavedWeights, results: Sequence[Results]) -> list[str]:
-    """Return the lines of the metadata of a model called `name`; `kind` is transformers' `model_type`.
+    """Return the lines of the metadata of a model called `name`; its tag `kind` names the architecture or encoding.
 
     Licence, languages and the model it was made from are those that were known when it was imported.
     """

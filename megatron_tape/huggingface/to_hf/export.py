@@ -1,7 +1,8 @@
 """Turn a checkpoint of this project into a directory that transformers loads without this project.
 
-TAPE models include their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models. The weights
-are read, joined over the tensor-parallel ranks, split as Hugging Face does, and written one parameter at a time.
+TAPE models include their modelling code; `rope` models become plain Llama, Mistral, Qwen2 or Qwen3 models; models with
+any other positional encoding include modelling code that they share, and the encoding's own file. The weights are read,
+joined over the tensor-parallel ranks, split as Hugging Face does, and written one parameter at a time.
 """
 
 import json
@@ -15,7 +16,7 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.files import atomic_directory, sync_directory
-from megatron_tape.huggingface.remote_code import AUTO_MAP, write_code
+from megatron_tape.huggingface.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.to_hf.evaluation_results import Results, find_results
 from megatron_tape.huggingface.to_hf.model_card import write_card
@@ -23,7 +24,7 @@ from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_che
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron
-from megatron_tape.position import ENCODINGS, encoding_of
+from megatron_tape.position import encoding_of, setting_names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
@@ -63,19 +64,15 @@ def open_exportable(checkpoint: str | Path) -> SavedWeights:
     with command_line.step("checking the checkpoint"):
         path = find_checkpoint(checkpoint, command_line.say)
         saved = open_weights(path)
-    model, kind = saved.model, encoding_of(saved.model).exports_to
-    if kind == "code":
-        raise ValueError(
-            f"checkpoint {path} has model.position_encoding {model.position_encoding} with settings that no exported "
-            "model computes yet: it can be exported only with model.position_increments fixed and "
-            "model.position_state_norm none"
-        )
+    model, encoding = saved.model, encoding_of(saved.model)
+    kind = encoding.exports_to
     if kind is None:
-        exported = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.exports_to)
         raise ValueError(
-            f"checkpoint {path} has model.position_encoding {model.position_encoding}, which no Hugging Face model "
-            f"has; {exported} can be exported"
+            f"checkpoint {path} has model.position_encoding {model.position_encoding}, which says that it cannot be "
+            "exported (exports_to)"
         )
+    if kind == "code":
+        code_files(type(encoding))
     if kind == "plain" and model.qkv_bias and model.qk_norm:
         raise ValueError(
             f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers combines "
@@ -103,8 +100,9 @@ def write_model(
     config = huggingface_config(model, rows, dtype)
     write_json(directory / "config.json", config | ids)
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-    if encoding_of(model).exports_to == "tape":
-        write_code(directory)
+    encoding = encoding_of(model)
+    if encoding.exports_to != "plain":
+        write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
     facts = (name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
     write_card(directory, *facts, results, repository)
     write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size, with_lora)
@@ -114,7 +112,15 @@ def write_model(
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """Return `config.json` for a vocabulary of `rows` tokens, without the ids of special tokens."""
-    tape = encoding_of(model).exports_to == "tape"
+    encoding = encoding_of(model)
+    tape = encoding.exports_to == "tape"
+    if encoding.exports_to == "code":
+        return _shape("Encoded", "encoded_tape", model, rows, dtype) | {
+            "auto_map": dict(ENCODED_AUTO_MAP),
+            "qk_norm": model.qk_norm,
+            "position_encoding": encoding.name,
+            "position_settings": _position_settings(model),
+        }
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
         # The same model; only Llama requires that the number of heads divides the width.
@@ -141,27 +147,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             rope["attention_factor"] = model.rope_attention_factor
     elif model.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": model.rope_scaling_factor}
-    config = {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": kind,
-        "vocab_size": rows,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.query_groups,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.seq_length,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": rope,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": model.qkv_bias,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
-    }
+    config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
         # Before transformers 5, Llama's rotary settings were outside rope_parameters; it still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -175,6 +161,37 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "gate_input": model.gate_input,
         "position_state_precision": model.position_state_precision,
     }
+
+
+def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> dict:
+    """Return what all kinds of `config.json` say."""
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": rows,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.seq_length,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_bias": model.qkv_bias,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+    }
+
+
+def _position_settings(model: ModelConfig) -> dict:
+    """Return the settings of the model's encoding by name."""
+    settings = {name: getattr(model, name) for name in sorted(setting_names(model.position_encoding))}
+    # Weights hold the scales of heads as a matrix.
+    return settings | ({"token_mixing": "full"} if "token_mixing" in settings else {})
 
 
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:

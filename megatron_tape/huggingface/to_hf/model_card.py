@@ -1,5 +1,6 @@
 """README.md of an exported model: what it is, how it was trained and evaluated, how to load it and to adapt it."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatron_tape.huggingface.to_hf.training_facts import (
     training_facts,
 )
 from megatron_tape.parameters import parameter_count
-from megatron_tape.position import encoding_of
+from megatron_tape.position import PositionEncoding, encoding_of
 
 CARD = "README.md"
 _PAPER = "https://arxiv.org/abs/2501.00712"
@@ -41,14 +42,20 @@ def write_card(
     """
     whole = with_lora or not saved.extension.adds_lora
     tape, model, state = kind == "tape", saved.model, saved.state
+    encoding = encoding_of(model)
     logged = last_logged(saved.path, state) if whole else {}
     place = '"."  # this directory' if repository is None else f'"{repository}"'
     positions, picture = position_section(saved, logged) if tape else ([], None)
     parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (2 - model.tie_embeddings)
-    encoding = f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))" if tape else "rotary (RoPE)"
+    what = {
+        "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
+        "plain": "rotary (RoPE)",
+        "code": _described(encoding),
+    }
+    name_of_encoding = {"tape": "TAPE", "plain": "RoPE", "code": f"the positional encoding {encoding.name}"}
     facts = {
         "Parameters": f"{parameters:,}",
-        "Positions": encoding,
+        "Positions": what[encoding.exports_to],
         "Layers": model.num_layers,
         "Hidden size": model.hidden_size,
         "MLP size": model.ffn_hidden_size,
@@ -58,11 +65,11 @@ def write_card(
         "Weights": dtype,
     }
     lines = [
-        *metadata(name, kind, saved, results if whole else ()),
+        *metadata(name, kind if encoding.exports_to != "code" else encoding.name, saved, results if whole else ()),
         "",
         f"# {name}",
         "",
-        f"A decoder-only language model with {'TAPE' if tape else 'RoPE'}, for transformers.",
+        f"A decoder-only language model with {name_of_encoding[encoding.exports_to]}, for transformers.",
         "",
         *table(facts),
         "",
@@ -76,7 +83,7 @@ def write_card(
         "",
         "## Use",
         "",
-        *_usage(place, tape, has_tokenizer),
+        *_usage(place, encoding.exports_to != "plain", has_tokenizer),
         "",
     ]
     if rows < model.vocab_size:
@@ -88,6 +95,12 @@ def write_card(
     (directory / CARD).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     if picture is not None:
         (directory / PICTURE).write_bytes(picture)
+
+
+def _described(encoding: PositionEncoding) -> str:
+    """Return what the file of an encoding says that it is, in its first line."""
+    text = sys.modules[type(encoding).__module__].__doc__ or type(encoding).__doc__ or ""
+    return f"{encoding.name}: {text.strip().partition(chr(10))[0].rstrip('.')}" if text.strip() else encoding.name
 
 
 def _adaptation(place: str) -> list[str]:
@@ -115,8 +128,8 @@ def _adaptation(place: str) -> list[str]:
     ]
 
 
-def _usage(place: str, tape: bool, has_tokenizer: bool) -> list[str]:
-    remote = ", trust_remote_code=True" if tape else ""
+def _usage(place: str, has_code: bool, has_tokenizer: bool) -> list[str]:
+    remote = ", trust_remote_code=True" if has_code else ""
     load = [f"path = {place}", f"model = AutoModelForCausalLM.from_pretrained(path{remote})"]
     if not has_tokenizer:
         return ["```python", "from transformers import AutoModelForCausalLM", "", *load, "```"]
@@ -134,7 +147,7 @@ def _usage(place: str, tape: bool, has_tokenizer: bool) -> list[str]:
 
 def adapter_card(name: str, saved: SavedWeights, dtype: str, base: str) -> str:
     """Return the card of an adapter in peft's format for the model in the directory `base`."""
-    remote = ", trust_remote_code=True" if encoding_of(saved.model).exports_to == "tape" else ""
+    remote = "" if encoding_of(saved.model).exports_to == "plain" else ", trust_remote_code=True"
     lines = [
         *adapter_metadata(saved),
         "",

@@ -1,0 +1,88 @@
+"""Attention whose scores a positional encoding changes, in plain torch: a bias, forget gates, or rows of its own.
+
+Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E width of the values, r
+queries of a block, t tokens up to the last of them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+ROWS = 128
+"""Queries of a block."""
+
+
+def attend_with_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    positions,
+    scaling: float,
+    dropout: float = 0.0,
+    with_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the averages (B, S, H, E) and, `with_weights`, the attention map (B, H, S, T).
+
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E); the mask (B or 1, 1, S, T) is boolean (True is seen) or
+    additive, and the queries, the last S of T tokens, never see later ones. `positions` says what the encoding adds to
+    the scores of all tokens. At least float32 is computed in. For gradients, blocks are computed twice, and no S x T
+    numbers are kept.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    S, T = query.shape[2], key.shape[2]
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    bias, rescore = (None if x is None else x.in_float32() for x in (positions.bias, positions.rescore))
+    of_rows = () if rescore is None else rescore.prepared(q, k)
+    sums_BHT = None
+    if positions.log_gate_TBH is not None:
+        gates = positions.log_gate_TBH
+        if len(gates) != T:
+            raise ValueError(
+                f"the positional encoding gives gates of {len(gates)} tokens, where {T} are attended to; its file must "
+                "keep those of earlier tokens with memory.all_tokens"
+            )
+        sums_BHT = gates.to(torch.promote_types(gates.dtype, torch.float32)).cumsum(0).permute(1, 2, 0)
+
+    def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        keys = torch.arange(tokens.stop, device=q.device)
+        seen = (keys <= keys[tokens, None])[None, None]
+        added = None
+        if attention_mask is not None:
+            mask = attention_mask.expand(-1, -1, S, T)[:, :, tokens.start - T + S : tokens.stop - T + S, : tokens.stop]
+            if mask.dtype == torch.bool:
+                seen = seen & mask
+            else:
+                seen, added = seen & (mask > torch.finfo(mask.dtype).min / 2), mask
+        k_BGtD, v_BGtE = (x[:, :, : tokens.stop] for x in (k, v))
+        (B, H, r, D), (G, t) = q.shape, k_BGtD.shape[1:3]
+        scores = 0.0
+        if rescore is None or rescore.takes_scores:
+            scores = (q.reshape(B, G, -1, D) * scaling @ k_BGtD.mT).view(B, H, r, t)
+        if rescore is not None:
+            given = scores if rescore.takes_scores else None
+            scores = rescore.rows(given, q, k_BGtD, seen, tokens, *of_rows)
+        if bias is not None:
+            scores = scores + bias.of(tokens, slice(0, t))
+        if sums_BHT is not None:
+            scores = scores + (sums_BHT[..., tokens, None] - sums_BHT[..., None, :t])
+        if added is not None:
+            scores = scores + added
+        # A query that sees nothing, of padding, stays finite.
+        p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
+        p = F.dropout(p, dropout)
+        averages = (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)
+        return averages, F.pad(p, (0, T - t)) if with_weights else None
+
+    outputs = []
+    size = S if with_weights else ROWS
+    for start in range(0, S, size):
+        stop = min(start + size, S)
+        given = q[:, :, start:stop], slice(T - S + start, T - S + stop)
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(block, *given, use_reentrant=False, preserve_rng_state=dropout > 0))
+        else:
+            outputs.append(block(*given))
+    averages = torch.cat([one for one, _ in outputs], dim=2).to(value.dtype)
+    return averages.transpose(1, 2), outputs[0][1].to(value.dtype) if with_weights else None

@@ -1,0 +1,171 @@
+"""The Python files with which a positional encoding travels: its own, and those of this package that it imports.
+
+Modules become flat files that import each other relatively, since transformers copies nothing else: `position.fire` is
+`position_fire_tape.py`. Files are read, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_tape.position.base import PositionEncoding
+
+_PACKAGE = __name__.partition(".")[0]
+_ROOT = Path(__file__).parents[1]
+_AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
+"""What is installed wherever transformers loads a model."""
+_KERNELS = f"{_PACKAGE}.ops.kernels"
+"""These stay behind: an exported encoding computes in plain torch."""
+_ENTRY = '''"""The positional encoding {name}, by the names that modeling_encoded_tape uses."""
+
+from .{base} import Memory
+from .{module} import {encoding} as Encoding
+
+__all__ = ["Encoding", "Memory"]
+'''
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    """Its dotted name in this package; that of a user's module is its file's."""
+    path: Path
+    flat: str
+    """The name of its file in an export, without .py."""
+
+
+def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
+    """Return the text of each file by its name; `encoding_tape.py`, one of them, names the class.
+
+    Raises ValueError, in one sentence, for an import that cannot travel.
+    """
+    own = _module_of(encoding)
+    base = _of_package(f"{_PACKAGE}.position.base")
+    assert base is not None
+    found: dict[str, str] = {}
+    waiting = [own, base]
+    while waiting:
+        module = waiting.pop()
+        if f"{module.flat}.py" not in found:
+            found[f"{module.flat}.py"], needed = _flattened(module)
+            waiting += needed
+    entry = _ENTRY.format(name=encoding.name, base=base.flat, module=own.flat, encoding=encoding.__qualname__)
+    return {"encoding_tape.py": entry} | dict(sorted(found.items()))
+
+
+def _module_of(encoding: type) -> _Module:
+    """Return the module that defines a class."""
+    if (module := _of_package(encoding.__module__)) is not None:
+        return module
+    try:
+        path = Path(inspect.getfile(encoding))
+    except (OSError, TypeError):
+        path = None
+    if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
+        raise ValueError(
+            f"the positional encoding {encoding.name} cannot be exported: its class {encoding.__qualname__} is not at "
+            "the top of a file; move it into one"
+        )
+    return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
+
+
+def _of_package(name: str) -> _Module | None:
+    """Return the module of this package with that dotted name, if there is one."""
+    first, *rest = name.split(".")
+    if first != _PACKAGE or not rest:
+        return None
+    whole = _ROOT.joinpath(*rest)
+    path = next((path for path in (whole.with_suffix(".py"), whole / "__init__.py") if path.is_file()), None)
+    return None if path is None else _Module(name, path, f"{'_'.join(rest)}_tape")
+
+
+def _flattened(module: _Module) -> tuple[str, list[_Module]]:
+    """Return the text of a module as a flat file, and the modules that it imports."""
+    text = module.path.read_text(encoding="utf-8")
+    lines, needed = text.splitlines(), []
+    for node, at_top in reversed(list(_imports(ast.parse(text)))):
+        indent = lines[node.lineno - 1][: node.col_offset]
+        if isinstance(node, ast.If):
+            first, last = node.body[0], node.body[-1]
+            lines[first.lineno - 1 : last.end_lineno] = [f"{lines[first.lineno - 1][: first.col_offset]}pass"]
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _check_available(module, node, alias.name)
+            continue
+        if node.level == 0 and node.module is not None and node.module.partition(".")[0] != _PACKAGE:
+            _check_available(module, node, node.module)
+            continue
+        new = _relative(module, node, at_top, needed)
+        if indent.strip() or lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[0].strip():
+            raise _cannot_travel(module, node, "shares its line with other statements; give it a line of its own")
+        lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
+    return "\n".join(lines) + "\n", needed
+
+
+def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield import statements, and blocks that only type checkers read, in their order; and whether they are global."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield child, at_top
+            for other in child.orelse:
+                yield from _imports(ast.Module([other], []), at_top)
+        elif isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, at_top
+        else:
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, at_top and not inside)
+
+
+def _relative(module: _Module, node: ast.ImportFrom, at_top: bool, needed: list[_Module]) -> list[str]:
+    """Return the statements of a flat file that import what `node` imports from this package."""
+    if node.level:
+        raise _cannot_travel(module, node, f"is relative; write it as from {_PACKAGE}.MODULE import NAME")
+    if f"{node.module}.".startswith(f"{_KERNELS}."):
+        if at_top:
+            raise _cannot_travel(module, node, "needs GPU kernels, which are not exported; move it into a function")
+        return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
+    by_module: dict[_Module, list[str]] = {}
+    for alias in node.names:
+        target = _defining(str(node.module), alias.name)
+        if target is None:
+            fix = f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the name"
+            raise _cannot_travel(module, node, f"names no function, class or constant of a module; {fix}")
+        by_module.setdefault(target, []).append(ast.unparse(alias))
+    needed += by_module
+    return [f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()]
+
+
+def _defining(module_name: str, name: str) -> _Module | None:
+    """Return the module that defines a name which another one may import from it, or None if none does."""
+    module = _of_package(module_name)
+    if module is None:
+        return None
+    for node in ast.parse(module.path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and module.path.name == "__init__.py":
+            imported = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
+            if imported is not None:
+                return _defining(str(node.module), imported)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return module
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(one, ast.Name) and one.id == name for target in targets for one in ast.walk(target)):
+                return module
+    return None
+
+
+def _check_available(module: _Module, node: ast.stmt, name: str) -> None:
+    if name.partition(".")[0] not in _AVAILABLE:
+        others = "only Python's own modules, torch, transformers, numpy and single names of this package"
+        raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
+
+
+def _cannot_travel(module: _Module, node: ast.stmt, why: str) -> ValueError:
+    return ValueError(f"{module.path}, line {node.lineno}: this import cannot be exported with the encoding: it {why}")

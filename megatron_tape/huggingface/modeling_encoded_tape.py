@@ -1,0 +1,294 @@
+"""Language models with any positional encoding, for transformers: a Llama-like decoder that asks the encoding.
+
+The encoding is a class in a file of its own, which `encoding_tape.py` names. It computes with the sequence axis first.
+Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head dimension.
+"""
+
+import types
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_encoded_tape import attend_with_scores
+from .attention_tape import attend, rotate
+from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
+from .configuration_encoded_tape import EncodedConfig
+from .encoding_tape import Encoding, Memory
+from .modeling_tape import (
+    TapeAttention,
+    TapeForCausalLM,
+    TapeForQuestionAnswering,
+    TapeForSequenceClassification,
+    TapeForTokenClassification,
+    TapeMLP,
+    TapeModel,
+    TapePreTrainedModel,
+)
+
+_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+class OneProcess:
+    """The layout of tokens and heads where one process has all of them."""
+
+    model_group = None
+    sequence_shards = 1
+
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """Return all tokens."""
+        return x
+
+    def local_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return all heads."""
+        return x
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return all tokens and heads."""
+        return x
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Return all tokens and heads."""
+        return x
+
+
+def make_encoding(config: EncodedConfig):
+    """Return the encoding with the settings of `config`; raises ValueError if they are of another one."""
+    if config.position_encoding != Encoding.name:
+        raise ValueError(
+            f"position_encoding is {config.position_encoding!r}, but the code beside this model is that of "
+            f"{Encoding.name}; use the files of one export together"
+        )
+    try:
+        settings = Encoding.settings
+        own = types.SimpleNamespace if settings is object else type("Settings", (settings,), {})
+        model = own(**config.position_settings)
+    except TypeError as error:
+        raise ValueError(f"position_settings are not those of {Encoding.name}: {error}") from None
+    vars(model).update(
+        position_encoding=config.position_encoding,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        head_dim=config.head_dim,
+        seq_length=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        init_std=config.initializer_range,
+        norm_epsilon=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        tie_embeddings=config.tie_word_embeddings,
+    )
+    return Encoding(model, OneProcess())
+
+
+class EncodedParameter(nn.Module):
+    """One parameter of an encoding, whose name then ends in `weight`."""
+
+    def __init__(self, declared):
+        super().__init__()
+        self.declared = declared
+        self.weight = nn.Parameter(torch.empty(declared.shape))
+
+
+class EncodedAttention(TapeAttention):
+    """Attention with what an encoding provides."""
+
+    def forward(self, hidden_states, positions, attention_mask, past_key_values, cache_position=None, **kwargs):
+        """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the map or None.
+
+        hidden_states (B, S, C); `positions` are the encoding's for this layer.
+        """
+        B, S, _ = hidden_states.shape
+        D, G = self.head_dim, self.config.num_key_value_heads
+        query, key, value = (
+            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if positions.z_TBGD is not None:
+            z = positions.z_TBGD.transpose(0, 1).to(query.dtype)
+            query = rotate(query.view(B, S, G, -1, D), z.unsqueeze(3)).flatten(2, 3)
+            key = rotate(key, z)
+            if positions.average_state:
+                value = torch.cat([value, z.expand_as(value)], dim=-1)
+        if positions.factor_TB1D is not None:
+            factor = positions.factor_TB1D.transpose(0, 1)
+            query, key = query * factor, key / factor
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
+            (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
+        else:
+            eager = self.config._attn_implementation == "eager"
+            averages, weights = attend_with_scores(
+                query, key, value, attention_mask, positions, self.scaling, kwargs["dropout"], with_weights=eager
+            )
+            output, *averaged = averages.split(D, dim=-1)
+        return self.o_proj(output.reshape(B, S, -1)), averaged[0].transpose(0, 1) if averaged else None, weights
+
+
+class EncodedDecoderLayer(GradientCheckpointingLayer):
+    """One layer: maps hidden states and the encoding's state to the next layer's."""
+
+    def __init__(self, config: EncodedConfig, layer_idx: int, encoding):
+        super().__init__()
+        self.layer_idx, self.encoding = layer_idx, encoding
+        self.self_attn = EncodedAttention(config, layer_idx)
+        self.mlp = TapeMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.position = nn.Module()
+        for name, declared in encoding.parameters(layer_idx).items():
+            self.position.add_module(name, EncodedParameter(declared))
+
+    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
+        """Map (B, S, C) and the state, (S, B or 1, ...) or None, to the next layer's; also return the map or None."""
+        layer, encoding, memory = self.layer_idx, self.encoding, Memory()
+        if past_key_values is not None:
+            memory = LayerMemory(past_key_values.layers[layer], len(hidden_states))
+        parameters = {name: module.weight for name, module in self.position.named_children()}
+        normed = self.input_layernorm(hidden_states)
+        state = encoding.enter(layer, parameters, state, normed.transpose(0, 1), memory)
+        positions = encoding.positions(layer, parameters, state, normed.transpose(0, 1), memory)
+        attention_output, averaged, weights = self.self_attn(
+            normed, positions, attention_mask, past_key_values, **kwargs
+        )
+        hidden_states = hidden_states + attention_output
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        if encoding.updates(layer) and not last:
+            outputs = attention_output.transpose(0, 1), mlp_output.transpose(0, 1)
+            state = encoding.next_state(layer, parameters, state, averaged, *outputs)
+        return hidden_states + mlp_output, state, weights
+
+
+class EncodedPreTrainedModel(TapePreTrainedModel):
+    """The base class of models with any positional encoding."""
+
+    config_class = EncodedConfig
+    _no_split_modules = ["EncodedDecoderLayer"]
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False
+    _checkpoint_conversion_mapping = {}
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load a model as transformers does; NotImplementedError for tensor and pipeline parallelism."""
+        if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
+            raise NotImplementedError(
+                f"models with the positional encoding {Encoding.name} do not support transformers' tensor and pipeline "
+                "parallelism; use device_map to spread layers over devices"
+            )
+        return super().from_pretrained(*args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start the encoding's parameters as it declares them."""
+        if not isinstance(module, EncodedParameter):
+            return super()._init_weights(module)
+        if getattr(module.weight, "_is_hf_initialized", False):
+            return
+        if module.declared.std:
+            module.weight.normal_(std=module.declared.std)
+        else:
+            module.weight.copy_(torch.tensor(module.declared.value).expand(module.declared.shape))
+
+
+class EncodedModel(EncodedPreTrainedModel, TapeModel):
+    """The decoder without its language-model head."""
+
+    def _add_layers(self, config: EncodedConfig) -> None:
+        self.encoding = make_encoding(config)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList([EncodedDecoderLayer(config, i, self.encoding) for i in layers])
+
+    def check_cached(self, length: int) -> None:
+        """Raise NotImplementedError if a sequence that comes a few tokens at a time cannot grow to `length`."""
+        self.encoding.check_cached(length)
+
+    def _check(self, past_key_values, arguments: dict) -> None:
+        implementation = self.config._attn_implementation
+        if arguments.get("cache") is not None or implementation not in _IMPLEMENTATIONS:
+            raise NotImplementedError(
+                f"models with the positional encoding {Encoding.name} do not support {implementation} attention; call "
+                f"model.set_attn_implementation('sdpa'), or 'eager', which returns attention maps"
+            )
+        check_cache(past_key_values)
+
+    def _check_trained(self) -> None:
+        pass
+
+    def _prepare_cache(self, past_key_values, hidden_states: Tensor) -> None:
+        prepare_cache(past_key_values, self.config.num_hidden_layers)
+        if past_key_values is not None and (before := past_key_values.get_seq_length()) > 0:
+            self.check_cached(before + hidden_states.shape[1])
+
+    def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the positions of the new tokens, (B or 1, S); those of padding do not count."""
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            counted = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
+            if counted.shape[1] == len(cache_position):
+                return counted.clamp(min=0)
+        return cache_position.unsqueeze(0)
+
+    def _start(self, hidden_states: Tensor, position_ids: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+        """Return what enters the first layer: the embedded tokens (B, S, C), and the encoding's state."""
+        if self.encoding.token_positions(1, None) is not None:
+            table = self.encoding.token_positions(int(position_ids.max()) + 1, None)
+            position_ids = torch.as_tensor(table, device=position_ids.device)[position_ids]
+        positions_SB = position_ids.T
+        added = self.encoding.embedding(positions_SB, hidden_states.dtype)
+        if added is not None:
+            hidden_states = hidden_states + added.transpose(0, 1)
+        return hidden_states, self.encoding.initial_state(positions_SB, hidden_states.dtype)
+
+
+class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
+    """The decoder with its language-model head."""
+
+    model_class = EncodedModel
+    _tp_plan = {}
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Raise NotImplementedError: a paged cache cannot hold what an encoding remembers."""
+        raise NotImplementedError(
+            f"models with the positional encoding {Encoding.name} do not support continuous batching, whose paged "
+            "cache cannot hold what an encoding remembers of earlier tokens; use generate"
+        )
+
+
+class EncodedForSequenceClassification(EncodedPreTrainedModel, TapeForSequenceClassification):
+    """The decoder with a linear layer on the last token that is not padding."""
+
+    model_class = EncodedModel
+
+
+class EncodedForTokenClassification(EncodedPreTrainedModel, TapeForTokenClassification):
+    """The decoder with a linear layer on every token; tokens see only those before them."""
+
+    model_class = EncodedModel
+
+
+class EncodedForQuestionAnswering(EncodedPreTrainedModel, TapeForQuestionAnswering):
+    """The decoder with a linear layer that says of every token whether an answer starts or ends there."""
+
+    model_class = EncodedModel
+
+
+__all__ = [
+    "EncodedForCausalLM",
+    "EncodedForQuestionAnswering",
+    "EncodedForSequenceClassification",
+    "EncodedForTokenClassification",
+    "EncodedModel",
+    "EncodedPreTrainedModel",
+]

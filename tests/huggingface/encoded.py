@@ -1,0 +1,69 @@
+"""Exports of small models with every positional encoding that is exported with its own file, shared by tests."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from models import build, small_model, whole_weights
+from transformers import AutoModelForCausalLM
+
+from megatron_tape.huggingface.from_hf.imported import write_imported
+from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.position import BUILT_IN, ENCODINGS
+
+# With settings that make each of their branches count in 16 tokens.
+CHANGES = {
+    "t5": {"t5_num_buckets": 6, "t5_max_distance": 9},
+    "fire": {"fire_threshold": 3.0},
+    "xpos": {"xpos_scale_base": 8.0},
+}
+TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
+NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
+"""All of them, TAPE and RoPE included, which have classes of their own but must work in this way, too."""
+
+
+@dataclass
+class Encoded:
+    model: object
+    """Its settings."""
+    built: torch.nn.Module
+    """The model of this project."""
+    checkpoint: Path
+    directory: Path
+    loaded: torch.nn.Module
+    """The export, as transformers loads it."""
+
+
+def register_toys():
+    """Register the toys, and return what undoes it."""
+    before = dict(ENCODINGS)
+    for name, encoding in TOYS.items():
+        module = importlib.import_module(f"toy_encodings.{name.removeprefix('toy_')}")
+        ENCODINGS[name] = getattr(module, encoding)
+
+    def undo():
+        for name in TOYS.keys() - before.keys():
+            del ENCODINGS[name]
+
+    return undo
+
+
+def make(folder, name, monkeypatch, kind="code", label=None, dtype="fp32", max_shard_size=10**9, **changes):
+    """Build a model whose encoding's parameters are far from their start, export and load it."""
+    model = small_model(position_encoding=name, unpadded_vocab_size=64, **(CHANGES.get(name, {}) | changes))
+    built, _ = build(model)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for key, parameter in built.named_parameters():
+            if ".position." in key and name != "tape":
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+    label = label or f"{name}_{kind}"
+    checkpoint, directory = folder / "checkpoints" / label, folder / label
+    write_imported(checkpoint, model, whole_weights(built, model), "a random model")
+    if kind == "code":
+        monkeypatch.setattr(ENCODINGS[name], "exports_to", "code")
+    export(checkpoint, directory, dtype, max_shard_size, tokenizer="none")
+    loaded, found = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())

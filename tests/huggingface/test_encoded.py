@@ -1,0 +1,261 @@
+"""Models of every positional encoding, exported with the encoding's own file, beside the models that were trained."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from encoded import NAMES, TOYS, make, register_toys
+from models import random_tokens
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+    StaticCache,
+)
+
+from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+
+GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the export of an encoding, made once."""
+    made, undo = {}, register_toys()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def of(name):
+            if name not in made:
+                made[name] = make(tmp_path_factory.mktemp("encoded"), name, monkeypatch)
+            return made[name]
+
+        yield of
+    undo()
+
+
+def in_parts(model, ids, sizes, cache=None, **more):
+    """The logits of tokens that come a few at a time, and the cache."""
+    parts = []
+    for part in ids.split(sizes, 1):
+        output = model(part, past_key_values=cache, use_cache=True, **more)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    return torch.cat(parts, 1), cache
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_those_of_the_training_model(exported, name):
+    made, ids = exported(name), random_tokens()
+    assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    loss = made.loaded(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+    weights = torch.ones(ids.shape)
+    weights[:, -1] = 0
+    made.built(ids, labels, weights / weights.sum()).backward()
+    theirs = dict(made.built.gpt.named_parameters())
+    for ours, parameter in made.loaded.named_parameters():
+        if ".position." in ours:
+            key = ours.replace("model.layers", "decoder.layers").removesuffix(".weight")
+            assert theirs[key].grad.norm() > 0 or "threshold" in key, key
+            assert_close(parameter.grad, theirs[key].grad, atol=1e-5, rtol=1e-4)
+    embedding = theirs["embedding.word_embeddings.weight"].grad
+    assert_close(made.loaded.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-4)
+    for model in (made.built, made.loaded):
+        model.zero_grad()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_changes_nothing(exported, name):
+    model, ids = exported(name).loaded, random_tokens()
+    whole = model(ids, use_cache=False).logits
+    found, cache = in_parts(model, ids, [5, 1, 7, 3])
+    assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    # A copy goes on by itself, and so does one whose sequences have changed places.
+    _, cache = in_parts(model, ids[:, :9], [4, 5])
+    copied = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_close(in_parts(model, ids[:, 9:], [1, 6], copied)[0], whole[:, 9:], atol=1e-5, rtol=1e-5)
+    assert_close(in_parts(model, ids[[1, 0], 9:], [7], cache)[0], whole[[1, 0], 9:], atol=1e-5, rtol=1e-5)
+    cache.reset()
+    cache.batch_select_indices(torch.tensor([0]))
+    assert_close(in_parts(model, ids[:1], [3, 13], cache)[0], whole[:1], atol=1e-5, rtol=1e-5)
+    cache.batch_repeat_interleave(2)
+    more = random_tokens(2, 1)
+    expected = model(torch.cat([ids[[0, 0], :15], more], 1), use_cache=False).logits[:, 15:]
+    if not any(layer.latest for layer in cache.layers):
+        cache.crop(-1)
+        assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-5)
+    else:
+        with pytest.raises(NotImplementedError, match="generate without an assistant"):
+            cache.crop(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_with_a_cache_equals_generation_without(exported, name):
+    model, ids = exported(name).loaded, random_tokens(2, 8)
+    ids[0, :3] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for more in ({}, {"num_beams": 3}):
+        given = dict(attention_mask=mask, **GREEDY, **more)
+        expected = model.generate(ids, use_cache=False, **given)
+        assert torch.equal(model.generate(ids, **given), expected)
+        # Padding before a prompt changes nothing.
+        alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY, **more)
+        assert torch.equal(alone[0, 5:], expected[0, 8:])
+    if not any(layer.latest for layer in in_parts(model, ids, [8])[1].layers):
+        one = dict(attention_mask=mask[1:], **GREEDY)
+        looked_up = model.generate(ids[1:], prompt_lookup_num_tokens=2, **one)
+        assert torch.equal(looked_up, model.generate(ids[1:], **one))
+    padded = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(padded[0, 3:], model(ids[:1, 3:], use_cache=False).logits[0], atol=1e-5, rtol=1e-5)
+    assert padded.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_packs_maps_and_masks(exported, name):
+    made, ids = exported(name), random_tokens()
+    model, documents = made.loaded, torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+    restarting = torch.stack([torch.cat([torch.arange(5), torch.arange(11)]), torch.arange(16)])
+    packed = made.built(ids, documents=documents)
+    assert_close(model(ids, position_ids=restarting, use_cache=False).logits, packed, atol=1e-5, rtol=1e-5)
+    seen = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    masked = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False)
+    assert_close(masked.logits, packed, atol=1e-5, rtol=1e-5)
+    model.set_attn_implementation("eager")
+    output = model(ids, position_ids=restarting, use_cache=False, output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    assert_close(output.logits, packed, atol=1e-5, rtol=1e-5)
+    for weights in output.attentions:
+        assert_close(weights.sum(-1), torch.ones(2, 4, 16), atol=1e-5, rtol=0)
+        assert not weights[~seen.expand_as(weights)].any()
+    with pytest.raises(ValueError, match="eager"):
+        model(ids, output_attentions=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bf16_a_cache_still_changes_little(exported, name):
+    model, ids = exported(name).loaded, random_tokens()
+    exact, model = model(ids).logits, copy.deepcopy(model).bfloat16()
+    whole, found = model(ids, use_cache=False).logits, in_parts(model, ids, [5, 1, 7, 3])[0]
+    assert whole.dtype == found.dtype == torch.bfloat16
+    error = (whole - exact).abs().mean()
+    assert 0 < error < 0.1 * exact.abs().mean() and (found - exact).abs().mean() < 1.5 * error
+
+
+@torch.no_grad()
+def test_blocks_of_queries_equal_whole_rows(exported):
+    """Beyond the 128 queries of a block, with and without gradients."""
+    for name in ("fire", "toy_gate"):
+        made, ids = exported(name), random_tokens(1, 300)
+        expected = made.built(ids)
+        assert_close(made.loaded(ids).logits, expected, atol=2e-5, rtol=1e-4)
+        assert_close(in_parts(made.loaded, ids, [140, 160])[0], expected, atol=2e-5, rtol=1e-4)
+        with torch.enable_grad():
+            assert_close(made.loaded(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_tape_is_the_same_as_with_its_own_classes(exported):
+    ids, encoded = random_tokens(), exported("tape").loaded
+    config = encoded.config.to_dict() | encoded.config.position_settings
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    for key in config.keys() - inspect.signature(TapeConfig).parameters.keys():
+        del config[key]
+    own_model = TapeForCausalLM(TapeConfig(**config)).eval()
+    own_model.load_state_dict(encoded.state_dict())
+    for implementation in ("sdpa", "eager"):
+        for model in (encoded, own_model):
+            model.set_attn_implementation(implementation)
+        assert_close(encoded(ids).logits, own_model(ids).logits, atol=1e-6, rtol=1e-6)
+        expected, found = (in_parts(model, ids, [5, 1, 10]) for model in (own_model, encoded))
+        assert_close(found[0], expected[0], atol=1e-6, rtol=1e-6)
+        for ours, theirs in zip(found[1].layers, expected[1].layers, strict=True):
+            assert_close(ours.keys, theirs.keys, atol=1e-6, rtol=1e-6)
+            assert_close(ours.values, theirs.values, atol=1e-6, rtol=1e-6)
+    encoded.set_attn_implementation("sdpa")
+
+
+def test_a_model_with_biases_norms_ties_and_several_files_comes_back(tmp_path, monkeypatch):
+    options = dict(qkv_bias=True, qk_norm=True, tie_embeddings=True)
+    made, ids = make(tmp_path, "fire", monkeypatch, max_shard_size=20_000, **options), random_tokens()
+    assert len(list(made.directory.glob("*.safetensors"))) > 1
+    assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    made.loaded.save_pretrained(tmp_path / "saved")
+    auto = AutoModelForSequenceClassification.from_pretrained
+    again = auto(tmp_path / "saved", trust_remote_code=True, num_labels=3, pad_token_id=0)
+    assert again(ids).logits.shape == (2, 3)
+    half = make(tmp_path, "fire", monkeypatch, label="half", dtype="bf16", **options)
+    stored = half.loaded.to(torch.float32)
+    assert_close(stored(ids).logits, made.built(ids), atol=0.15, rtol=0.05)
+
+
+def test_heads_train_with_gradient_checkpointing(exported):
+    directory, ids = exported("toy_gate").directory, random_tokens()
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering):
+        model = auto.from_pretrained(directory, trust_remote_code=True, pad_token_id=0)
+        model.eval()
+        gradients = []
+        for checkpointed in (False, True):
+            model.zero_grad()
+            if checkpointed:
+                model.gradient_checkpointing_enable()
+                model.train()
+                for module in model.modules():
+                    if isinstance(module, torch.nn.Dropout):
+                        module.p = 0.0
+            output = model(ids, use_cache=False)
+            logits = output.start_logits + output.end_logits if "start_logits" in output else output.logits
+            logits.square().sum().backward()
+            gradients.append(model.model.layers[0].position.gate.weight.grad)
+        assert gradients[0].norm() > 0
+        assert_close(gradients[1], gradients[0])
+
+
+def test_new_models_start_as_declared(exported):
+    loaded = exported("toy_gate").loaded
+    torch.manual_seed(0)
+    position = type(loaded)(loaded.config).model.layers[1].position
+    assert torch.equal(position.start.weight, torch.ones(4))
+    assert 0.05 < position.gate.weight.std() < 0.2
+
+
+def test_what_these_models_cannot_do_is_refused_by_name(exported):
+    made, ids = exported("fire"), random_tokens()
+    model = made.loaded
+    with pytest.raises(NotImplementedError, match="does not support StaticCache, .*; use a DynamicCache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+    with pytest.raises(NotImplementedError, match="does not support StaticCache"):
+        model.generate(ids[:, :8], cache_implementation="static", **GREEDY)
+    foreign = DynamicCache(config=model.config)
+    foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
+    with pytest.raises(NotImplementedError, match="filled without what the positional encoding remembers"):
+        model(ids, past_key_values=foreign)
+    with pytest.raises(NotImplementedError, match="fire do not support continuous batching"):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+    load = type(model).from_pretrained
+    with pytest.raises(NotImplementedError, match="fire do not support transformers' tensor"):
+        load(made.directory, tp_plan="auto")
+    for implementation in ("flash_attention_2", "flex_attention"):
+        with pytest.raises((ValueError, ImportError), match="does not support"):
+            load(made.directory, attn_implementation=implementation)
+    config = copy.deepcopy(model.config)
+    config.position_settings = {"fire_width": 3}
+    with pytest.raises(ValueError, match="position_settings are not those of fire: .*fire_width"):
+        type(model)(config)
+    config.position_encoding = "t5"
+    with pytest.raises(ValueError, match="position_encoding is 't5', but the code beside this model is that of fire"):
+        type(model)(config)
+
+
+def test_toys_are_of_every_kind():
+    assert set(TOYS) <= set(NAMES) and {"tape", "rope", "nope", "fire"} <= set(NAMES)

@@ -1,0 +1,247 @@
+"""The files with which an encoding travels: complete, trusted only if they are ours, and imported back."""
+
+import ast
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from encoded import NAMES, make, register_toys
+from models import random_tokens
+from test_generate import generate  # noqa: F401
+from transformers import AutoTokenizer
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.source import find_model
+from megatron_tape.huggingface.encoding_files import encoding_files
+from megatron_tape.huggingface.from_hf.imported import write_imported
+from megatron_tape.huggingface.from_hf.llama_family import import_model
+from megatron_tape.huggingface.remote_code import code_files
+from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.position import ENCODINGS, PositionEncoding, setting_names
+from pretrain import evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-transformers" / "bin" / "python"
+STRANGER = """
+import importlib.util, sys
+import torch, transformers
+from transformers import AutoModelForCausalLM
+
+for name in ("megatron_tape", "megatron", "deepspeed"):
+    assert importlib.util.find_spec(name) is None, name
+torch.set_num_threads(1)
+expected = torch.load("expected.pt")
+ids = expected["ids"]
+with torch.no_grad():
+    for name in sys.argv[1:]:
+        model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
+        assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+        torch.testing.assert_close(model(ids).logits, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+        options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[0, :3] = 0
+        for more in ({}, {"num_beams": 2}):
+            both = [model.generate(ids[:, :8], attention_mask=mask, use_cache=use, **options, **more) for use in (0, 1)]
+            assert torch.equal(*both), name
+        model.save_pretrained(f"again/{name}-saved")
+        again = AutoModelForCausalLM.from_pretrained(f"again/{name}-saved", trust_remote_code=True)
+        assert torch.equal(again(ids).logits, model(ids).logits), name
+print(transformers.__version__)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """All exports, with names that Python can import."""
+    folder, undo = tmp_path_factory.mktemp("exported"), register_toys()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield {name: make(folder, name, monkeypatch, label=f"model_{name}") for name in NAMES}
+    undo()
+
+
+def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, tmp_path):
+    """In an environment that has never seen this project, where transformers copies only files that it finds itself."""
+    ids, names = random_tokens(), []
+    with torch.no_grad():
+        expected = {"ids": ids}
+        for made in exported.values():
+            names.append(made.directory.name)
+            shutil.copytree(made.directory, tmp_path / made.directory.name)
+            expected[made.directory.name] = made.built(ids)
+    torch.save(expected, tmp_path / "expected.pt")
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [PYTHON, "-c", STRANGER, *names], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "5.0.0"
+
+
+def test_every_file_of_an_export_is_needed_and_imports_nothing_that_is_not_there(exported):
+    for name, made in exported.items():
+        files = code_files(ENCODINGS[name])
+        assert {path.name for path in made.directory.glob("*.py")} == set(files)
+        needed = {"modeling_encoded_tape", "configuration_encoded_tape"}
+        for file, text in files.items():
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    assert f"{node.module}.py" in files, (file, node.module)
+                    needed.add(node.module)
+                elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+                    tops = {module.partition(".")[0] for module in names}
+                    assert tops <= {*sys.stdlib_module_names, "torch", "transformers", "packaging", "numpy"}, file
+        assert {f"{module}.py" for module in needed} == set(files)
+
+
+def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
+    directory = exported["fire"].directory
+    for name in ("fire", "toy_gate"):
+        assert not find_model(str(exported[name].directory)).runs_own_code
+    for file in ("position_fire_tape.py", "encoding_tape.py", "modeling_encoded_tape.py", "extra.py"):
+        changed = tmp_path / file
+        shutil.copytree(directory, changed)
+        with open(changed / file, "a") as content:
+            content.write("\n")
+        assert find_model(str(changed)).runs_own_code
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    config = json.loads((other / "config.json").read_text())
+    for change in ({"position_encoding": "t5"}, {"position_encoding": ["fire"]}, {"position_encoding": "unknown"}):
+        (other / "config.json").write_text(json.dumps(config | change))
+        assert find_model(str(other)).runs_own_code
+    elsewhere = config["auto_map"] | {"AutoModel": f"{tmp_path}/sub--modeling_encoded_tape.EncodedModel"}
+    (other / "config.json").write_text(json.dumps(config | {"auto_map": elsewhere}))
+    assert find_model(str(other)).runs_own_code
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
+    made = exported[name]
+    import_model(made.directory, tmp_path / "again")
+    first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
+    of_others = set().union(*map(setting_names, ENCODINGS)) - setting_names(name)
+    for key, value in dataclasses.asdict(first.model).items():
+        # The width of a head is always written out.
+        assert key in of_others or getattr(again.model, key) == (made.model.head_dim if key == "kv_channels" else value)
+    export(tmp_path / "again", tmp_path / "exported", tokenizer="none")
+    for file in made.directory.iterdir():
+        if file.name != "README.md":
+            assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize(
+    "change, refusal",
+    [
+        ({"position_encoding": "nothing"}, "position_encoding is 'nothing' in .*, which is not one of tape, rope"),
+        (
+            {"position_settings": {"fire_mlp_size": "32"}},
+            "fire_mlp_size in .* is '32', where a whole number belongs",
+        ),
+        ({"position_settings": {"fire_mlp_size": 0}}, "fire_mlp_size is 0"),
+        ({"position_settings": {"rope_theta": 5.0}}, "has rope_theta, which is not a setting of fire"),
+        ({"position_settings": [1]}, "position_settings in .* is a list, where an object belongs"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, change, refusal):
+    shutil.copytree(exported["fire"].directory, tmp_path / "changed")
+    path = tmp_path / "changed" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=refusal) as caught:
+        import_model(tmp_path / "changed", tmp_path / "imported")
+    assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
+
+
+def test_an_export_keeps_its_encoding(exported, tmp_path):
+    directory = exported["fire"].directory
+    with pytest.raises(ValueError, match="describes a model with fire, which cannot become rope"):
+        import_model(directory, tmp_path / "imported", "rope")
+    with pytest.raises(ValueError, match="rope-scaling-factor 2 is for RoPE and TAPE, not for fire"):
+        import_model(directory, tmp_path / "imported", rope_scaling_factor=2.0)
+
+
+@pytest.mark.parametrize(
+    "line, refusal",
+    [
+        ("import einops", "line 1: .* imports einops, but an export can have only Python's own modules, torch"),
+        ("import megatron_tape.ops.bias", "line 1: .* imports megatron_tape.ops.bias"),
+        ("from .other import x", "line 1: .* is relative; write it as from megatron_tape.MODULE import NAME"),
+        ("from megatron_tape.ops import bias", "line 1: .* names no function, class or constant"),
+        ("from megatron_tape.ops.bias import Nothing", "line 1: .* names no function, class or constant"),
+        ("from megatron_tape.ops.bias import Bias; x = 1", "line 1: .* shares its line with other statements"),
+        ("from megatron_tape.ops.kernels.position_update import update", "line 1: .* needs GPU kernels"),
+        ("from megatron_tape.position import encoding_of", "would be the file position_tape.py of an export"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(tmp_path, line, refusal):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{line}\nclass Mine: pass\n")
+    module = type(sys)("mine")
+    module.__file__ = str(path)
+    own = type("Mine", (PositionEncoding,), {"name": "mine", "__module__": "mine"})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(sys.modules, "mine", module)
+        with pytest.raises(ValueError, match=refusal) as caught:
+            code_files(own)
+        assert "\n" not in str(caught.value)
+        monkeypatch.delitem(sys.modules, "mine")
+        with pytest.raises(ValueError, match="the positional encoding mine cannot be exported: its class Mine"):
+            code_files(own)
+
+
+def test_what_only_type_checkers_read_and_kernels_stay_behind():
+    files = encoding_files(ENCODINGS["tape"])
+    assert "ops_position_update_tape.py" in files and not any("kernels" in name for name in files)
+    assert "raise NotImplementedError(" in files["ops_position_update_tape.py"]
+    assert "if TYPE_CHECKING:\n    pass\n" in files["position_base_tape.py"]
+
+
+def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys):  # noqa: F811
+    """Perplexity of a checkpoint, beside its losses in chunks with a cache, and the tool that continues text."""
+    tokenizer, text = exports["tape"].directory, (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
+    model = ModelConfig(
+        position_encoding="fire", num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4,
+        seq_length=64, vocab_size=400, unpadded_vocab_size=400, init_std=0.1,
+    )  # fmt: skip
+    from models import build, whole_weights
+
+    built, _ = build(model)
+    write_imported(tmp_path / "run", model, whole_weights(built, model), "a random model", tokenizer)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    options = ["--perplexity.data", tmp_path / "text.jsonl", "--perplexity.lengths", "48", "--perplexity.windows", "1"]
+    options += ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
+    assert evaluate.main(["perplexity", *map(str, options)]) == 0, capsys.readouterr().err
+    scores = {score["name"]: score for score in read_results(tmp_path / "out")["tasks"]["perplexity"]["scores"]}
+    assert 5.0 < scores["loss"]["value"] < 8.0
+
+    export(tmp_path / "run", tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "| Positions | fire: FIRE: functional interpolation for relative positional encoding" in card
+    assert "trust_remote_code=True" in card and "TAPE" not in card and "## Adapt" not in card
+    source = find_model(str(tmp_path / "exported"))
+    from megatron_tape.evaluation.model import load_model
+
+    loaded = load_model(source.info, source.path, "fp32", "cpu", trust_remote_code=True)
+    ids = AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"][:60]
+    whole = loaded.losses(torch.tensor(ids).numpy(), 1)
+    in_chunks = HFModel(loaded.info, loaded.model, loaded.tokenizer, chunk=7).losses(torch.tensor(ids).numpy(), 1)
+    torch.testing.assert_close(torch.from_numpy(in_chunks), torch.from_numpy(whole), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        labels = torch.tensor([ids[1:]])
+        losses = built(torch.tensor([ids[:-1]]), labels, by_token=True)[0].double()
+    torch.testing.assert_close(torch.from_numpy(whole), losses, atol=1e-5, rtol=1e-5)
+
+    arguments = ["--model", tmp_path / "exported", "--prompt", text[:30], "--max-new-tokens", "5"]
+    code, _, line = generate(*arguments)
+    assert code == 1 and "--trust-remote-code" in line
+    code, out, line = generate(*arguments, "--trust-remote-code")
+    assert code == 0 and out.startswith(text[:30]) and len(out) > 31, line
