@@ -17,6 +17,7 @@ CHANGES = {
     "t5": {"t5_num_buckets": 6, "t5_max_distance": 9},
     "fire": {"fire_threshold": 3.0},
     "xpos": {"xpos_scale_base": 8.0},
+    "cope": {"cope_max_position": 5},
 }
 TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
 NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)

@@ -58,13 +58,15 @@ def test_logits_and_gradients_are_those_of_the_training_model(exported, name):
     weights[:, -1] = 0
     made.built(ids, labels, weights / weights.sum()).backward()
     theirs = dict(made.built.gpt.named_parameters())
-    for ours, parameter in made.loaded.named_parameters():
-        if ".position." in ours:
-            key = ours.replace("model.layers", "decoder.layers").removesuffix(".weight")
-            assert theirs[key].grad.norm() > 0 or "threshold" in key, key
-            assert_close(parameter.grad, theirs[key].grad, atol=1e-5, rtol=1e-4)
-    embedding = theirs["embedding.word_embeddings.weight"].grad
-    assert_close(made.loaded.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-4)
+    pairs = {"model.embed_tokens.weight": "embedding.word_embeddings.weight"}
+    for key in theirs:
+        if ".position." in key:
+            pairs[f"model.{key.removeprefix('decoder.')}.weight"] = key
+    for ours, key in pairs.items():
+        found, expected = made.loaded.get_parameter(ours).grad, theirs[key].grad
+        assert (found - expected).norm() <= 1e-4 * expected.norm(), key
+    # A threshold that lies beyond the sequence is no part of what is computed.
+    assert sum(not theirs[key].grad.any() for key in pairs.values()) <= 1
     for model in (made.built, made.loaded):
         model.zero_grad()
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from encoded import NAMES, make, register_toys
-from models import random_tokens
+from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.source import find_model
 from megatron_tape.huggingface.encoding_files import encoding_files
@@ -212,15 +212,14 @@ def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys): 
         position_encoding="fire", num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4,
         seq_length=64, vocab_size=400, unpadded_vocab_size=400, init_std=0.1,
     )  # fmt: skip
-    from models import build, whole_weights
-
     built, _ = build(model)
     write_imported(tmp_path / "run", model, whole_weights(built, model), "a random model", tokenizer)
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    options = ["--perplexity.data", tmp_path / "text.jsonl", "--perplexity.lengths", "48", "--perplexity.windows", "1"]
+    options = ["--perplexity.data", tmp_path / "text.jsonl", "--perplexity.lengths", "[48]"]
+    options += ["--perplexity.windows", "1"]
     options += ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
     assert evaluate.main(["perplexity", *map(str, options)]) == 0, capsys.readouterr().err
-    scores = {score["name"]: score for score in read_results(tmp_path / "out")["tasks"]["perplexity"]["scores"]}
+    scores = {score["metric"]: score for score in read_results(tmp_path / "out")["tasks"]["perplexity"]["scores"]}
     assert 5.0 < scores["loss"]["value"] < 8.0
 
     export(tmp_path / "run", tmp_path / "exported")
@@ -228,8 +227,6 @@ def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys): 
     assert "| Positions | fire: FIRE: functional interpolation for relative positional encoding" in card
     assert "trust_remote_code=True" in card and "TAPE" not in card and "## Adapt" not in card
     source = find_model(str(tmp_path / "exported"))
-    from megatron_tape.evaluation.model import load_model
-
     loaded = load_model(source.info, source.path, "fp32", "cpu", trust_remote_code=True)
     ids = AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"][:60]
     whole = loaded.losses(torch.tensor(ids).numpy(), 1)
