@@ -4,6 +4,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from models import build, small_model, whole_weights
 from transformers import AutoModelForCausalLM
@@ -50,7 +51,14 @@ def register_toys():
     return undo
 
 
-def make(folder, name, monkeypatch, kind="code", label=None, dtype="fp32", max_shard_size=10**9, **changes):
+def export_with_code(name, *arguments, **options):
+    """Export a model with its encoding's own file, also one that would become another kind of model."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ENCODINGS[name], "exports_to", "code")
+        export(*arguments, tokenizer="none", **options)
+
+
+def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes):
     """Build a model whose encoding's parameters are far from their start, export and load it."""
     model = small_model(position_encoding=name, unpadded_vocab_size=64, **(CHANGES.get(name, {}) | changes))
     built, _ = build(model)
@@ -59,12 +67,10 @@ def make(folder, name, monkeypatch, kind="code", label=None, dtype="fp32", max_s
         for key, parameter in built.named_parameters():
             if ".position." in key and name != "tape":
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
-    label = label or f"{name}_{kind}"
+    label = label or f"model_{name}"
     checkpoint, directory = folder / "checkpoints" / label, folder / label
     write_imported(checkpoint, model, whole_weights(built, model), "a random model")
-    if kind == "code":
-        monkeypatch.setattr(ENCODINGS[name], "exports_to", "code")
-    export(checkpoint, directory, dtype, max_shard_size, tokenizer="none")
+    export_with_code(name, checkpoint, directory, dtype=dtype, max_shard_size=max_shard_size)
     loaded, found = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
     assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())

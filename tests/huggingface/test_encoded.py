@@ -26,14 +26,13 @@ GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=
 def exported(tmp_path_factory):
     """Return the export of an encoding, made once."""
     made, undo = {}, register_toys()
-    with pytest.MonkeyPatch.context() as monkeypatch:
 
-        def of(name):
-            if name not in made:
-                made[name] = make(tmp_path_factory.mktemp("encoded"), name, monkeypatch)
-            return made[name]
+    def of(name):
+        if name not in made:
+            made[name] = make(tmp_path_factory.mktemp("encoded"), name)
+        return made[name]
 
-        yield of
+    yield of
     undo()
 
 
@@ -187,16 +186,16 @@ def test_tape_is_the_same_as_with_its_own_classes(exported):
     encoded.set_attn_implementation("sdpa")
 
 
-def test_a_model_with_biases_norms_ties_and_several_files_comes_back(tmp_path, monkeypatch):
+def test_a_model_with_biases_norms_ties_and_several_files_comes_back(tmp_path):
     options = dict(qkv_bias=True, qk_norm=True, tie_embeddings=True)
-    made, ids = make(tmp_path, "fire", monkeypatch, max_shard_size=20_000, **options), random_tokens()
+    made, ids = make(tmp_path, "fire", max_shard_size=20_000, **options), random_tokens()
     assert len(list(made.directory.glob("*.safetensors"))) > 1
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     made.loaded.save_pretrained(tmp_path / "saved")
     auto = AutoModelForSequenceClassification.from_pretrained
     again = auto(tmp_path / "saved", trust_remote_code=True, num_labels=3, pad_token_id=0)
     assert again(ids).logits.shape == (2, 3)
-    half = make(tmp_path, "fire", monkeypatch, label="half", dtype="bf16", **options)
+    half = make(tmp_path, "fire", label="half", dtype="bf16", **options)
     stored = half.loaded.to(torch.float32)
     assert_close(stored(ids).logits, made.built(ids), atol=0.15, rtol=0.05)
 

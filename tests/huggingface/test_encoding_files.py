@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoded import NAMES, make, register_toys
+from encoded import NAMES, export_with_code, make, register_toys
 from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer
@@ -62,8 +62,7 @@ print(transformers.__version__)
 def exported(tmp_path_factory):
     """All exports, with names that Python can import."""
     folder, undo = tmp_path_factory.mktemp("exported"), register_toys()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield {name: make(folder, name, monkeypatch, label=f"model_{name}") for name in NAMES}
+    yield {name: make(folder, name) for name in NAMES}
     undo()
 
 
@@ -132,7 +131,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
     for key, value in dataclasses.asdict(first.model).items():
         # The width of a head is always written out.
         assert key in of_others or getattr(again.model, key) == (made.model.head_dim if key == "kv_channels" else value)
-    export(tmp_path / "again", tmp_path / "exported", tokenizer="none")
+    export_with_code(name, tmp_path / "again", tmp_path / "exported")
     for file in made.directory.iterdir():
         if file.name != "README.md":
             assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
