@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.from_hf.released import import_released
 from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.position import NoPosition
 
 
 def write_released(folder, name):
@@ -22,7 +23,8 @@ def write_released(folder, name):
     return config, weights, rest
 
 
-def test_an_encoding_that_transformers_does_not_have_is_refused(tmp_path):
+def test_an_encoding_that_cannot_be_exported_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(NoPosition, "exports_to", None)
     write_released(tmp_path, "nope")
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
     refused(tmp_path, "nope", "to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "out")
@@ -31,23 +33,27 @@ def test_an_encoding_that_transformers_does_not_have_is_refused(tmp_path):
 @pytest.mark.parametrize("mixing", ["full", "per_head"])
 @pytest.mark.parametrize("name", ["adape", "adape_interp", "rope"])
 def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_path, name, mixing):
-    from transformers import AutoModelForCausalLM
-
     _, _, rest = write_released(tmp_path, name)
     # As released checkpoints are, and as the reference data records them.
     source = tmp_path / "model.safetensors" if mixing == "full" else FOLDER / f"{name}.safetensors"
     import_released(source, tmp_path / "config.json", tmp_path / "imported", 48, mixing)
     assert json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]["vocab_size"] == 96
-    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+    check_export(tmp_path, rest)
+
+
+def check_export(folder, rest):
+    from transformers import AutoModelForCausalLM
+
+    export(folder / "imported", folder / "exported", tokenizer="none")
     # In float64 only the released code's own rounding is left: that of float32 differs between CPUs.
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported", trust_remote_code=True, dtype=torch.float64)
     with torch.no_grad():
         logits = model(rest["input_ids"]).logits
     torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"])
-def test_released_baselines_keep_their_logits_through_import(tmp_path, name):
+def test_released_baselines_keep_their_logits_through_import_and_export(tmp_path, name):
     _, _, rest = write_released(tmp_path, name)
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
     settings = json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]
@@ -58,6 +64,7 @@ def test_released_baselines_keep_their_logits_through_import(tmp_path, name):
             parameter.copy_(weights.pop(f"weight/{key}"))
         torch.testing.assert_close(built(rest["input_ids"]), rest["logits"].double(), atol=1e-5, rtol=0)
     assert not weights
+    check_export(tmp_path, rest)
 
 
 def test_a_released_fire_with_another_threshold_is_refused(tmp_path):
