@@ -3,6 +3,7 @@
 TAPE has files of its own. Every other encoding is exported with the same few files and with its own.
 """
 
+import hashlib
 from pathlib import Path
 
 from megatron_tape.huggingface.encoding_files import encoding_files
@@ -18,7 +19,8 @@ FILES = (
     "position_tape.py",
 )
 _ENCODED = "modeling_encoded_tape.py"
-ENCODED_FILES = ("attention_encoded_tape.py", "cache_encoded_tape.py", "configuration_encoded_tape.py", _ENCODED)
+_CONFIGURATION = "configuration_encoded_tape.py"
+ENCODED_FILES = ("attention_encoded_tape.py", "cache_encoded_tape.py", _CONFIGURATION, _ENCODED)
 """What there is beside `FILES` for all other encodings."""
 _HEADS = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
 AUTO_MAP = {
@@ -54,6 +56,10 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1
     named = "".join(f"from .{name} import __name__ as _\n" for name in others)
+    # transformers tells configurations of one directory name apart by their text, and finds a model's class by the
+    # class of its configuration.
+    digest = hashlib.sha256(b"".join(content for _, content in sorted(own.items()))).hexdigest()[:16]
+    files[_CONFIGURATION] += f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
     comment = "# Some versions of transformers copy only files that this one names itself.\n"
     return files | own | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + named).encode()}
 

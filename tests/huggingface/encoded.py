@@ -21,7 +21,9 @@ CHANGES = {
     "cope": {"cope_max_position": 5},
 }
 TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
-NAMES = (*(encoding.name for encoding in BUILT_IN), *TOYS)
+LEARNED = {"position_increments": "learned"}
+VARIANTS = {"rope_learned": ("rope", LEARNED), "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"})}
+NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
 """All of them, TAPE and RoPE included, which have classes of their own but must work in this way, too."""
 
 
@@ -60,14 +62,15 @@ def export_with_code(name, *arguments, **options):
 
 def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes):
     """Build a model whose encoding's parameters are far from their start, export and load it."""
-    model = small_model(position_encoding=name, unpadded_vocab_size=64, **(CHANGES.get(name, {}) | changes))
+    label = label or f"model_{name}"
+    name, settings = VARIANTS.get(name, (name, CHANGES.get(name, {})))
+    model = small_model(position_encoding=name, unpadded_vocab_size=64, **(settings | changes))
     built, _ = build(model)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             if ".position." in key and name != "tape":
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
-    label = label or f"model_{name}"
     checkpoint, directory = folder / "checkpoints" / label, folder / label
     write_imported(checkpoint, model, whole_weights(built, model), "a random model")
     export_with_code(name, checkpoint, directory, dtype=dtype, max_shard_size=max_shard_size)
