@@ -37,7 +37,7 @@ VARIANTS = {
     "rope_learned_increments": {"position_encoding": "rope", "position_increments": "learned"},
     "tape_learned_increments_unit": {"position_increments": "learned", "position_state_norm": "unit"},
 }
-COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "path_fox")}
+COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
 COUNTED |= {
     f"{name}_learned": {"position_encoding": name, "position_increments": "learned"} for name in ("tape", "rope")
 }
