@@ -9,6 +9,7 @@ tokens, D head dimension.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,19 @@ BLOCK = 64
 """C, the tokens of a block; the paper's kernels use the same."""
 
 
-def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]) -> Rescore:
-    """Return the scores for the w (T, B, G, D) and beta (T, B, G) that `directions` computes from `tensors`.
+@dataclass(frozen=True)
+class Reflections(Rescore):
+    """Scores through the transformations whose w (T, B, G, D) and beta (T, B, G) `directions` computes of `tensors`."""
 
-    What it computes on the way is computed again in the backward pass.
-    """
+    directions: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def w_and_beta(self) -> tuple[Tensor, Tensor]:
+        """Return w and beta, for kernels that compute the scores themselves."""
+        return self.directions(*self.tensors)
+
+
+def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]) -> Reflections:
+    """Return the scores for what `directions` computes from `tensors`; this is computed again in the backward pass."""
 
     def blocks(k_BGTD: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*given)
@@ -37,7 +46,7 @@ def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensor
     def rows(scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor) -> Tensor:
         return scores_through_reflections(q, tokens, *prepared)
 
-    return Rescore(rows, tensors, prepare, takes_scores=False)
+    return Reflections(rows, tensors, prepare, takes_scores=False, directions=directions)
 
 
 def blocks_of_reflections(k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

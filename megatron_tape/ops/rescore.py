@@ -5,7 +5,7 @@ them, D head dimension.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Rescore:
     def in_float32(self) -> "Rescore":
         """Return the same with tensors of at least float32."""
         wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
-        return Rescore(self.rows, wider, self.prepare, self.takes_scores)
+        return replace(self, tensors=wider)
 
     def prepared(self, q_BHSD: Tensor, k_BGTD: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that `rows` gets."""
