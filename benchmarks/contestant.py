@@ -190,7 +190,9 @@ def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -
     """Return the backends that a model can be trained with here, and the reasons why others cannot."""
     found, rejected, on_gpu = [], {}, layout.device.type == "cuda"
     for name in BACKENDS:
-        why = lacks(name, encoding_of(model).needs) or unsupported(name, layout.device, dtype, model.head_dim)
+        why = lacks(name, encoding_of(model).needs) or unsupported(
+            name, layout.device, dtype, model.head_dim, encoding_of(model).needs
+        )
         if name == "naive" or (on_gpu and name == "tiled") or (not on_gpu and name == "triton"):
             continue
         if name in ("triton", "flex", "fla") and why is None:

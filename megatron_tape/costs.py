@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, ROTATION, SCORES
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
@@ -236,7 +236,7 @@ def _is_new(encoding: PositionEncoding, layer: int) -> bool:
 
 def _tiled(model: ModelConfig) -> bool:
     """Return whether attention needs no mask: with a bias, gates or rows of scores, it is computed in parts."""
-    parts = {BIAS, POINTWISE, GATE, SCORES}
+    parts = {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS}
     return bool(parts & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
 
 
@@ -277,7 +277,7 @@ def _attention(
         keys, values = heads, heads + (heads if averages else 0) + (groups if own else 0)
         projected = projected if read or not queries else 0
     calls = 2 if averages else 1
-    by_rows, widened = SCORES in encoding_of(model).needs, 0
+    by_rows, widened = bool({SCORES, REFLECTIONS} & encoding_of(model).needs), 0
     if by_rows and width == 2:
         # Blocks of rows read copies in fp32.
         projected, queries, keys = (projected, copied, 0) if read else (0, 0, 0)

@@ -25,7 +25,7 @@ from megatron_tape.config.schema import (
 )
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import SCORES, lacks
+from megatron_tape.ops.backends import REFLECTIONS, SCORES, lacks
 from megatron_tape.position import encoding_of
 
 LARGEST = {
@@ -396,7 +396,7 @@ def _validate_extension(config: RunConfig) -> None:
             "one group of keys; set it to full",
         )
         refuse(
-            SCORES in encoding_of(model).needs,
+            bool({SCORES, REFLECTIONS} & encoding_of(model).needs),
             "extension.attention is shifted_sparse, which cannot be combined with model.position_encoding "
             f"{model.position_encoding}, whose scores are computed from whole rows; set it to full",
         )

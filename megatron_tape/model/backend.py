@@ -7,7 +7,7 @@ import torch
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import Choice, choose_backend
-from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.backends import AVERAGE, REFLECTIONS
 from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.parity import Shapes, check_fused_kernels
 from megatron_tape.position import encoding_of
@@ -41,6 +41,7 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
         full_mixing=model.token_mixing == "full",
         fp32_state=model.position_state_precision == "fp32",
         tensor_parallel_size=tensor_parallel_size,
+        reflects=REFLECTIONS in encoding.needs,
     )
 
 

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, POINTWISE, ROTATION, SCORES, described, lacks
+from megatron_tape.ops.backends import (
+    AVERAGE,
+    BACKENDS,
+    BIAS,
+    GATE,
+    POINTWISE,
+    REFLECTIONS,
+    ROTATION,
+    SCORES,
+    described,
+    lacks,
+)
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
 from megatron_tape.ops.measured import Heads, nearest, read_table
@@ -27,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
 """Head widths that the fused kernels are tested with."""
+REFLECTED_DIMS = (16, 32, 64, 128)
+"""Head widths for which flash-linear-attention 0.6.0 has kernels of PaTH."""
 _MODULES = {name: name for name in BACKENDS} | {"torch": "sdpa", "flash_attn": "flash"}
 _PACKAGES = {"triton": "triton", "flash_attn": "flash_attn", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,7 +104,7 @@ def attention(
         q_SBHD, k_TBGD = q_SBHD * factor_TB1D, k_TBGD / factor_TB1D
     needs = {ROTATION: z_TBGD is not None and rotate, AVERAGE: average_state}
     needs |= {POINTWISE: bias is not None and bias.score is not None, BIAS: bias is not None and bias.score is None}
-    needs |= {GATE: log_gate_TBH is not None, SCORES: rescore is not None}
+    needs |= {GATE: log_gate_TBH is not None} | ({} if rescore is None else {rescore.need: True})
     if why := lacks(backend, {need for need, wanted in needs.items() if wanted}):
         raise ValueError(f"backend is {backend}, which {why}")
     if log_gate_TBH is not None:
@@ -135,8 +148,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, bounds: Ten
         raise ValueError(f"queries, keys and values are of types {q.dtype}, {k.dtype} and {v.dtype}, not of one")
 
 
-def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why `backend` cannot run, as the predicate of a sentence, or None if it can."""
+def unsupported(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Set[str] = frozenset()
+) -> str | None:
+    """Return why `backend` cannot run, as the predicate of a sentence, or None if it can.
+
+    What it cannot do of `needs` is said by `lacks`; here they only decide which of its kernels would run.
+    """
     if backend not in _PACKAGES:
         return None
     if why := _not_importable(_PACKAGES[backend]):
@@ -153,6 +171,8 @@ def unsupported(backend: str, device: torch.device, dtype: torch.dtype, head_dim
         if head_dim not in HEAD_DIMS:
             return f"supports heads of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         return None if device.type == "cuda" else _not_interpreted(dtype)
+    if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
+        return f"applies reflections to heads of {', '.join(map(str, REFLECTED_DIMS))}, not {head_dim}"
     smallest = 8 if backend == "flash_attn" else 16
     return None if smallest <= head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
@@ -217,14 +237,14 @@ def choose_backend(
     replaced by another: if it cannot run or do what is needed, this raises `ConfigError`. So does a damaged table.
     """
     if wanted != "auto":
-        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, shape.head_dim):
+        if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, shape.head_dim, needs):
             raise ConfigError(f"model.attention_backend is {wanted}, which {why}; choose another, or auto")
         return Choice(wanted, "as model.attention_backend says")
     averages = AVERAGE in needs
     measured, where = [], ""
     if device.type == "cuda" and needs <= {ROTATION, AVERAGE} and not segments:
         measured, where = _fastest_first(device, dtype, shape, averages)
-    if {POINTWISE, BIAS, GATE, SCORES} & needs:
+    if {POINTWISE, BIAS, GATE, SCORES, REFLECTIONS} & needs:
         order = ["tiled"] if device.type == "cpu" else ["fla", "flex", "tiled"]
     elif device.type == "cpu":
         order = ["tiled" if averages or segments else "torch"]
@@ -233,7 +253,7 @@ def choose_backend(
     for name in dict.fromkeys((*measured, *order, "naive")):
         if lacks(name, needs):
             continue
-        if not (why := unsupported(name, device, dtype, shape.head_dim)):
+        if not (why := unsupported(name, device, dtype, shape.head_dim, needs)):
             if name in measured:
                 return Choice(name, f"the fastest that was measured on {where}")
             return Choice(name, "the default on a CPU" if device.type == "cpu" else "not measured on this GPU")

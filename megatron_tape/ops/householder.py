@@ -10,12 +10,14 @@ tokens, D head dimension.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.ops.rescore import Rescore
 
 BLOCK = 64
@@ -26,6 +28,7 @@ BLOCK = 64
 class Reflections(Rescore):
     """Scores through the transformations whose w (T, B, G, D) and beta (T, B, G) `directions` computes of `tensors`."""
 
+    need: ClassVar[str] = REFLECTIONS
     directions: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def w_and_beta(self) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,19 @@
 """Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import BACKENDS, POINTWISE
 from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
@@ -98,6 +99,8 @@ class Shapes:
     full_mixing: bool
     fp32_state: bool
     tensor_parallel_size: int = 1
+    reflects: bool = False
+    """Whether scores go through the reflections of the tokens in between."""
 
 
 class Check(NamedTuple):
@@ -154,7 +157,8 @@ def score_checks(
 ) -> dict[str, Check]:
     """Return, by name, what `check_fused_kernels` compares of flex and fla: gates and, for flex, a learned bias.
 
-    Gates and bias are not those of a model's own encoding, which is compared with its plain form in the tests.
+    For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
+    encoding, which is compared with its plain form in the tests.
     """
     length = LENGTH if length is None else length
     generator = torch.Generator().manual_seed(0)
@@ -165,6 +169,19 @@ def score_checks(
     ]
     bounds = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     packing = Packing.of(torch.arange(length, device=device) >= bounds)
+    if shapes.reflects:
+        w, betas = (
+            torch.randn(shape, generator=generator) for shape in ((length, 2, G, shapes.head_dim), (length, 2, G))
+        )
+        reflecting = [*tensors[:3], w.to(device, dtype), betas.to(device, dtype)]
+        return {
+            f"attention through reflections{' with gates' * gated}{' of packed documents' * packed}": Check(
+                *(partial(_with_reflections, packing if packed else None, name) for name in (backend, "naive")),
+                [*reflecting, *tensors[3 : 3 + gated]],
+            )
+            for gated in (False, True)
+            for packed in (False, True)
+        }
     biased = (False, True) if POINTWISE in BACKENDS[backend].can else (False,)
     return {
         f"attention with {'a bias' if bias else 'gates'}{' of packed documents' * packed}": Check(
@@ -191,6 +208,20 @@ def _with_scores(biased: bool, packing: Packing | None, backend: str, *tensors: 
         return table[(q - k).clamp(0, 39), h]
 
     return attention(*tensors, None, False, packing, backend, bias=Bias(tile, (learned,), score))
+
+
+def _with_reflections(packing: Packing | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
+    """Attend through reflections given by w and the logits of beta, and with gates of logits, if given.
+
+    The naive backend rounds what it prepares of the keys to their type, as a kernel does.
+    """
+    q, k, v, w, betas, *logits = tensors
+    found = through_reflections(lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas))
+    if backend == "naive":
+        exact = found.prepare
+        found = replace(found, prepare=lambda q, k, *given: tuple(x.to(k.dtype) for x in exact(q, k, *given)))
+    gates = [logsigmoid(x.to(torch.promote_types(x.dtype, torch.float32))) for x in logits]
+    return attention(q, k, v, None, False, packing, backend, rescore=found, log_gate_TBH=gates[0] if gates else None)
 
 
 def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device, backend: str = "triton") -> None:

@@ -6,9 +6,12 @@ them, D head dimension.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from megatron_tape.ops.backends import SCORES
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,9 @@ class Rescore:
     Scores of keys that are not seen must be finite, and are ignored. `rows` is differentiable in q, k and `tensors`;
     everything that needs a gradient must be among these. It is called again in the backward pass.
     """
+
+    need: ClassVar[str] = SCORES
+    """What attention must be able to do, as named in `ops.backends`."""
 
     rows: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()

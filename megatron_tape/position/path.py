@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.ops.backends import SCORES
+from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PathPosition(PositionEncoding):
 
     name = "path"
     settings = PathSettings
-    needs = frozenset({SCORES})
+    needs = frozenset({REFLECTIONS})
     counts_in_documents = True
 
     def check(self) -> None:

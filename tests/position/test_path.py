@@ -281,7 +281,7 @@ def test_with_open_gates_path_fox_is_path():
         ({"path_rank": 0}, "path_rank is 0"),
         ({"path_conv_size": -1}, "path_conv_size is -1"),
         ({"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to path"),
-        ({"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
+        ({"attention_backend": "torch"}, "torch, which cannot apply the reflections of all tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, refusal):

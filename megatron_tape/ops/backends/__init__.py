@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 ROTATION, AVERAGE, POINTWISE, BIAS = "rotation", "average", "pointwise", "bias"
-GATE, SCORES = "gate", "scores"
+GATE, SCORES, REFLECTIONS = "gate", "scores", "reflections"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
@@ -12,6 +12,7 @@ MEANINGS = {
     BIAS: "add a bias to the scores, tile by tile",
     GATE: "lower the scores of keys with forget gates",
     SCORES: "compute scores from whole rows",
+    REFLECTIONS: "apply the reflections of all tokens between a key and a query",
 }
 """What a positional encoding may need from attention."""
 
@@ -26,12 +27,12 @@ class Backend:
 
 BACKENDS = {
     "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32")),
-    "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES})),
+    "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
     "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
     "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16")),
     "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32")),
-    "fla": Backend(frozenset({ROTATION, GATE}), ("bf16", "fp16")),
-    "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES})),
+    "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16")),
+    "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
 }
 
 

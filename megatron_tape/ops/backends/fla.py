@@ -1,23 +1,39 @@
-"""flash-linear-attention's kernels: forget gates (Forgetting Transformer)."""
+"""flash-linear-attention's kernels: forget gates (Forgetting Transformer) and reflections (PaTH)."""
 
 import torch
 from torch import Tensor
 
+from megatron_tape.ops.householder import Reflections
 from megatron_tape.ops.inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of the value, (S, B, H, D). Raises ValueError if there are fewer queries than keys."""
-    from fla.ops.forgetting_attn import parallel_forgetting_attn
-
     q, k = x.rotated()
-    S, B, H, _ = q.shape
+    S, B, H, D = q.shape
     if S != k.shape[0]:
         raise ValueError(f"backend is fla, which cannot attend from {S} queries to {k.shape[0]} keys; use tiled")
-    gates = torch.zeros(S, B, H, device=q.device) if x.log_gate_TBH is None else x.log_gate_TBH.float()
-    tensors = [y.transpose(0, 1).contiguous() for y in (q, k, *x.values(), gates)]
+    gates = None if x.log_gate_TBH is None else x.log_gate_TBH.float()
+    if isinstance(x.rescore, Reflections):
+        from fla.ops.path_attn import parallel_path_attn
+
+        kernel, reflections = _without_cache(parallel_path_attn), [y.float() for y in x.rescore.w_and_beta()]
+        # That kernel divides the gates' sums by sqrt(D), too.
+        gates = None if gates is None else gates * D**0.5
+    else:
+        from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+        kernel, reflections = parallel_forgetting_attn, []
+        gates = torch.zeros(S, B, H, device=q.device) if gates is None else gates
+    tensors = [q, k, *x.values(), *reflections, *([] if gates is None else [gates])]
+    tensors = [y.transpose(0, 1).contiguous() for y in tensors]
     if x.packing is None:
-        return (parallel_forgetting_attn(*tensors).transpose(0, 1),)
+        return (kernel(*tensors).transpose(0, 1),)
     ends = x.packing.lengths(S)[1].long()
-    averaged = parallel_forgetting_attn(*(y.flatten(0, 1)[None] for y in tensors), cu_seqlens=ends)
+    averaged = kernel(*(y.flatten(0, 1)[None] for y in tensors), cu_seqlens=ends)
     return (averaged[0].unflatten(0, (B, S)).transpose(0, 1),)
+
+
+def _without_cache(kernel):
+    """Return the kernel without its second result, keys for later queries."""
+    return lambda *tensors, **options: kernel(*tensors, **options)[0]
