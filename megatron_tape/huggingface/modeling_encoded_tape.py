@@ -94,6 +94,10 @@ class EncodedParameter(nn.Module):
         self.declared = declared
         self.weight = nn.Parameter(torch.empty(declared.shape))
 
+    def forward(self) -> Tensor:
+        """Return the parameter; where weights are offloaded, a module has its own only while it is called."""
+        return self.weight
+
 
 class EncodedAttention(TapeAttention):
     """Attention with what an encoding provides."""
@@ -154,7 +158,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         layer, encoding, memory = self.layer_idx, self.encoding, Memory()
         if past_key_values is not None:
             memory = LayerMemory(past_key_values.layers[layer], len(hidden_states))
-        parameters = {name: module.weight for name, module in self.position.named_children()}
+        parameters = {name: module() for name, module in self.position.named_children()}
         normed = self.input_layernorm(hidden_states)
         state = encoding.enter(layer, parameters, state, normed.transpose(0, 1), memory)
         positions = encoding.positions(layer, parameters, state, normed.transpose(0, 1), memory)

@@ -79,6 +79,7 @@ def package_site(tmp_path_factory):
         source / "src" / "transformers_tape", folder / "transformers_tape", ignore=shutil.ignore_patterns("__pycache__")
     )
     for file in (ROOT / "megatron_tape" / "huggingface").glob("*_tape.py"):
-        shutil.copy(file, folder / "transformers_tape")
+        if not file.stem.endswith("_encoded_tape"):
+            shutil.copy(file, folder / "transformers_tape")
     shutil.copy(source / "transformers_tape.pth", folder)
     return folder

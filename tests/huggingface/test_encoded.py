@@ -16,6 +16,8 @@ from transformers import (
     StaticCache,
 )
 
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.model import HFModel
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
 
@@ -220,6 +222,33 @@ def test_heads_train_with_gradient_checkpointing(exported):
             gradients.append(model.model.layers[0].position.gate.weight.grad)
         assert gradients[0].norm() > 0
         assert_close(gradients[1], gradients[0])
+
+
+@torch.no_grad()
+def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(exported):
+    made, ids = exported("randpe"), random_tokens(2, 24)
+    expected = made.built(ids)
+    assert_close(made.loaded(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="generate without a cache"):
+        in_parts(made.loaded, ids, [12, 12])
+    assert made.loaded.generate(ids, use_cache=False, **GREEDY).shape == (2, 30)
+    # The evaluation does not cut such texts into parts.
+    info = ModelInfo("model", 64, 16, {}, None, False)
+    model = HFModel(info, made.loaded, None, chunk=5)
+    for length in (24, 16):
+        losses = torch.from_numpy(model.losses(ids[0, :length].numpy(), 1)).float()
+        logits = made.built(ids[:1, : length - 1])[0]
+        assert_close(losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none"))
+
+
+@torch.no_grad()
+def test_offloaded_weights_change_no_logit(exported):
+    from accelerate import cpu_offload
+
+    made, ids = exported("fire"), random_tokens()
+    offloaded = cpu_offload(copy.deepcopy(made.loaded), execution_device=torch.device("cpu"))
+    assert offloaded.model.layers[1].position.up_bias.weight.is_meta
+    assert torch.equal(offloaded(ids).logits, made.loaded(ids).logits)
 
 
 def test_new_models_start_as_declared(exported):
