@@ -88,8 +88,8 @@ def _of_package(name: str) -> _Module | None:
 def _flattened(module: _Module) -> tuple[str, list[_Module]]:
     """Return the text of a module as a flat file, and the modules that it imports."""
     text = module.path.read_text(encoding="utf-8")
-    lines, needed = text.splitlines(), []
-    for node, at_top in reversed(list(_imports(ast.parse(text)))):
+    lines, needed = text.split("\n"), []
+    for node, at_top in sorted(_imports(ast.parse(text)), key=lambda found: -found[0].lineno):
         indent = lines[node.lineno - 1][: node.col_offset]
         if isinstance(node, ast.If):
             first, last = node.body[0], node.body[-1]
@@ -106,7 +106,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
         if indent.strip() or lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[0].strip():
             raise _cannot_travel(module, node, "shares its line with other statements; give it a line of its own")
         lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
-    return "\n".join(lines) + "\n", needed
+    return "\n".join(lines), needed
 
 
 def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
