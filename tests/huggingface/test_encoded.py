@@ -275,6 +275,8 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
     load = type(model).from_pretrained
     with pytest.raises(NotImplementedError, match="fire do not support transformers' tensor"):
         load(made.directory, tp_plan="auto")
+    with pytest.raises(NotImplementedError, match="use device_map to spread layers"):
+        load(made.directory, distributed_config={"pp_size": 2})
     for implementation in ("flash_attention_2", "flex_attention"):
         with pytest.raises((ValueError, ImportError), match="does not support"):
             load(made.directory, attn_implementation=implementation)

@@ -160,6 +160,18 @@ def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, ch
     assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
 
 
+def test_scales_of_heads_are_exported_as_a_matrix_and_may_come_back_as_scales(tmp_path):
+    made, ids = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4), random_tokens()
+    torch.testing.assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
+    for mixing in ("full", "per_head"):
+        import_model(made.directory, tmp_path / mixing, token_mixing=mixing)
+        assert open_weights(tmp_path / mixing).model.token_mixing == mixing
+        export_with_code("tape", tmp_path / mixing, tmp_path / f"exported_{mixing}")
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / f"exported_{mixing}" / file).read_bytes() == (made.directory / file).read_bytes()
+
+
 def test_an_export_keeps_its_encoding(exported, tmp_path):
     directory = exported["fire"].directory
     with pytest.raises(ValueError, match="describes a model with fire, which cannot become rope"):
