@@ -16,6 +16,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
+from megatron_tape.model.weights import kind_of
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
 from megatron_tape.ops.position_update import fused_update
@@ -40,8 +41,8 @@ class Step:
 class Contestant:
     """A model with its optimizer, and the batch on which every step trains.
 
-    `first_losses` are those of one sequence's first tokens before TAPE's matrices are moved off zero, in fp32 on the
-    CPU; `plain_losses` are the same with attention computed in the plainest way.
+    `first_losses` are `token_losses` before the encoding's parameters are moved away from their start; `plain_losses`
+    are the same with attention computed in the plainest way.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
@@ -55,9 +56,9 @@ class Contestant:
         self.model.to(layout.device)
         self.batches = random_batches(config, layout)
         self.use("naive")
-        self.plain_losses = self._token_losses()
+        self.plain_losses = self.token_losses()
         self.use(backend)
-        self.first_losses = self._token_losses()
+        self.first_losses = self.token_losses()
         self._move_off_zero()
         self.engine = Engine(self.model, config, layout)
         self.timer = PhaseTimer(self.engine._engine, layout.device)
@@ -127,7 +128,8 @@ class Contestant:
         free_memory()
 
     @torch.no_grad()
-    def _token_losses(self) -> Tensor:
+    def token_losses(self) -> Tensor:
+        """Return the losses of one sequence's first tokens, in fp32 on the CPU."""
         tokens, labels = (self.batches[0][key][:1, :COMPARED] for key in ("tokens", "labels"))
         self.model.eval()
         losses = F.cross_entropy(self.model(tokens)[0].float(), labels[0], reduction="none")
@@ -136,10 +138,10 @@ class Contestant:
 
     @torch.no_grad()
     def _move_off_zero(self) -> None:
-        """Change every parameter of TAPE, so that it computes what it does after some training."""
+        """Change every parameter of the encoding, so that it computes what it does after some training."""
         generator = torch.Generator().manual_seed(1)
-        for update in self.model.position_updates():
-            for parameter in update.parameters():
+        for name, parameter in self.model.named_parameters():
+            if kind_of(name) == "position":
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
 

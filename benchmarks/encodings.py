@@ -1,0 +1,233 @@
+"""Measure every positional encoding beside RoPE: step time, memory, parameters, and time per generated token.
+
+    python -m benchmarks.encodings [--only fire,cope] [--record]
+
+The models are equal but for the encoding: by default 12 layers, 12 heads x 64, 1,024 tokens, as in
+`benchmarks.train_step`, whose model, batch and step these are. RoPE stays in memory; the others follow one after
+another, and each takes turns with it, step by step, so that other load on the machine affects both alike. A ratio is
+the median over pairs of neighbouring steps. Memory is weights, gradients, Adam's state and what the forward pass keeps,
+added up from the tensors. No figure appears for an encoding whose losses differ from those of the plainest attention,
+with parameters moved away from their start.
+
+Decoding is measured the same way with the exported models, beside a Llama: one sequence, with a cache of
+`--context` tokens. No figure appears unless the logits with the cache are those without.
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.contestant import Contestant, dtype_of
+from benchmarks.decoding import Decoder
+from benchmarks.shapes import SHAPES, run_config
+from benchmarks.step_comparison import EQUAL
+from benchmarks.timing import positive, reason, recorder
+from megatron_tape.config.checks import validate
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import ConfigError
+from megatron_tape.model.backend import chosen_backend
+from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
+from megatron_tape.parameters import parameter_count
+from megatron_tape.position import BUILT_IN
+
+BASELINE = "rope"
+LEARNED = {"position_increments": "learned"}
+VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name} for encoding in BUILT_IN} | {
+    "yarn": {
+        "position_encoding": "rope",
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_seq_length": 256,
+    },
+    "rope, learned increments": {"position_encoding": "rope", **LEARNED},
+    "tape, learned increments": {"position_encoding": "tape", **LEARNED},
+    "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position_state_norm": "unit"},
+}
+"""What is measured: settings of `model`, which start from RoPE's, by name."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
+    arguments = parse(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    torch.set_num_threads(arguments.threads)
+    layout = initialize_distributed(1)
+    record = recorder("encodings", arguments)
+    configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
+    result: dict = {
+        "shape": dataclasses.asdict(SHAPES[arguments.shape]),
+        "precision": arguments.precision,
+        "device": str(layout.device),
+        "encodings": {},
+    }
+
+    def keep() -> None:
+        if record is not None:
+            record.write(result)
+
+    result["encodings"] = {name: facts(config, configs[BASELINE]) for name, config in configs.items()}
+    for measure in (steps, decoding):
+        measure(configs, arguments, layout, result, keep)
+    print("\n".join(table(result)))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the options; the namespace is also what `benchmarks.shapes.run_config` reads."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.encodings",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    others = [name for name in VARIANTS if name != BASELINE]
+
+    def names(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(";" if ";" in text else ",")]
+        if unknown := [name for name in found if name not in others]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of: {'; '.join(others)}")
+        return found
+
+    parser.add_argument(
+        "--only", type=names, default=others, metavar="A,B",
+        help="encodings to measure beside rope; separate names that contain commas by ; (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--shape", choices=SHAPES, default="155m-1k" if on_gpu else "cpu", help="default: %(default)s")
+    parser.add_argument("--repetitions", type=positive, default=7, help="pairs of steps (default: %(default)s)")
+    parser.add_argument("--context", type=positive, default=1024, help="tokens in the cache (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=24, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="of the CPU (default: %(default)s)"
+    )
+    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
+    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
+    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
+    arguments = parser.parse_args(argv)
+    fixed = {"tensor_parallel": 1, "recompute": "none", "tape_backend": "auto", "rope_backend": "auto"}
+    for name, value in fixed.items():
+        setattr(arguments, name, value)
+    arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
+    return arguments
+
+
+def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
+    """Return the run that is measured as `name`."""
+    config = run_config(BASELINE, SHAPES[arguments.shape], 1, arguments)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **VARIANTS[name]))
+    validate(config, 1)
+    return config
+
+
+def facts(config: RunConfig, baseline: RunConfig) -> dict:
+    """Return what needs no measurement: how many parameters the encoding adds."""
+    parameters = parameter_count(config.model)
+    return {"parameters": parameters, "additional_parameters": parameters - parameter_count(baseline.model)}
+
+
+def steps(
+    configs: dict[str, RunConfig],
+    arguments: argparse.Namespace,
+    layout: ParallelLayout,
+    result: dict,
+    keep: Callable[[], None],
+) -> None:
+    """Measure training steps of each encoding in turn with RoPE's, and memory."""
+    rope = built(configs[BASELINE], layout)
+    own = result["encodings"][BASELINE]
+    own["memory"] = rope.memory()["peak"]
+    for name in arguments.only:
+        print(f"training steps: {name}", flush=True)
+        row = result["encodings"][name]
+        try:
+            other = built(configs[name], layout)
+        except (ConfigError, RuntimeError) as error:
+            row["failed"] = reason(error)
+            continue
+        taken = [(rope.step().seconds, other.step().seconds) for _ in range(1 + arguments.repetitions)][1:]
+        row["seconds_per_step"] = statistics.median(b for _, b in taken)
+        row["step_over_rope"] = statistics.median(b / a for a, b in taken)
+        row["memory"] = other.memory()["peak"]
+        row["memory_over_rope"] = row["memory"] / own["memory"]
+        row["attention"] = other.backend
+        own.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
+        print(f"  {row['step_over_rope']:.2f} times RoPE's step, memory {row['memory_over_rope']:.2f}", flush=True)
+        other.release()
+        keep()
+    rope.release()
+
+
+def built(config: RunConfig, layout: ParallelLayout) -> Contestant:
+    """Return a model with its optimizer; ConfigError if it does not compute what the plainest attention does."""
+    dtype = dtype_of(config)
+    backend = chosen_backend(config.model, dtype, layout.device)
+    contestant = Contestant(config, layout, backend)
+    losses = contestant.token_losses()
+    contestant.use("naive")
+    difference = (contestant.token_losses() - losses).square().mean().sqrt().item()
+    contestant.use(backend)
+    allowed = EQUAL if dtype is torch.float32 else 0.1
+    if not difference <= allowed:
+        raise ConfigError(f"losses of a token differ by {difference:.2g} from those of plain attention")
+    return contestant
+
+
+def decoding(
+    configs: dict[str, RunConfig],
+    arguments: argparse.Namespace,
+    layout: ParallelLayout,
+    result: dict,
+    keep: Callable[[], None],
+) -> None:
+    """Measure the time per token of each exported model in turn with a Llama's."""
+    llama = Decoder(configs[BASELINE].model, dtype_of(configs[BASELINE]), layout.device)
+    for name in arguments.only:
+        print(f"decoding: {name}", flush=True)
+        row = result["encodings"][name]
+        try:
+            other = Decoder(configs[name].model, dtype_of(configs[name]), layout.device)
+        except (ConfigError, NotImplementedError, ValueError) as error:
+            row["decoding_failed"] = reason(error)
+            continue
+        pairs = llama.beside(other, min(arguments.context, configs[name].model.seq_length), arguments.tokens)
+        row["seconds_per_token"] = statistics.median(b for _, b in pairs)
+        row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
+        print(f"  {row['decoding_over_rope']:.2f} times a Llama's token", flush=True)
+        keep()
+
+
+def table(result: dict) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = ["| encoding | step | memory | parameters | token |", "|---|---|---|---|---|"]
+    for name, row in result["encodings"].items():
+        if name == BASELINE:
+            cells = ["1", "1", f"{row['parameters']:,}", "1"]
+        else:
+            ratios = (row.get(key) for key in ("step_over_rope", "memory_over_rope", "decoding_over_rope"))
+            step, memory, token = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            cells = [step, memory, f"{row['additional_parameters']:+,}", token]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, row in result["encodings"].items():
+        for key in ("failed", "decoding_failed"):
+            if key in row:
+                lines.append(f"{name}: no figure: {row[key]}")
+    return lines
+
+
+if __name__ == "__main__":
+    if (status := main()) == 0:
+        from megatron_tape.parallel.layout import end_process_groups
+
+        end_process_groups()
+    sys.exit(status)
