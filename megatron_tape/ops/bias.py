@@ -4,7 +4,7 @@ Axes: T tokens, B batch, H query heads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ class Bias:
     score: Callable[..., Tensor] | None = None
     """`score(b, h, q, k, *tensors)`, if there is one, returns the same for one sequence, head, query's token and key's
     token, given as integer tensors without axes: what FlexAttention compiles. It may not form tensors with axes."""
+    left_out: Callable[..., Tensor] | None = None
+    """`left_out(rows, *tensors)`, if there is one, returns the numbers (B or 1, H or 1, rows) of these queries that
+    tiles of at most `NEAR` queries lack. They change no result. But where gradients of a query's scores do not add up
+    to zero, as with rounded outputs, theirs keeps what is left from reaching the tensors of other tokens."""
 
     def in_float32(self) -> "Bias":
         """Return the same bias with tensors of at least float32."""
         wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
-        return Bias(self.tile, wider, self.score)
+        return replace(self, tensors=wider)
 
     def of_heads(self, heads: slice) -> "Bias":
         """Return the bias of some heads alone."""
@@ -44,7 +48,10 @@ class Bias:
         def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
             return self.score(b, h + heads.start, q, k, *tensors)
 
-        return Bias(tile, self.tensors, None if self.score is None else score)
+        def left_out(rows: slice, *tensors: Tensor) -> Tensor:
+            return self.left_out(rows, *tensors)[:, heads]
+
+        return Bias(tile, self.tensors, score if self.score else None, left_out if self.left_out else None)
 
     def of(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile, with its gradient."""
@@ -76,5 +83,8 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         gates = (high[b, h, q] - high[b, h, k]) + (low[b, h, q] - low[b, h, k])
         return gates if bias is None else gates + bias.score(b, h, q, k, *rest)
 
+    def left_out(rows: slice, high: Tensor, *rest: Tensor) -> Tensor:
+        return high[..., rows]
+
     pointwise = bias is None or bias.score is not None
-    return Bias(tile, (high, low, *(() if bias is None else bias.tensors)), score if pointwise else None)
+    return Bias(tile, (high, low, *(() if bias is None else bias.tensors)), score if pointwise else None, left_out)

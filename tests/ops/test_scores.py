@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention, choose_backend
@@ -10,6 +11,7 @@ from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing, document_bounds
 from megatron_tape.ops.rescore import Rescore
+from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
 CAN = [(name, need) for name in ("tiled", "torch") for need in (BIAS, GATE) if need in BACKENDS[name].can]
@@ -209,6 +211,28 @@ def test_the_gradient_of_a_bf16_table_is_not_added_up_in_bf16():
         gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
     exact = gradients.pop(("naive", torch.float64))
     assert all((gradient - exact).norm() < 0.02 * exact.norm() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_rounded_outputs_do_not_blur_the_gradients_of_gates_of_other_tokens(shifted):
+    """A row of the gradient of scores adds up to zero only if the output is exact; a gate's gradient adds up rows."""
+    length, groups = 320, 2
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(length, 2, n, 16, generator=generator).bfloat16() for n in (4, groups, groups, 4)]
+    logits = torch.randn(length, 2, 4, generator=generator).bfloat16()
+    packing = Packing.of((torch.arange(length) >= torch.tensor([[90], [200]])).long())
+    segments = ShiftedSegments.of(logits[..., 0].T, packing, 1)
+    gradients = {}
+    for backend, dtype in (("naive", torch.float64), ("naive", None), ("tiled", None)):
+        q, k, v, direction, leaf = [x if dtype is None else x.to(dtype) for x in (*tensors, logits)]
+        gates = logsigmoid(leaf.requires_grad_().to(dtype or torch.float32))
+        if shifted:
+            o, _ = shifted_attention(q, k, v, None, segments, backend=backend, log_gate_TBH=gates)
+        else:
+            o, _ = attention(q, k, v, None, packing=packing, backend=backend, log_gate_TBH=gates)
+        gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
+    exact, plain, ours = gradients.values()
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])

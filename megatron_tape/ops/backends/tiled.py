@@ -147,6 +147,8 @@ class _TiledAttention(torch.autograd.Function):
                     bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
                 dqueries.baddbmm_(ds, keys[:, columns])
                 dk[:, columns].baddbmm_(ds.mT, queries)
+            if bias is not None:
+                bias.end(tiles.of_tokens(rows))
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
         dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return (
@@ -172,6 +174,7 @@ class _BiasGradient:
         self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
         self._learned = [i for i, need in enumerate(needed) if need]
         self.gradients = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
+        self._left: Tensor | float = 0.0
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         with torch.enable_grad():
@@ -181,12 +184,25 @@ class _BiasGradient:
     def add(self, ds_BHrc: Tensor) -> None:
         """Add the gradient of the scores of the tile that was computed last."""
         if self._learned and self._tile.requires_grad:
-            leaves = [self._leaves[i] for i in self._learned]
-            ds = ds_BHrc.sum_to_size(self._tile.shape).to(self._tile.dtype)
-            parts = torch.autograd.grad(self._tile, leaves, ds, allow_unused=True)
-            for i, part in zip(self._learned, parts):
-                if part is not None:
-                    self.gradients[i] += part
+            self._add(self._tile, ds_BHrc.sum_to_size(self._tile.shape))
+            if self._bias.left_out is not None:
+                self._left = self._left + ds_BHrc.sum(-1)
+
+    def end(self, rows: slice) -> None:
+        """Add what the gradients of a block of queries leave for the numbers that its tiles leave out."""
+        if isinstance(self._left, Tensor):
+            with torch.enable_grad():
+                numbers = self._bias.left_out(rows, *self._leaves)
+            if numbers.requires_grad:
+                self._add(numbers, self._left.sum_to_size(numbers.shape))
+            self._left = 0.0
+
+    def _add(self, found: Tensor, gradient: Tensor) -> None:
+        leaves = [self._leaves[i] for i in self._learned]
+        parts = torch.autograd.grad(found, leaves, gradient.to(found.dtype), allow_unused=True)
+        for i, part in zip(self._learned, parts):
+            if part is not None:
+                self.gradients[i] += part
 
 
 def _rows(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
