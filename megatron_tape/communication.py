@@ -72,15 +72,18 @@ def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[
         return Traffic(micro_batches * calls * tokens * model.hidden_size * width, micro_batches * calls)
 
     # Attention and MLP each add up their output, and backward the gradient of their input; the embedding and the output
-    # layer do one of the two.
-    summed = of_hidden_states(layers * (4 + 2 * again) + 2)
+    # layer do one of the two. The gate of attention's output has the same input as attention, and gathers it again.
+    gate = layers * model.attention_output_gate
+    summed = of_hidden_states(layers * (4 + 2 * again) + gate + 2)
     # Maximum, sum and label's share of the softmax over the vocabulary, in fp32.
     softmax = Traffic(micro_batches * 3 * 4 * tokens, micro_batches * 3)
     if not config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
     # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
-    again_for_weights = layers * 2 * ("matrices" in parts) + trains_output(model, extension)
-    gathered = of_hidden_states(layers * (4 + 2 * again) + 1 + ("embeddings" in parts) + again_for_weights)
+    again_for_weights = (layers * 2 + gate) * ("matrices" in parts) + trains_output(model, extension)
+    gathered = of_hidden_states(
+        layers * (4 + 2 * again) + gate * (1 + again) + 1 + ("embeddings" in parts) + again_for_weights
+    )
     # LoRA does the same with its narrow tensors: gathers those of q, k and v together, and scatters that of o.
     own, whole = len({"o"} & lora_targets(extension)), len({*"qkv"} & lora_targets(extension))
     for traffic, of_qkv, of_o in ((gathered, 1 + again, 1), (summed, 1, 1 + again)):

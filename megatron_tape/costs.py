@@ -152,7 +152,7 @@ def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None
     """
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     scores = heads * dim * model.seq_length // 2
-    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden
+    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (1 + model.attention_output_gate)
     layer = projections + 2 * scores + 3 * hidden * model.ffn_hidden_size
     encoding = encoding_of(model)
     position = sum(encoding.multiply_adds(layer) for layer in range(model.num_layers))
@@ -282,7 +282,9 @@ def _attention(
         # Blocks of rows read copies in fp32.
         projected, queries, keys = (projected, copied, 0) if read else (0, 0, 0)
         widened = 4 * (heads + (1 + calls) * groups) * dim
-    numbers = projected + queries + keys + values + normed + calls * heads
+    # Of the output's gate, its sigmoid and the product.
+    gate = 2 * heads if model.attention_output_gate else 0
+    numbers = projected + queries + keys + values + normed + calls * heads + gate
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.

@@ -45,6 +45,7 @@ def weights(model: ModelConfig, extension: ExtensionConfig | None = None) -> Ite
         Weight("matrices", numbers * hidden, True)
         for numbers in (projected, heads * dim, 2 * model.ffn_hidden_size, model.ffn_hidden_size)
     ]
+    layer += [Weight("matrices", heads * dim * hidden, True)] * model.attention_output_gate
     layer += [Weight("biases", projected, True)] * model.qkv_bias
     layer += [Weight("norms", hidden, False)] * 2 + [Weight("norms", dim, False)] * (2 * model.qk_norm)
     factors = lora_factors(model, extension).values() if extension is not None else ()

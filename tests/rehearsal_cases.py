@@ -23,7 +23,7 @@ ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
 MANY = {
     "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
-    "zero_1_recomputed": [FULL],
+    "zero_1_recomputed": [FULL, "--model.attention_output_gate=true"],
     "zero_2_recomputed": ["--deepspeed.zero_stage=2", FULL],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
     "zero_2_overlapping_in_bf16": [
@@ -34,7 +34,11 @@ MANY = {
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
     "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
     "rope": ["--model.position_encoding=rope", "--deepspeed.zero_stage=2"],
-    "rope_without_sequence_parallelism": ["--model.position_encoding=rope", "--parallel.sequence_parallel=false"],
+    "rope_without_sequence_parallelism": [
+        "--model.position_encoding=rope",
+        "--parallel.sequence_parallel=false",
+        "--model.attention_output_gate=true",
+    ],
     "packed": PACKED,
     "extension_zero_1": [*EXTENSION, "--train.recompute=full"],
     "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],

@@ -21,6 +21,7 @@ VARIANTS = {
     "tape_tied": {"tie_embeddings": True},
     "tape_biased_qk_norm": {"qkv_bias": True, "qk_norm": True, "kv_channels": 12},
     "rope": {"position_encoding": "rope"},
+    "tape_gated_output": {"attention_output_gate": True, "kv_channels": 12},
     "rope_biased_qk_norm": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True},
     "nope": {"position_encoding": "nope"},
     "alibi": {"position_encoding": "alibi"},

@@ -37,6 +37,7 @@ SHAPES = {
     "nope_one_group": {"position_encoding": "nope", "num_query_groups": 1},
     "tape_biased_wide_heads": {"qkv_bias": True, "kv_channels": 12},
     "tape_qk_norm": {"qk_norm": True},
+    "tape_gated_output": {"attention_output_gate": True},
     "tape_qk_norm_one_group": {"qk_norm": True, "num_query_groups": 1},
     "rope_qk_norm": {"position_encoding": "rope", "qk_norm": True},
     "randpe": {"position_encoding": "randpe"},

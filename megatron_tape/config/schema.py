@@ -34,7 +34,7 @@ class ModelConfig(*setting_classes()):
     """The shape of the model; saved with every checkpoint. Each positional encoding adds its own settings."""
 
     position_encoding: str = "tape"
-    """How attention gets the positions of tokens: tape, rope or nope."""
+    """How attention gets the positions of tokens: tape, rope, nope, or another one of docs/encodings.md."""
     num_layers: int
     """Transformer layers."""
     hidden_size: int
@@ -51,6 +51,9 @@ class ModelConfig(*setting_classes()):
     """Add biases to the query, key and value projections, as Qwen2 does."""
     qk_norm: bool = False
     """RMSNorm on every head's query and key before they are rotated, as in Qwen3."""
+    attention_output_gate: bool = False
+    """Multiply the heads' outputs by sigmoid(W x), x being attention's input, before they are projected, as the "Pro"
+    models of the Forgetting Transformer and Qwen3-Next do."""
     seq_length: int
     """Tokens per training sequence (S)."""
     vocab_size: int

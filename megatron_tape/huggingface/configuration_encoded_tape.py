@@ -20,6 +20,7 @@ class EncodedConfig(transformers.PreTrainedConfig):
     position_settings: the encoding's settings by name.
     attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
     qk_norm: RMSNorm on each head's query and key before the encoding changes them (as in Qwen3).
+    attention_output_gate: the heads' outputs are multiplied by sigmoid(W x), x being attention's input.
     classifier_dropout: dropout before the linear layer of a token classifier, 0.1 unless given.
 
     Raises ValueError for settings that the model does not support.
@@ -51,6 +52,7 @@ class EncodedConfig(transformers.PreTrainedConfig):
         attention_bias: bool = False,
         attention_dropout: float = 0.0,
         qk_norm: bool = False,
+        attention_output_gate: bool = False,
         classifier_dropout: float | None = None,
         **kwargs,
     ):
@@ -71,6 +73,7 @@ class EncodedConfig(transformers.PreTrainedConfig):
         self.attention_bias = attention_bias
         self.attention_dropout = attention_dropout
         self.qk_norm = qk_norm
+        self.attention_output_gate = attention_output_gate
         self.classifier_dropout = classifier_dropout
         if num_attention_heads % self.num_key_value_heads:
             raise ValueError(

@@ -81,6 +81,7 @@ def make_encoding(config: EncodedConfig):
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=config.attention_bias,
         qk_norm=config.qk_norm,
+        attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
     )
     return Encoding(model, OneProcess())
@@ -101,6 +102,11 @@ class EncodedParameter(nn.Module):
 
 class EncodedAttention(TapeAttention):
     """Attention with what an encoding provides."""
+
+    def __init__(self, config: EncodedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.attention_output_gate:
+            self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
 
     def forward(self, hidden_states, positions, attention_mask, past_key_values, cache_position=None, **kwargs):
         """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the map or None.
@@ -136,7 +142,10 @@ class EncodedAttention(TapeAttention):
                 query, key, value, attention_mask, positions, self.scaling, kwargs["dropout"], with_weights=eager
             )
             output, *averaged = averages.split(D, dim=-1)
-        return self.o_proj(output.reshape(B, S, -1)), averaged[0].transpose(0, 1) if averaged else None, weights
+        output = output.reshape(B, S, -1)
+        if self.config.attention_output_gate:
+            output = output * self.gate_proj(hidden_states).sigmoid()
+        return self.o_proj(output), averaged[0].transpose(0, 1) if averaged else None, weights
 
 
 class EncodedDecoderLayer(GradientCheckpointingLayer):

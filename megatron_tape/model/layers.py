@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -51,6 +51,22 @@ class CoreAttention(torch.nn.Module):
 class PositionSelfAttention(SelfAttention):
     """Megatron's self-attention, with its tensor-parallel projections, extended by what an encoding provides."""
 
+    def __init__(self, config: TransformerConfig, *args, output_gate: bool = False, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.linear_gate = None
+        if output_gate:
+            self.linear_gate = ColumnParallelLinear(
+                config.hidden_size,
+                self.query_projection_size,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_group=self.pg_collection.tp,
+            )
+
     def forward(
         self, hidden_states: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -61,7 +77,10 @@ class PositionSelfAttention(SelfAttention):
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         output, averaged = self.core_attention(query, key, value, positions, packing)
-        output, bias = self.linear_proj(output.flatten(2))
+        output = output.flatten(2)
+        if self.linear_gate is not None:
+            output = output * self.linear_gate(hidden_states)[0].sigmoid()
+        output, bias = self.linear_proj(output)
         return output, bias, averaged
 
 

@@ -20,6 +20,7 @@ PLAIN = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_gate.weight": "self_attn.gate_proj.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
@@ -47,11 +48,13 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
     encoding = encoding_of(model)
     bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
     norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
+    gate = {"self_attention.linear_gate.weight": (H * D, C)} if model.attention_output_gate else {}
     layer = {
         "input_layernorm.weight": (C,),
         "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
         **bias,
         **norms,
+        **gate,
         "self_attention.linear_proj.weight": (C, H * D),
         "pre_mlp_layernorm.weight": (C,),
         "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),

@@ -116,7 +116,8 @@ def forward(
     `weights` has Hugging Face's Llama names plus, for TAPE layers, `model.layers.N.position.token_mixing.weight`
     A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P); a layer
     without them leaves the position state unchanged, so without any of them this is RoPE. Biases of q, k and v
-    (`self_attn.q_proj.bias`) and norms of each head's q and k (`self_attn.q_norm.weight`) are applied if present.
+    (`self_attn.q_proj.bias`) norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
+    (`self_attn.gate_proj.weight`) are applied if present.
     With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups alike, the position of a token
     is the sum of 2 sigmoid(w_g . y) over the tokens up to it, where y is the first layer's normalised input, and
     `positions` are not used.
@@ -150,7 +151,10 @@ def forward(
         z_per_head = z.repeat_interleave(H // G, dim=2)
         averaged = attend(rotate(q, z_per_head), rotate(k, z), torch.cat([v, z], dim=-1), documents)
         o, u = averaged.split(D, dim=-1)
-        attention_output = o.reshape(B, S, H * D) @ w["self_attn.o_proj.weight"].T
+        o = o.reshape(B, S, H * D)
+        if "self_attn.gate_proj.weight" in w:
+            o = o * torch.sigmoid(y @ w["self_attn.gate_proj.weight"].T)
+        attention_output = o @ w["self_attn.o_proj.weight"].T
         x = x + attention_output
 
         y = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], config.norm_epsilon)

@@ -27,7 +27,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "t
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
                 module=PositionSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
+                params={"attn_mask_type": AttnMaskType.causal, "output_gate": model.attention_output_gate},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
                     core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),

@@ -63,8 +63,9 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def exports_to(self) -> str | None:
-        """A model of transformers if positions are fixed."""
-        return "code" if self.model.position_increments == "learned" else "plain"
+        """A model of transformers if positions are fixed and attention's output has no gate."""
+        model = self.model
+        return "code" if model.position_increments == "learned" or model.attention_output_gate else "plain"
 
     def check(self) -> None:
         """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""

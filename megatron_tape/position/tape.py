@@ -70,9 +70,10 @@ class TapePosition(RotaryPosition):
 
     @property
     def exports_to(self) -> str | None:
-        """The exported TAPE model, which knows neither learned increments nor a normalised state."""
-        plain = self.model.position_increments == "fixed" and self.model.position_state_norm == "none"
-        return "tape" if plain else "code"
+        """The exported TAPE model, which knows neither learned increments, a normalised state, nor an output gate."""
+        model = self.model
+        plain = model.position_increments == "fixed" and model.position_state_norm == "none"
+        return "tape" if plain and not model.attention_output_gate else "code"
 
     def check(self) -> None:
         """Reject a scale per head if heads share groups."""

@@ -18,6 +18,7 @@ def test_parameters_are_counted_matrix_by_matrix():
         ({"kv_channels": 6}, 3 * (8 * (4 + 2 * 2) + 4 * 8) * (6 - 2)),
         ({"qkv_bias": True}, 3 * (4 + 2 * 2) * 2),
         ({"qk_norm": True}, 3 * 2 * 2),
+        ({"attention_output_gate": True}, 3 * 8 * 4 * 2),
     ):
         assert parameter_count(dataclasses.replace(model, **change)) - parameter_count(model) == expected
     per_head = ModelConfig(**sizes, position_mlp_size=7, token_mixing="per_head")

@@ -188,8 +188,8 @@ def test_tape_is_the_same_as_with_its_own_classes(exported):
     encoded.set_attn_implementation("sdpa")
 
 
-def test_a_model_with_biases_norms_ties_and_several_files_comes_back(tmp_path):
-    options = dict(qkv_bias=True, qk_norm=True, tie_embeddings=True)
+def test_a_model_with_biases_norms_a_gate_ties_and_several_files_comes_back(tmp_path):
+    options = dict(qkv_bias=True, qk_norm=True, attention_output_gate=True, tie_embeddings=True)
     made, ids = make(tmp_path, "fire", max_shard_size=20_000, **options), random_tokens()
     assert len(list(made.directory.glob("*.safetensors"))) > 1
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)

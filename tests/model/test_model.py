@@ -39,6 +39,7 @@ VARIANTS = {
     "qk_norm_wide_heads": {"qk_norm": True, "kv_channels": 12},
     "biased_qk_norm_rope": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True, "num_query_groups": 1},
     "rope": {"position_encoding": "rope"},
+    "gated_output_wide_heads": {"attention_output_gate": True, "kv_channels": 12},
 }
 
 

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "position_state_precision": "bf16",
     },
-    ENCODED: {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5},
+    ENCODED: {"attention_bias": False, "qk_norm": False, "attention_output_gate": False, "rms_norm_eps": 1e-5},
 }
 # Settings that an architecture has regardless of config.json.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -195,6 +195,7 @@ def model_settings(
         kv_channels=settings.get("head_dim"),
         qkv_bias=settings["attention_bias"],
         qk_norm=settings["qk_norm"],
+        attention_output_gate=settings.get("attention_output_gate", False),
         seq_length=int(settings["max_position_embeddings"] * rope_scaling_factor),
         vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
         unpadded_vocab_size=settings["vocab_size"],

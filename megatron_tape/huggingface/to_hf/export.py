@@ -118,6 +118,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         return _shape("Encoded", "encoded_tape", model, rows, dtype) | {
             "auto_map": dict(ENCODED_AUTO_MAP),
             "qk_norm": model.qk_norm,
+            "attention_output_gate": model.attention_output_gate,
             "position_encoding": encoding.name,
             "position_settings": _position_settings(model),
         }
