@@ -26,7 +26,7 @@ from megatron_tape.config.schema import (
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import REFLECTIONS, SCORES, lacks
-from megatron_tape.position import encoding_of
+from megatron_tape.position import check_encoding, encoding_of
 
 LARGEST = {
     "model.num_layers": 10_000,
@@ -105,7 +105,7 @@ def validate_model(model: ModelConfig) -> None:
             f"model.attention_backend is {model.attention_backend}, which {why}, as model.position_encoding "
             f"{model.position_encoding} needs; choose another, or auto",
         )
-    encoding.check()
+    check_encoding(model)
 
 
 def validate(config: RunConfig, world_size: int) -> None:

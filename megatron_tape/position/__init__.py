@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.position.alibi import AlibiPosition
 from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.cope import CopePosition
@@ -47,6 +47,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     PathFoxPosition,
 )
 """Add the class of a new file here; the settings of these classes are keys of `model`."""
+_VARIANTS = ("position_increments", "position_state_norm")
 for _encoding in BUILT_IN:
     register(_encoding)
 
@@ -58,6 +59,22 @@ def encoding_of(model: ModelConfig) -> PositionEncoding:
             f"model.position_encoding is {model.position_encoding!r}; choose one of {', '.join(ENCODINGS)}"
         )
     return ENCODINGS[model.position_encoding](model)
+
+
+def check_encoding(model: ModelConfig) -> None:
+    """Raise `ConfigError` if the model's settings do not fit its encoding.
+
+    An encoding does not read the settings of others, which may stand in a recipe for several. But some of them make
+    another encoding of one, and whoever sets these expects that.
+    """
+    encoding_of(model).check()
+    own = setting_names(model.position_encoding)
+    for item in dataclasses.fields(model):
+        value = getattr(model, item.name)
+        refuse(
+            item.name in _VARIANTS and item.name not in own and value != item.default,
+            f"model.{item.name} {value} does not apply to {model.position_encoding}; set it to {item.default}",
+        )
 
 
 def setting_classes() -> tuple[type, ...]:

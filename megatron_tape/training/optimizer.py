@@ -12,15 +12,15 @@ from megatron_tape.model.weights import kind_of
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
     """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
 
-    A parameter's attribute `decay`, if it has one, says whether it decays. Otherwise matrices decay, and vectors decay
-    only if `config.weight_decay_of` has a value for their kind.
+    A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
+    for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
     """
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         given, scale = _value_of(config.weight_decay_of, name), _value_of(config.lr_scale_of, name)
-        decays = getattr(parameter, "decay", None)
+        decays = True if _own_name(name) in config.weight_decay_of else getattr(parameter, "decay", None)
         if decays is None:
             decays = parameter.dim() > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
@@ -33,8 +33,12 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
 
 def _value_of(values: dict[str, float], name: str) -> float | None:
     """Return the value of a parameter of the encoding by its own name, or else that of its kind, if there is one."""
-    kind = kind_of(name)
-    return values.get(f"{kind}.{name.rpartition('.')[2]}" if kind == "position" else kind, values.get(kind))
+    return values.get(_own_name(name), values.get(kind_of(name)))
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name by which settings mean a parameter of the encoding alone, such as `position.increments`."""
+    return f"position.{name.rpartition('.')[2]}" if kind_of(name) == "position" else None
 
 
 class ClippingAdamW(torch.optim.AdamW):

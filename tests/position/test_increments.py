@@ -19,7 +19,7 @@ from megatron_tape.model.weights import from_megatron
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.parameters import parameter_count
-from megatron_tape.position import encoding_of
+from megatron_tape.position import BUILT_IN, encoding_of
 from megatron_tape.position.base import NO_MEMORY, Memory
 from megatron_tape.training.trained import select_trained, trained_by
 
@@ -208,10 +208,16 @@ def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
         assert count < estimated * 1.02 and estimated < count * (1.15 if trains == ["tape"] else 1.02)
 
 
-@pytest.mark.parametrize("name", ["xpos", "randpe", "repo"])
-def test_other_encodings_refuse_learned_increments_by_name(name):
-    with pytest.raises(ConfigError, match=f"model.position_increments learned does not apply to {name}"):
-        validate_model(small_model(position_encoding=name, **LEARNED))
+@pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
+def test_encodings_refuse_by_name_what_would_not_change_them(name):
+    if name not in ("rope", "tape"):
+        with pytest.raises(ConfigError, match=f"model.position_increments learned does not apply to {name}"):
+            validate_model(small_model(position_encoding=name, **LEARNED))
+    if name != "tape":
+        with pytest.raises(ConfigError, match=f"model.position_state_norm unit does not apply to {name}; set it to no"):
+            validate_model(small_model(position_encoding=name, position_state_norm="unit"))
+    # A recipe for several encodings may hold the settings of others.
+    validate_model(small_model(position_encoding=name, cope_max_position=9, gate_input="attention"))
 
 
 def test_a_model_that_is_no_longer_a_llama_or_the_exported_tape_is_not_exported_as_one(monkeypatch):

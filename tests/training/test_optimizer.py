@@ -81,6 +81,7 @@ def test_a_parameters_own_choice_of_decay_counts():
     plain, given = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
     assert (plain[still], plain[moving]) == (given[still], given[moving]) == (0.0, 0.1)
     assert given["gpt.decoder.layers.1.position.up_proj"] == 0.3
+    assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
 
 
 def test_kinds_are_given_in_a_recipe_or_on_the_command_line(tmp_path):
