@@ -39,8 +39,9 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   [[ $limit =~ ^(%[1-9][0-9]*)?$ ]] || fail "--at-once is ${limit#%}; give a number of tasks"
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
+  runs=${checked%% *} # such as 1,200
   # shellcheck disable=SC2086
-  array=$(sbatch --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" --array="0-$((${checked%% *} - 1))$limit" \
+  array=$(sbatch --parsable ${TAPE_SBATCH_OPTIONS:-} "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
     "$root/slurm/compare.sh" "$@" | cut -d';' -f1)
   echo "runs    job $array"
   # Also after tasks that have failed: the tables then say what is missing.
