@@ -71,7 +71,12 @@ def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) 
 
 
 def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> bool:
-    """Return whether the Python files of `directory` are exactly these, byte for byte."""
+    """Return whether the Python files of `directory` are exactly these, byte for byte.
+
+    transformers also runs `custom_generate/generate.py`, if there is one.
+    """
+    if (directory / "custom_generate").exists():
+        return False
     try:
         expected = code_files(encoding)
     except ValueError:

@@ -222,6 +222,11 @@ def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path)
     assert runs_own_code(own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"})
     assert runs_own_code(["modeling_tape.TapeForCausalLM"])
     assert runs_own_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
+    # transformers replaces `generate` by that of such a file.
+    (tmp_path / "custom_generate").mkdir()
+    assert runs_own_code(own)
+    (tmp_path / "custom_generate").rmdir()
+    assert not runs_own_code(own)
     digest = find_model(str(tmp_path)).digest()
     (tmp_path / "merges.txt").write_text("a b")
     assert find_model(str(tmp_path)).digest() != digest

@@ -117,6 +117,11 @@ def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
     for change in ({"position_encoding": "t5"}, {"position_encoding": ["fire"]}, {"position_encoding": "unknown"}):
         (other / "config.json").write_text(json.dumps(config | change))
         assert find_model(str(other)).runs_own_code
+    (other / "config.json").write_text(json.dumps(config))
+    assert not find_model(str(other)).runs_own_code
+    (other / "custom_generate").mkdir()
+    assert find_model(str(other)).runs_own_code
+    (other / "custom_generate").rmdir()
     elsewhere = config["auto_map"] | {"AutoModel": f"{tmp_path}/sub--modeling_encoded_tape.EncodedModel"}
     (other / "config.json").write_text(json.dumps(config | {"auto_map": elsewhere}))
     assert find_model(str(other)).runs_own_code
