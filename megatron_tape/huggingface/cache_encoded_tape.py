@@ -22,15 +22,12 @@ class EncodedLayer(GrowingLayer):
         super().__init__()
         self.of_tokens: dict[str, Tensor] = {}
         """One value per token, (B, T, ...)."""
-        self.latest: dict[str, Tensor] = {}
-        """One value for all tokens so far, (B, ...)."""
 
     def __reduce__(self):
         return type(self), (), {name: value for name, value in vars(self).items() if name != "_buffers"}
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         self.of_tokens = {name: change(kept) for name, kept in self.of_tokens.items()}
-        self.latest = {name: change(kept) for name, kept in self.latest.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences."""
@@ -48,18 +45,9 @@ class EncodedLayer(GrowingLayer):
         self._change(lambda kept: kept[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
-        """Forget the last tokens; NotImplementedError if the encoding remembers only what came last."""
-        before, keys, values = self.get_seq_length(), self.keys, self.values
+        """Forget the last tokens."""
         super().crop(*args, **kwargs)
         length = self.get_seq_length()
-        if length == before:
-            return
-        if self.latest:
-            self.keys, self.values = keys, values
-            raise NotImplementedError(
-                f"this positional encoding keeps only the last {', '.join(self.latest)}, so its cache cannot forget "
-                "tokens, as assisted generation requires; generate without an assistant"
-            )
         self.of_tokens = {name: kept[:, :length] for name, kept in self.of_tokens.items()}
 
     def reset(self) -> None:
@@ -67,7 +55,7 @@ class EncodedLayer(GrowingLayer):
         self.keys = self.values = None
         self.is_initialized = False
         self._buffers.clear()
-        self.of_tokens, self.latest = {}, {}
+        self.of_tokens = {}
 
 
 class LayerMemory(Memory):
@@ -84,14 +72,6 @@ class LayerMemory(Memory):
             new = torch.cat([self.layer.of_tokens[name][:, :before], new], dim=1)
         self.layer.of_tokens[name] = new
         return new.transpose(0, 1)
-
-    def last(self, name: str) -> Tensor | None:
-        """Return what was kept last (B, ...), or None at the start."""
-        return self.layer.latest.get(name)
-
-    def keep(self, name: str, value: Tensor) -> None:
-        """Keep one tensor (B or 1, ...) instead of the one before."""
-        self.layer.latest[name] = value.expand(self.batch, *value.shape[1:])
 
 
 def check_cache(cache: Cache | None) -> None:

@@ -100,6 +100,19 @@ class EncodedParameter(nn.Module):
         return self.weight
 
 
+class EncodedPosition(nn.Module):
+    """The encoding's parameters in one layer."""
+
+    def __init__(self, declared: dict):
+        super().__init__()
+        for name, parameter in declared.items():
+            self.add_module(name, EncodedParameter(parameter))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return them by name; peft has copies of modules that it trains whole, and calls one of these."""
+        return {name: module() for name, module in self.named_children()}
+
+
 class EncodedAttention(TapeAttention):
     """Attention with what an encoding provides."""
 
@@ -158,16 +171,14 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.mlp = TapeMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.position = nn.Module()
-        for name, declared in encoding.parameters(layer_idx).items():
-            self.position.add_module(name, EncodedParameter(declared))
+        self.position = EncodedPosition(encoding.parameters(layer_idx))
 
     def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
         """Map (B, S, C) and the state, (S, B or 1, ...) or None, to the next layer's; also return the map or None."""
         layer, encoding, memory = self.layer_idx, self.encoding, Memory()
         if past_key_values is not None:
             memory = LayerMemory(past_key_values.layers[layer], len(hidden_states))
-        parameters = {name: module() for name, module in self.position.named_children()}
+        parameters = self.position()
         normed = self.input_layernorm(hidden_states)
         state = encoding.enter(layer, parameters, state, normed.transpose(0, 1), memory)
         positions = encoding.positions(layer, parameters, state, normed.transpose(0, 1), memory)
@@ -256,8 +267,11 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def _start(self, hidden_states: Tensor, position_ids: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
         """Return what enters the first layer: the embedded tokens (B, S, C), and the encoding's state."""
         if self.encoding.token_positions(1, None) is not None:
-            table = self.encoding.token_positions(int(position_ids.max()) + 1, None)
-            position_ids = torch.as_tensor(table, device=position_ids.device)[position_ids]
+            # Those of a sequence do not depend on how long others are.
+            lengths = (position_ids.amax(1) + 1).tolist()
+            tables = {n: torch.as_tensor(self.encoding.token_positions(n, None)) for n in set(lengths)}
+            of_rows = [tables[n].to(row.device)[row] for n, row in zip(lengths, position_ids)]
+            position_ids = torch.stack(of_rows)
         positions_SB = position_ids.T
         added = self.encoding.embedding(positions_SB, hidden_states.dtype)
         if added is not None:

@@ -85,13 +85,6 @@ class Memory:
         """Return what was kept as `name`, followed by `new`, along the first axis, that of tokens; and keep both."""
         return new
 
-    def last(self, name: str) -> Tensor | None:
-        """Return what `keep` was given last (B, ...), or None at the start of a sequence."""
-        return None
-
-    def keep(self, name: str, value: Tensor) -> None:
-        """Keep one tensor (B, ...) as `name`, instead of the one before."""
-
 
 NO_MEMORY = Memory()
 

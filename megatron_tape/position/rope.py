@@ -149,15 +149,13 @@ class RotaryPosition(PositionEncoding):
         return self._exact_phases(self._running_sum(logits_SBG, memory), hidden_states_sBC.dtype)
 
     def _running_sum(self, logits_SBN: "Tensor", memory: Memory) -> "Tensor":
-        """Return the positions of all tokens for N groups, (S, B, N), in float64.
+        """Return the positions of the tokens given for N groups, (S, B, N), in float64.
 
         In float32, positions of 100,000 would be rounded to 1/128.
         """
-        positions = (2 * logits_SBN.double().sigmoid()).cumsum(0)
-        if (before := memory.last("positions")) is not None:
-            positions = positions + before
-        memory.keep("positions", positions[-1])
-        return positions
+        increments_SBN = 2 * logits_SBN.double().sigmoid()
+        # The increments are kept, not their sum, so that a cache can also forget its last tokens.
+        return memory.all_tokens("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases of real positions times the attention factor, (S, B, G, D)."""

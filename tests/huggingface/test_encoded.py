@@ -91,12 +91,8 @@ def test_a_cache_changes_nothing(exported, name):
     cache.batch_repeat_interleave(2)
     more = random_tokens(2, 1)
     expected = model(torch.cat([ids[[0, 0], :15], more], 1), use_cache=False).logits[:, 15:]
-    if not any(layer.latest for layer in cache.layers):
-        cache.crop(-1)
-        assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-5)
-    else:
-        with pytest.raises(NotImplementedError, match="generate without an assistant"):
-            cache.crop(-1)
+    cache.crop(-1)
+    assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -113,10 +109,9 @@ def test_generation_with_a_cache_equals_generation_without(exported, name):
         # Padding before a prompt changes nothing.
         alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY, **more)
         assert torch.equal(alone[0, 5:], expected[0, 8:])
-    if not any(layer.latest for layer in in_parts(model, ids, [8])[1].layers):
-        one = dict(attention_mask=mask[1:], **GREEDY)
-        looked_up = model.generate(ids[1:], prompt_lookup_num_tokens=2, **one)
-        assert torch.equal(looked_up, model.generate(ids[1:], **one))
+    one = dict(attention_mask=mask[1:], **GREEDY)
+    looked_up = model.generate(ids[1:], prompt_lookup_num_tokens=2, **one)
+    assert torch.equal(looked_up, model.generate(ids[1:], **one))
     padded = model(ids, attention_mask=mask, use_cache=False).logits
     assert_close(padded[0, 3:], model(ids[:1, 3:], use_cache=False).logits[0], atol=1e-5, rtol=1e-5)
     assert padded.isfinite().all()
@@ -232,6 +227,11 @@ def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(e
     with pytest.raises(NotImplementedError, match="generate without a cache"):
         in_parts(made.loaded, ids, [12, 12])
     assert made.loaded.generate(ids, use_cache=False, **GREEDY).shape == (2, 30)
+    # Where a shorter sequence has its tokens does not depend on the longer one beside it.
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    padded, alone = made.loaded(ids, attention_mask=mask, use_cache=False).logits, made.loaded(ids[:1, 4:]).logits
+    assert_close(padded[0, 4:], alone[0], atol=1e-5, rtol=1e-5)
     # The evaluation does not cut such texts into parts.
     info = ModelInfo("model", 64, 16, {}, None, False)
     model = HFModel(info, made.loaded, None, chunk=5)
@@ -239,6 +239,29 @@ def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(e
         losses = torch.from_numpy(model.losses(ids[0, :length].numpy(), 1)).float()
         logits = made.built(ids[:1, : length - 1])[0]
         assert_close(losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none"))
+
+
+def test_peft_trains_an_encoding_whole(exported, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    made, ids = exported("fire"), random_tokens()
+    expected = made.loaded(ids).logits
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["position"], task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(made.loaded), config)
+    assert_close(model(ids).logits, expected)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and ".position." in name}
+    assert len(trained) == 15 and all(".modules_to_save." in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            assert parameter.grad.any() or "threshold_scale" in name, name
+            parameter.add_(0.5)
+    changed = model(ids).logits
+    assert (changed - expected).abs().max() > 0.01
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(copy.deepcopy(made.loaded), tmp_path)
+    assert_close(again(ids).logits, changed)
+    assert_close(again.merge_and_unload()(ids).logits, changed, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -99,11 +99,9 @@ class Kept(Memory):
     def __init__(self):
         self.kept = {}
 
-    def last(self, name):
-        return self.kept.get(name)
-
-    def keep(self, name, value):
-        self.kept[name] = value
+    def all_tokens(self, name, new):
+        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
+        return self.kept[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,8 +114,8 @@ def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype
     whole, memory = built.encoding.enter(0, parameters, None, hidden, NO_MEMORY), Kept()
     parts = [built.encoding.enter(0, parameters, None, part, memory) for part in hidden.split([7, 1, 3, 1, 1, 3])]
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
-    (sums,) = memory.kept.values()
-    assert sums.dtype is torch.float64 and sums.shape == (2, 2 if case == "rope" else 1)
+    (kept,) = memory.kept.values()
+    assert kept.dtype is torch.float64 and kept.shape == (16, 2, 2 if case == "rope" else 1)
     assert built.encoding.enter(1, {}, whole, hidden, memory) is whole
 
 
