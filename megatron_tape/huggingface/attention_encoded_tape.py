@@ -43,7 +43,8 @@ def attend_with_scores(
                 f"the positional encoding gives gates of {len(gates)} tokens, where {T} are attended to; its file must "
                 "keep those of earlier tokens with memory.all_tokens"
             )
-        sums_BHT = gates.to(torch.promote_types(gates.dtype, torch.float32)).cumsum(0).permute(1, 2, 0)
+        # In float64, as neighbours would lose their differences in long sequences.
+        sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
 
     def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         keys = torch.arange(tokens.stop, device=q.device)
@@ -66,7 +67,8 @@ def attend_with_scores(
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, t))
         if sums_BHT is not None:
-            scores = scores + (sums_BHT[..., tokens, None] - sums_BHT[..., None, :t])
+            since_BHt = (sums_BHT[..., :t] - sums_BHT[..., tokens.start, None].detach()).to(dtype)
+            scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
         if added is not None:
             scores = scores + added
         # A query that sees nothing, of padding, stays finite.

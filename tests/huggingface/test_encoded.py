@@ -20,6 +20,7 @@ from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model import HFModel
 from megatron_tape.huggingface.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.position import Positions
 
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
 
@@ -160,6 +161,19 @@ def test_blocks_of_queries_equal_whole_rows(exported):
         assert_close(in_parts(made.loaded, ids, [140, 160])[0], expected, atol=2e-5, rtol=1e-4)
         with torch.enable_grad():
             assert_close(made.loaded(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_gates_keep_the_differences_of_neighbours_in_long_sequences(exported):
+    attend = inspect.getmodule(type(exported("toy_gate").loaded)).attend_with_scores
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 2, length, 8, generator=generator) for length in (130, 30_000, 30_000))
+    gates = torch.nn.functional.logsigmoid(torch.randn(30_000, 1, 2, generator=generator))
+    found, exact = (
+        attend(*(x.to(dtype) for x in (q, k, v)), None, Positions(log_gate_TBH=gates.to(dtype)), 8**-0.5)[0]
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_close(found.double(), exact, atol=2e-5, rtol=0)
 
 
 @torch.no_grad()
