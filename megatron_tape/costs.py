@@ -190,7 +190,8 @@ def activations(
 
     def layer(index: int) -> int:
         only_encoding = not {*trained} - {OF_ENCODING, "output"}
-        if index == 0 and only_encoding and not encoding.learns_on_entry(0):
+        after_attention = encoding.updates(0) or not encoding.parameters(0)
+        if index == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
             return encoding.saved_bytes(0, batch)  # what comes before the encoding's update needs no gradient
         moves = ROTATION in encoding.needs and encoding.learns_rotation(index)
         averages = AVERAGE in encoding.needs and encoding.updates(index)

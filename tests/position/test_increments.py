@@ -206,6 +206,17 @@ def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
         assert count < estimated * 1.02 and estimated < count * (1.15 if trains == ["tape"] else 1.02)
 
 
+@pytest.mark.parametrize("name", ["t5", "path"])
+def test_the_first_layers_attention_is_kept_for_the_encoding_that_it_reads(name):
+    model = dataclasses.replace(middle_model("rope"), position_encoding=name, attention_backend="tiled", num_layers=2)
+    built, _ = build(model)
+    extension = ExtensionConfig(trains=["tape"])
+    select_trained(built, trained_by(extension), False)
+    count, estimated = counted(built, model), on_cpu(model, 2, "fp32", extension=extension)
+    # Norms that are not trained keep less than is counted.
+    assert count < estimated * 1.02 and estimated < count * 1.15
+
+
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
 def test_encodings_refuse_by_name_what_would_not_change_them(name):
     if name not in ("rope", "tape"):
