@@ -32,6 +32,10 @@ _LIBRARIES = (
     "matplotlib.figure",
 )
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Not as a script, whose directory would come first: libraries that import the package `evaluate` would find ours there.
+_RUN_MODULE = """import runpy, sys
+sys.path[0] = sys.argv.pop(1)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)"""
 _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
 
 
@@ -122,7 +126,7 @@ class Fresh:
         own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         if self._gpus:
             own["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
-        command = [sys.executable, str(root / f"{module.replace('.', '/')}.py"), *arguments]
+        command = [sys.executable, "-c", _RUN_MODULE, str(root), module, *arguments]
         with open(log, "ab") as output:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**self._environment, **own},

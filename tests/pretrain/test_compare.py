@@ -416,6 +416,15 @@ def test_a_fresh_process_runs_a_program_where_this_one_cannot_be_copied(tmp_path
     process = start("pretrain.train", ["--config", "missing.yaml"], tmp_path / "x" / "log.txt", 1)
     process.wait(60)
     assert process.poll() == 2 and (tmp_path / "x" / "log.txt").read_text().startswith("error: ")
+    # No module of this project hides one of other packages, such as `evaluate`.
+    (tmp_path / "shown.py").write_text(
+        "import os, sys\nfrom importlib.util import find_spec\n"
+        "print(sys.argv[1:], find_spec('report'), sys.path[0], os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    start = processes.Fresh(["GPU-a", "GPU-b"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    process = start("shown", ["--x", "1"], tmp_path / "y" / "log.txt", 1)
+    assert process.wait(60) == 0
+    assert (tmp_path / "y" / "log.txt").read_text() == f"['--x', '1'] None {ROOT} GPU-b\n"
 
 
 @pytest.mark.parametrize("name", ["selective_copy", "grid_navigation_1d", "addition", "language"])
