@@ -14,6 +14,7 @@ from megatron_tape.config.schema import RunConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.position import unread_settings
 
 GIB = 2**30
 HEADROOM = 0.06
@@ -44,6 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     fitting = [name for name, gib in GPU_MEMORY.items() if _fits(result, gib)]
     for name, value in _rows(config, processes, result, fitting):
         print(f"{name:<40}{value}")
+    if unread := unread_settings(config.model):
+        print(
+            f"warning: {config.model.position_encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr
+        )
     gib = gib or max(GPU_MEMORY.values())
     if not _fits(result, gib):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)

@@ -97,7 +97,9 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:
-            message = "interrupted; run the same command to continue from the last checkpoint"
+            message = (
+                "interrupted; the same command continues from the last checkpoint, or begins again if there is none"
+            )
             print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
         return 130

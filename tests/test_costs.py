@@ -302,6 +302,14 @@ def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_ne
     assert re.search(r"^  per tensor-parallel rank", output, re.M)
 
 
+def test_settings_that_the_encoding_does_not_read_are_a_warning(capsys):
+    recipe = ["--config", str(RECIPES / "tape_demo.yaml"), "--model.t5_num_buckets", "16"]
+    for encoding, warned in (("alibi", True), ("t5", False)):
+        assert command.main([*recipe, "--model.position_encoding", encoding]) == 0
+        told = capsys.readouterr().err
+        assert ("warning: alibi does not read model.t5_num_buckets\n" in told) == warned, told
+
+
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     _, error = outputs(capsys, "--gpu-memory", "1")
     assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* not enough yet\n", error)

@@ -7,6 +7,7 @@ that names the encoding is checked.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError, refuse
@@ -54,11 +55,15 @@ for _encoding in BUILT_IN:
 
 def encoding_of(model: ModelConfig) -> PositionEncoding:
     """Return a model's encoding, for its declarations; raises `ConfigError` if no encoding has that name."""
-    if model.position_encoding not in ENCODINGS:
-        raise ConfigError(
-            f"model.position_encoding is {model.position_encoding!r}; choose one of {', '.join(ENCODINGS)}"
-        )
-    return ENCODINGS[model.position_encoding](model)
+    name = model.position_encoding
+    if name not in ENCODINGS:
+        close = difflib.get_close_matches(name.lower(), ENCODINGS, n=1)
+        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
+        meant += f" {', '.join(ENCODINGS)}"
+        if name.lower() == "yarn":
+            meant = "YaRN is rope with model.rope_scaling_type yarn and model.rope_scaling_factor"
+        raise ConfigError(f"model.position_encoding is {name!r}; {meant}")
+    return ENCODINGS[name](model)
 
 
 def check_encoding(model: ModelConfig) -> None:
@@ -75,6 +80,17 @@ def check_encoding(model: ModelConfig) -> None:
             item.name in _VARIANTS and item.name not in own and value != item.default,
             f"model.{item.name} {value} does not apply to {model.position_encoding}; set it to {item.default}",
         )
+
+
+def unread_settings(model: ModelConfig) -> list[str]:
+    """Return the settings of other encodings that differ from their defaults and that the model's does not read."""
+    others = {name for encoding in ENCODINGS for name in setting_names(encoding)}
+    unread = others - setting_names(model.position_encoding)
+    return [
+        item.name
+        for item in dataclasses.fields(model)
+        if item.name in unread and getattr(model, item.name) != item.default
+    ]
 
 
 def setting_classes() -> tuple[type, ...]:
@@ -101,4 +117,5 @@ __all__ = [
     "register",
     "setting_classes",
     "setting_names",
+    "unread_settings",
 ]

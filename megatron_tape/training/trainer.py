@@ -25,6 +25,7 @@ from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.parameters import parameter_count
+from megatron_tape.position import unread_settings
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
@@ -251,6 +252,10 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
+    if unread := unread_settings(config.model):
+        logger.warning(
+            "WARNING: %s does not read model.%s, which the configuration sets", encoding, ", model.".join(unread)
+        )
     dtype = dtype_of(config)
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)

@@ -134,8 +134,10 @@ class Jobs:
 
     def _line(self, _: float) -> str:
         running = ", ".join(map(str, self._active.values()))
-        asked = "; they save and end" if self.stopped is not None else ""
-        return f"{self._done} of {counted(self._total, 'run')} finished; running: {running}{asked}"
+        asked = "; they save and end" if running and self.stopped is not None else ""
+        return (
+            f"{self._done} of {counted(self._total, 'run')} finished{'; running: ' if running else ''}{running}{asked}"
+        )
 
 
 def _last_words(run: Run) -> str:

@@ -80,5 +80,5 @@ def _check_key(key: str, encoding: str, text: str) -> None:
     owners = [name for name in ENCODINGS if key in setting_names(name)]
     refuse(
         bool(owners) and encoding not in owners,
-        f"--encodings names {text}, but {key} has no effect on {encoding}; it is a setting of {', '.join(owners)}",
+        f"--encodings names {text}, but {key} has no effect on {encoding}; remove it",
     )

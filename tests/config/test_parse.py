@@ -121,7 +121,10 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--optimizer.lr=1" + 400 * "0"], "0...; set it to a number"),
         (["--model.hidden_size", "wide"], "model.hidden_size is 'wide'; set it to a whole number"),
         (["--model.num_query_groups", "two"], "model.num_query_groups is 'two'; set it to a whole number or null"),
-        (["--model.position_encoding", "sine"], "model.position_encoding is 'sine'; choose one of tape, rope, nope"),
+        (
+            ["--model.position_encoding", "sine"],
+            "model.position_encoding is 'sine'; did you mean sincos? There are tape",
+        ),
         (["--deepspeed.zero_stage", "4"], "deepspeed.zero_stage is 4; choose one of 0, 1, 2, 3"),
         (["--logging.tensorboard", "maybe"], "logging.tensorboard is 'maybe'; set it to true or false"),
         (["--data.prefix", ""], "data.prefix must be set; "),

@@ -62,7 +62,7 @@ def plan_of(recipe, output, *others, **changes):
         ("rope,tapee", "tapee, which is not an encoding"),
         ("rope,tape,rope", "rope twice"),
         ("rope,,tape", "nothing between two commas"),
-        ("rope+token_mixing=full", "token_mixing has no effect on rope; it is a setting of tape"),
+        ("rope+token_mixing=full", "token_mixing has no effect on rope; remove it"),
         ("rope,tape+token_miximg=full", "did you mean token_mixing?"),
         ("rope,tape+token_mixing", "'token_mixing' sets nothing"),
         ("rope,tape+gate_input=mlp+gate_input=mlp", "sets gate_input twice"),

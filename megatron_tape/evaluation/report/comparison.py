@@ -25,6 +25,9 @@ from megatron_tape.evaluation.report.tables import (
 from megatron_tape.evaluation.statistics import t_quantile
 
 _LONGEST_TICK = 36
+_MOST_TOGETHER = 8
+"""Metrics that fit into one table."""
+_MARKED = 0.05
 _TESTED = 0.0001
 """Smaller p values are shown as less than this."""
 
@@ -41,8 +44,30 @@ def task_title(task: str) -> str:
 
 
 def metric_tables(comparison: Comparison, task: str) -> list[Table]:
-    """Return a table for each metric of a task, with a row for each variant."""
-    return [_table(comparison, metric) for metric in metrics(comparison) if metric.task == task]
+    """Return a table of all metrics of a task if they are few, then one for each, with a row for each variant."""
+    shown = [metric for metric in metrics(comparison) if metric.task == task]
+    compared = [metric for metric in shown if metric.better != "neither"]
+    overview = [_overview(comparison, compared)] if 1 < len(compared) <= _MOST_TOGETHER else []
+    return [*overview, *(_table(comparison, metric) for metric in shown)]
+
+
+def _overview(comparison: Comparison, shown: Sequence[Metric]) -> Table:
+    cells: dict[str, list[Cell]] = {variant: [text(clean(variant))] for variant in variants(comparison)}
+    for metric in shown:
+        found = {row.variant: row for row in rows(comparison, metric)}
+        decimals = _decimals(metric, list(found.values()))
+        for variant, of_variant in cells.items():
+            row = found.get(variant)
+            of_variant.append(Cell(MISSING, kind="number") if row is None else _short(row, decimals))
+    columns = [Column("variant"), *(Column(_caption(metric), "number") for metric in shown)]
+    how = f"Mean ± standard deviation over the seeds; * where p < {_MARKED} in the paired test"
+    return Table(how, columns, list(cells.values()))
+
+
+def _short(row: Row, decimals: int | None) -> Cell:
+    spread = "" if row.spread is None else f" ± {number(row.spread, decimals).text}"
+    marked = row.difference is not None and row.difference.p is not None and row.difference.p < _MARKED
+    return Cell(f"{number(row.mean, decimals).text}{spread}{'*' if marked else ''}", row.mean, kind="number")
 
 
 def _table(comparison: Comparison, metric: Metric) -> Table:
