@@ -61,7 +61,7 @@ def test_tables_say_what_is_not_known():
     assert shown["rope"] == ["2", "1.0000", "0.0000", "–", "–", "–"]
     assert shown["tape"] == ["2", "1.0000", "0.0000", "0.0000", "–", "–"]
     assert shown["nope"] == ["1", "0.5000", "–", "−0.5000", "–", "–"]
-    assert [column.title for column in table.columns][4] == "difference from rope"
+    assert [column.title for column in table.columns][4] == "difference"
 
 
 def test_markdown_has_a_row_for_each_variant_and_the_notes():
@@ -74,7 +74,26 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
 
 
 def test_one_seed_has_no_test():
-    assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[1]
+    assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[2]
+
+
+def test_a_few_metrics_stand_in_one_table_before_their_own():
+    made = comparison()
+    for each in made["runs"]:
+        each["values"].append(value(2 * each["values"][0]["value"], metric="exact match", better="lower"))
+    overview, *others = metric_tables(made, "selective_copy")
+    assert len(others) == 2 and [column.title for column in overview.columns][1:] == [
+        "Accuracy, IID ↑",
+        "Exact match, IID ↓",
+    ]
+    shown = {row[0].text: [cell.text for cell in row[1:]] for row in overview.rows}
+    assert shown["rope"][0] == "0.600 ± 0.100" and shown["tape"][0] == "0.767 ± 0.115*"
+    assert shown["nope<b>"][0] == "0.400 ± 0.000"
+
+
+def test_the_notes_begin_with_what_was_trained():
+    made = comparison() | {"settings": {"model": {"num_layers": 2, "seq_length": 48}, "train": {"steps": 9}}}
+    assert notes(made)[0] == ("3 variants with 3 seeds, 2 layers, 48 tokens, 9 steps; on CPU x, 2 cores, commit abc.")
 
 
 def test_a_warning_says_what_was_not_the_same_for_all_runs():

@@ -309,7 +309,7 @@ def test_tables_and_page_show_every_metric(compared):
     assert text in done.stdout
     for shown in ("Accuracy, IID", "Exact match, dense", "Validation loss, nats per token", "Seconds per step"):
         assert shown in text and shown in html
-    assert "tape+token_mixing=per_head" in text and "difference from rope" in text
+    assert "tape+token_mixing=per_head" in text and "differences from rope" in text
     assert "With 2 seeds, a difference gets p &lt; 0.05 only if" in html and "<svg" in html
 
 

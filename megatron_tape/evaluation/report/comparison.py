@@ -56,12 +56,20 @@ def _overview(comparison: Comparison, shown: Sequence[Metric]) -> Table:
     for metric in shown:
         found = {row.variant: row for row in rows(comparison, metric)}
         decimals = _decimals(metric, list(found.values()))
+        decimals = decimals and decimals - 1
         for variant, of_variant in cells.items():
             row = found.get(variant)
             of_variant.append(Cell(MISSING, kind="number") if row is None else _short(row, decimals))
-    columns = [Column("variant"), *(Column(_caption(metric), "number") for metric in shown)]
+    columns = [Column("variant"), *(Column(_short_caption(metric), "number") for metric in shown)]
     how = f"Mean ± standard deviation over the seeds; * where p < {_MARKED} in the paired test"
     return Table(how, columns, list(cells.values()))
+
+
+def _short_caption(metric: Metric) -> str:
+    caption = _caption(metric)
+    for better, arrow in ((" (higher is better)", " ↑"), (" (lower is better)", " ↓")):
+        caption = caption.replace(better, arrow)
+    return caption
 
 
 def _short(row: Row, decimals: int | None) -> Cell:
@@ -74,9 +82,10 @@ def _table(comparison: Comparison, metric: Metric) -> Table:
     found = rows(comparison, metric)
     decimals = _decimals(metric, found)
     columns = [Column("variant")]
-    titles = ["mean", "standard deviation", f"difference from {clean(comparison['baseline'])}", "95 % interval", "p"]
+    titles = ["mean", "deviation", "difference", "95 % interval", "p"]
     columns += [Column(title, "number") for title in ("seeds", *titles)]
-    return Table(_caption(metric), columns, [_row(row, decimals) for row in found])
+    caption = f"{_caption(metric)}; differences from {clean(comparison['baseline'])}"
+    return Table(caption, columns, [_row(row, decimals) for row in found])
 
 
 def _caption(metric: Metric) -> str:
@@ -152,9 +161,10 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     by_variant = {label: sum(run["variant"] == label for run in comparison["runs"]) for label in variants(comparison)}
     most = max(by_variant.values(), default=0)
     found = [
-        "Each point is one run. The standard deviation is that over the seeds of a variant. A seed decides the order "
+        _setup(comparison),
+        "Each point is one run. The (standard) deviation is that over the seeds of a variant. A seed decides the order "
         "of the data and the initial weights that variants have in common, so differences are taken between runs of "
-        "the same seed, and p is that of a two-sided paired t test on them."
+        "the same seed, and p is that of a two-sided paired t test on them.",
     ]
     if most < 2:
         found.append("There is one seed: nothing is known of the spread, and there is no test.")
@@ -175,6 +185,25 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     if missing:
         found.append(f"Not finished: {enumerated([clean(name) for name in missing])}.")
     return found
+
+
+def _setup(comparison: Comparison) -> str:
+    """Say what was trained, in one sentence."""
+    model, train, optimizer = (comparison["settings"].get(part, {}) for part in ("model", "train", "optimizer"))
+    seeds = {run["seed"] for run in comparison["runs"]}
+    made = [f"{counted(len(variants(comparison)), 'variant')} with {counted(len(seeds), 'seed')}"]
+    sizes = ((model, "num_layers", "layers"), (model, "hidden_size", "wide"), (model, "num_attention_heads", "heads"))
+    sizes += (
+        (model, "seq_length", "tokens"),
+        (train, "steps", "steps"),
+        (train, "global_batch_size", "sequences each"),
+    )
+    made += [f"{clean(str(part[key]))} {what}" for part, key, what in sizes if part.get(key) is not None]
+    if optimizer.get("lr") is not None:
+        made.append(f"learning rate {clean(str(optimizer['lr']))}")
+    commits = dict.fromkeys(clean(str(run["versions"].get("commit", "unknown"))) for run in comparison["runs"])
+    machines = dict.fromkeys(clean(run["hardware"]) for run in comparison["runs"])
+    return f"{', '.join(made)}; on {enumerated(list(machines))}, commit {enumerated(list(commits))}."
 
 
 def warnings(comparison: Comparison) -> list[str]:
