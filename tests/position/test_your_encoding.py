@@ -10,6 +10,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+from models import build, random_tokens, small_model
+
+from megatron_tape.position import ENCODINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "your-encoding.md").read_text(encoding="utf-8")
@@ -52,6 +56,30 @@ def run(clone, command):
     )
 
 
+def test_the_second_example_moves_positions_by_content(monkeypatch):
+    program, names = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[1], {"__name__": "page"}
+    exec(compile(program, "page", "exec"), names)
+    encoding = names["JitterPosition"]
+    monkeypatch.setitem(ENCODINGS, "jitter", encoding)
+    built, _ = build(small_model(position_encoding="jitter"))
+    rope, _ = build(small_model(position_encoding="rope"))
+    ids, moves = random_tokens(), {}
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if ".position.shift" in name:
+                moves[name] = parameter.clone()
+                parameter.zero_()
+        torch.testing.assert_close(built(ids), rope(ids))
+        for name, parameter in built.named_parameters():
+            if name in moves:
+                parameter.copy_(50 * moves[name])
+    moved = built(ids)
+    assert (moved - rope(ids)).abs().max() > 1e-3 and len(moves) == built.encoding.model.num_layers
+    torch.testing.assert_close(built(ids, positions=torch.arange(ids.shape[1]) + 7), moved, atol=1e-4, rtol=1e-4)
+    documents = torch.arange(ids.shape[1]).expand(len(ids), -1) // 9
+    torch.testing.assert_close(built(ids, documents=documents)[:, 9:], built(ids[:, 9:], documents=documents[:, 9:]))
+
+
 @pytest.mark.slow
 def test_every_command_of_the_page_works(copy):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,6 +91,9 @@ def test_every_command_of_the_page_works(copy):
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     code = (copy / "runs" / "kerple-hf" / "position_kerple_tape.py").read_text()
     assert "class KerplePosition" in code and "megatron_tape" not in re.sub(r'""".*?"""', "", code, flags=re.S)
+    rest = re.findall(r"^    (python (?:tools/convert_checkpoint.py from-hf|-m pretrain.compare) .*)$", PAGE, re.M)
+    found = run(copy, f"{rest[0]}\n{rest[1]} --check")
+    assert found.returncode == 0 and "6 runs, of which 0 are finished" in found.stdout, found.stderr[-3000:]
     results = json.loads(next((copy / "runs" / "kerple" / "evaluation").rglob("results.json")).read_text())
     assert [score["length"] for score in results["tasks"]["perplexity"]["scores"]]
     refused = run(
