@@ -85,7 +85,9 @@ def _main(argv: list[str] | None, environment: dict[str, str]) -> int:
             text.startswith("--") and "." not in text.partition("=")[0],
             f"unknown option {text}; settings of the recipe are given as --section.key value",
         )
-    refuse("RANK" in environment, "pretrain.compare starts its own processes; run it without torchrun or srun")
+    # DeepSpeed leaves RANK behind; only a launcher says where rank 0 is.
+    launched = {"RANK", "MASTER_ADDR"} <= environment.keys()
+    refuse(launched, "pretrain.compare starts its own processes; run it without torchrun or srun")
     refuse(options.jobs is not None and options.jobs < 1, f"--jobs is {options.jobs}; give at least 1")
     plan = make_plan(options, overrides)
     count, left = len(plan.runs), plan.left

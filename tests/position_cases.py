@@ -8,6 +8,8 @@ from models import build, small_model
 from test_costs import counted
 from training_cases import option, run, tp, zero
 
+from megatron_tape.position import ENCODINGS
+
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
 BUILT_IN["increments"] = {"position_increments": "learned", "position_state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
@@ -16,8 +18,10 @@ TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 
 
 def register_toys():
-    for file in TOYS.values():
-        importlib.import_module(f"toy_encodings.{file}")
+    """Register the toys, also where another module of tests has imported and removed them before."""
+    for name, file in TOYS.items():
+        found = vars(importlib.import_module(f"toy_encodings.{file}")).values()
+        ENCODINGS[name] = next(one for one in found if getattr(one, "name", None) == name)
 
 
 def settings_of(name):

@@ -102,6 +102,15 @@ def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, o
     assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
 
 
+def test_a_launcher_is_refused_but_not_what_deepspeed_leaves_behind(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert compare.main(arguments(recipe, tmp_path / "out", "--check")) == 0
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert compare.main(arguments(recipe, tmp_path / "out", "--check")) == 2
+    assert "run it without torchrun or srun" in capsys.readouterr().err
+
+
 def test_a_check_imports_no_torch_and_counts_the_runs(recipe, tmp_path):
     program = "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
