@@ -105,6 +105,8 @@ def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
     evaluation = {task.name: dataclasses.asdict(task.settings) for task in tasks}
     # As they are read back.
     settings, evaluation = json.loads(json.dumps([config_dict(base), evaluation]))
+    # Where runs lie on this machine concerns nobody else.
+    del settings["logging"], settings["checkpoint"]["directory"]
     return {"format": FORMAT, "settings": settings, "evaluation": evaluation, "baseline": baseline, "runs": []}
 
 

@@ -120,6 +120,11 @@ def base(*others):
     return read_run_config(["--config", str(RECIPE), "--data.prefix", "x", *others])
 
 
+def test_a_comparison_holds_no_directory_of_the_machine():
+    kept = empty(base("--logging.directory", "/somewhere/here"), [], "rope")
+    assert "somewhere" not in str(kept)
+
+
 def test_runs_of_other_settings_are_refused_and_those_of_other_names_added(tmp_path):
     first = {**empty(base(), [], "rope"), "runs": [run("rope", 1, value(0.5))]}
     write_comparison(tmp_path / "a.json", first)
