@@ -113,6 +113,7 @@ __all__ = [
     "Parameter",
     "PositionEncoding",
     "Positions",
+    "check_encoding",
     "encoding_of",
     "register",
     "setting_classes",
