@@ -1,3 +1,4 @@
+import logging
 import os
 import signal
 import subprocess
@@ -38,6 +39,18 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """Begin with the files that take longest, so that no worker of pytest-xdist is left with one at the end."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def no_messages_to_closed_streams():
+    """Undo a command's logging.basicConfig(), whose stream `capsys` closes: later messages would print tracebacks."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers and type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 MODULES = ("argparse.py", "base64.py", "bisect.py", "calendar.py", "copy.py", "csv.py", "heapq.py", "json/decoder.py")
