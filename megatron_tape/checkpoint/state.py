@@ -76,7 +76,7 @@ def _save(
     agreement.check(f"could not prepare a checkpoint in {root}")
     staging = attempt.home / f"step-{step:08d}"
 
-    dp_rank, dp_size = layout.data_parallel_rank, layout.data_parallel_size
+    dp_rank, dp_size = layout.replica_rank, layout.replica_size
     tensors = engine.training_state(lambda index: index % dp_size == dp_rank, frozen=frozen_from is None)
     names = [
         f"tensors-tp{layout.tensor_parallel_rank:02d}-dp{dp_rank:05d}.safetensors",
@@ -202,7 +202,7 @@ def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_
         "consumed_samples": step * config.train.global_batch_size,
         "progress": progress,
         "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
-        "data_parallel_size": engine.layout.data_parallel_size,
+        "data_parallel_size": engine.layout.replica_size,
         "sharded": sharded,
         "frozen": [name for name in engine.names if name not in engine.trained],
         "frozen_from": frozen_from,

@@ -116,7 +116,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     validate_model(config.model)
     _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
     _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
-    _check_section("parallel", config.parallel, ("tensor_model_parallel_size",))
+    _check_section("parallel", config.parallel, ("tensor_model_parallel_size", "context_parallel_size"))
     _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
     _check_section("train", config.train, numbers.split(), ("seed",))
@@ -134,22 +134,32 @@ def validate(config: RunConfig, world_size: int) -> None:
 def _validate_parallel(config: RunConfig, world_size: int) -> None:
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     tensor_key = f"parallel.tensor_model_parallel_size {tensor_size}"
+    context_size, together = config.parallel.context_parallel_size, config.parallel.ranks_per_sequence
+    joint_key = tensor_key if context_size == 1 else f"{tensor_key} times parallel.context_parallel_size {context_size}"
     refuse(world_size < 1, f"the number of processes is {world_size}; start at least 1")
+    refuse(context_size > 1, f"parallel.context_parallel_size is {context_size}; only 1 is supported as yet")
     refuse(
-        world_size % tensor_size != 0,
-        f"the number of processes, {world_size}, is not divisible by {tensor_key}; start another number of processes "
+        world_size % together != 0,
+        f"the number of processes, {world_size}, is not divisible by {joint_key}; start another number of processes "
         "or change it",
     )
-    shards = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.query_groups,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.vocab_size": model.vocab_size,
-    }
-    if config.parallel.uses_sequence_parallel:
-        shards["model.seq_length"] = model.seq_length
-    for key, size in shards.items():
+    heads, length = model.num_attention_heads, model.seq_length
+    refuse(heads % together != 0, f"model.num_attention_heads {heads} is not divisible by {joint_key}; change either")
+    for key, size in (
+        ("model.num_query_groups", model.query_groups),
+        ("model.ffn_hidden_size", model.ffn_hidden_size),
+        ("model.vocab_size", model.vocab_size),
+    ):
         refuse(size % tensor_size != 0, f"{key} {size} is not divisible by {tensor_key}; change either")
+    refuse(
+        (context_size > 1 or config.parallel.uses_sequence_parallel) and length % together != 0,
+        f"model.seq_length {length} is not divisible by {joint_key}; change either",
+    )
+    refuse(
+        context_size > 1 and tensor_size > 1 and not config.parallel.uses_sequence_parallel,
+        f"parallel.context_parallel_size {context_size} with {tensor_key} needs parallel.sequence_parallel; set that "
+        "to true or null",
+    )
     refuse(
         tensor_size == 1 and config.parallel.uses_sequence_parallel,
         f"parallel.sequence_parallel is true with {tensor_key}, so there is nothing to shard; set it to null",
@@ -164,7 +174,7 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         f"model.qk_norm with {tensor_key} needs parallel.sequence_parallel, which adds up the norms' gradients; set "
         "that to true or null",
     )
-    data_size, train = world_size // tensor_size, config.train
+    data_size, train = world_size // together, config.train
     sequences = train.steps * train.global_batch_size
     refuse(
         sequences > LARGEST_RUN,

@@ -182,12 +182,20 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How one copy of the model is spread over GPUs; what remains of the GPUs is data parallel."""
+    """How one copy of the model and its sequences are spread over GPUs; what remains of the GPUs is data parallel."""
 
     tensor_model_parallel_size: int = 1
     """GPUs that share every layer's matrices."""
     sequence_parallel: bool | None = None
     """Also shard tokens outside attention and the MLP; null means if tensor_model_parallel_size > 1."""
+    context_parallel_size: int = 1
+    """Groups of tensor_model_parallel_size GPUs that share the tokens of every sequence, for long ones: each computes
+    some tokens outside attention and some heads inside it."""
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """How many GPUs compute one sequence together; what remains of the GPUs is data parallel."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def uses_sequence_parallel(self) -> bool:

@@ -111,11 +111,11 @@ class Batches:
                 yield batch | {"loss_weights": mask * weight.float()}
 
     def _on_device(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        tokens, device = self.layout.tokens, self.layout.device
+        device = self.layout.device
         try:
             for batch in batches:
                 self._check(batch)
-                yield {key: value.to(device, non_blocking=True) for key, value in tokens.cut(batch).items()}
+                yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
             del batches  # ends the loader processes at once, even if this frame is still referenced
 

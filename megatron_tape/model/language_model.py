@@ -84,7 +84,7 @@ class LanguageModel(torch.nn.Module):
         super().__init__()
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
         """What computes attention on `device`, to which the caller must move the model."""
-        self.tokens = TokenLayout(groups.tp, groups.dp, config.sequence_parallel)
+        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         fused = self.attention_backend == "triton"
         self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
         self.gpt = GPTModel(

@@ -98,7 +98,7 @@ class LayerPosition(torch.nn.Module):
         for name, drawn in initial_parameters(encoding, layer, seed).items():
             declared = encoding.parameters(layer)[name]
             if declared.head_axis is not None:
-                drawn = encoding.tokens.local_heads(drawn, declared.head_axis)
+                drawn = encoding.tokens.tensor_share(drawn, declared.head_axis)
             weight = torch.nn.Parameter(drawn.to(config.params_dtype).contiguous())
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:

@@ -73,7 +73,7 @@ class Lora(nn.Module):
         self.head_dim = settings.head_dim
         self.local_groups = settings.query_groups // tokens.model_group.size()
         for name, (factor, whole) in factors.items():
-            share = whole if factor.cut is None else tokens.local_heads(whole, factor.cut)
+            share = whole if factor.cut is None else tokens.tensor_share(whole, factor.cut)
             weight = nn.Parameter(share.to(dtype).contiguous())
             # A replicated factor sees only the tokens of its rank, as a norm does.
             weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None

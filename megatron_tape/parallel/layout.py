@@ -1,6 +1,7 @@
 """Process groups, seeds, and what DeepSpeed needs to know of them."""
 
 import contextlib
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -35,8 +36,15 @@ class ParallelLayout:
     world_size: int
     tensor_parallel_rank: int
     tensor_parallel_size: int
+    context_parallel_rank: int
+    context_parallel_size: int
     data_parallel_rank: int
+    """Ranks with other numbers hold different sequences."""
     data_parallel_size: int
+    replica_rank: int
+    """Among the ranks that hold the same tensor-parallel shard of the weights: those of all data and context ranks,
+    over which ZeRO partitions."""
+    replica_size: int
     mpu: SimpleNamespace
     tokens: TokenLayout
 
@@ -63,10 +71,11 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the `mpu` argument of `deepspeed.initialize`.
 
     `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
-    here all are answered from `groups`, where the model-parallel group is the tensor-parallel one.
+    here all are answered from `groups`. The model-parallel group is the tensor-parallel one, and ZeRO partitions over
+    all ranks that hold the same weights, also those that hold other tokens of the same sequences.
     """
     answers = {}
-    for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp)):
+    for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
         answers[f"get_{name}_parallel_group"] = lambda group=group: group
         answers[f"get_{name}_parallel_rank"] = group.rank
         answers[f"get_{name}_parallel_world_size"] = group.size
@@ -81,23 +90,27 @@ def world_size_from_environment() -> int:
 
 
 def initialize_distributed(
-    tensor_model_parallel_size: int = 1, sequence_parallel: bool | None = None, patience: float | None = None
+    tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool | None = None,
+    patience: float | None = None,
+    context_parallel_size: int = 1,
 ) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
-    The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if the
-    tensor-parallel size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are
-    sharded exactly when there is tensor parallelism. Collectives of all groups time out some minutes after `patience`
-    seconds, with None practically never. Raises ValueError when the number of processes is not a multiple of
-    `tensor_model_parallel_size`, ConfigError when this process has no GPU to itself.
+    The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if a
+    size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
+    tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
+    `patience` seconds, with None practically never. Raises ValueError when the number of processes is not a multiple of
+    both sizes together, ConfigError when this process has no GPU to itself.
     """
     import deepspeed
 
     world_size = world_size_from_environment()
-    if world_size % tensor_model_parallel_size:
+    sizes = tensor_model_parallel_size, context_parallel_size
+    if world_size % math.prod(sizes):
         raise ValueError(
-            f"{world_size} processes cannot form tensor-parallel groups of {tensor_model_parallel_size}; "
-            "start a multiple of parallel.tensor_model_parallel_size"
+            f"{world_size} processes cannot form groups of {sizes[0]} x {sizes[1]}; start a multiple of "
+            "parallel.tensor_model_parallel_size times parallel.context_parallel_size"
         )
     enable_megatron_on_cpu()
     keep_deepspeed_from_compiling()
@@ -121,10 +134,13 @@ def initialize_distributed(
         os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() != tensor_model_parallel_size:
+        found = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
+        if found != sizes:
             _destroy_groups()
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            sizes[0], context_parallel_size=sizes[1], create_gloo_process_groups=False
+        )
     # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timeout, group)
@@ -136,12 +152,14 @@ def initialize_distributed(
         world_size=dist.get_world_size(),
         tensor_parallel_rank=groups.tp.rank(),
         tensor_parallel_size=groups.tp.size(),
+        context_parallel_rank=groups.cp.rank(),
+        context_parallel_size=groups.cp.size(),
         data_parallel_rank=groups.dp.rank(),
         data_parallel_size=groups.dp.size(),
+        replica_rank=groups.dp_cp.rank(),
+        replica_size=groups.dp_cp.size(),
         mpu=deepspeed_mpu(groups),
-        tokens=TokenLayout(
-            groups.tp, groups.dp, groups.tp.size() > 1 if sequence_parallel is None else sequence_parallel
-        ),
+        tokens=TokenLayout.of(groups, sizes[0] > 1 if sequence_parallel is None else sequence_parallel),
     )
 
 

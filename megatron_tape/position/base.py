@@ -11,6 +11,7 @@ of this rank, D head dimension, C hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,11 +51,25 @@ class MicroBatch:
     tokens: int
     """Tokens inside attention: all tokens of the sequences."""
     local_tokens: int
-    """Tokens outside attention: this rank's share under sequence parallelism, otherwise all."""
+    """Tokens outside attention: this rank's share under sequence and context parallelism, otherwise all."""
     width: int
     """Bytes per number in the precision of the run."""
     tensor_size: int
-    """Ranks that share the model."""
+    """Tensor-parallel ranks, which share the model's matrices."""
+    context_size: int = 1
+    """Context-parallel ranks, which share the tokens of a sequence."""
+
+    @property
+    def head_shards(self) -> int:
+        """Over how many ranks the heads are distributed inside attention, and an exchange distributes the tokens."""
+        return self.tensor_size * self.context_size
+
+    def groups(self, query_groups: int) -> int:
+        """Return how many of all key/value groups this rank has inside attention.
+
+        Context ranks that cannot divide a tensor-parallel rank's groups among themselves hold some of them together.
+        """
+        return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ class StepResult:
     skipped: bool
 
 
-def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
-    """Translate our settings into DeepSpeed's."""
+def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
+    """Translate our settings into DeepSpeed's, which counts a sequence once for each of its context ranks."""
     stage = config.deepspeed.zero_stage
     zero = {
         "stage": stage,
@@ -59,8 +59,8 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict:
     in_bf16 = config.train.precision == "bf16"
     return {
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": config.train.global_batch_size // (micro * data_parallel_size),
-        "train_batch_size": config.train.global_batch_size,
+        "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
+        "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -109,7 +109,7 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self._adam,
-                config=deepspeed_config(config, layout.data_parallel_size),
+                config=deepspeed_config(config, layout),
                 mpu=layout.mpu,
                 dist_init_required=False,
             )

@@ -3,8 +3,9 @@
 Under sequence parallelism norms and TAPE's matrices (flagged `sequence_parallel`, Megatron's convention) see only their
 rank's tokens, so their gradients have to be summed over the tensor-parallel group. Megatron does this in
 `finalize_model_grads`, which DeepSpeed never calls. Here it is done once per optimizer step, when DeepSpeed has
-accumulated the gradients and averaged them over the data-parallel group: a sum of averages is an average of sums. Ranks
-of a tensor-parallel group hold shares of equal sizes, so ZeRO gives each of them the same parts of these parameters.
+accumulated the gradients and averaged them over the ranks that hold the same weights: a sum of averages is an average
+of sums. Ranks of a tensor-parallel group hold shares of equal sizes, so ZeRO gives each of them the same parts of these
+parameters.
 """
 
 from typing import Any

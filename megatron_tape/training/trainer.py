@@ -58,7 +58,10 @@ class Trainer:
         watch.progress("joining the other ranks")
         parallel, patience = config.parallel, longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
-            parallel.tensor_model_parallel_size, parallel.uses_sequence_parallel, patience
+            parallel.tensor_model_parallel_size,
+            parallel.uses_sequence_parallel,
+            patience,
+            parallel.context_parallel_size,
         )
         chosen_backend(config.model, dtype_of(config), self.layout.device)
         if watch.attempt is None:
