@@ -100,7 +100,8 @@ class Contestant:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            # The result of an operation that saves it would otherwise refer to itself, and never be freed.
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = self.model(**self.batches[0])

@@ -1,6 +1,8 @@
 """`benchmarks.encodings`: it records what it measures, and gives no figure to attention that is wrong."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -20,8 +22,22 @@ def measured(folder, *options):
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    return measured(tmp_path_factory.mktemp("several"), "--only=alibi,cope,tape")["encodings"]
+def built():
+    """Weak references to every parameter of the models that were measured."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory, built):
+    def watched(config, layout):
+        contestant = build(config, layout)
+        built.extend(weakref.ref(parameter) for parameter in contestant.model.parameters())
+        return contestant
+
+    build = encodings.built
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encodings, "built", watched)
+        return measured(tmp_path_factory.mktemp("several"), "--only=alibi,cope,tape")["encodings"]
 
 
 def test_every_encoding_stands_beside_rope(several):
@@ -30,6 +46,11 @@ def test_every_encoding_stands_beside_rope(several):
         row = several[name]
         assert 0.05 < row["step_over_rope"] < 50 and 0.5 < row["memory_over_rope"] < 2
         assert 0.01 < row["decoding_over_rope"] < 100 and not {"failed", "decoding_failed"} & row.keys()
+
+
+def test_measured_models_are_freed(several, built):
+    gc.collect()
+    assert built and not any(parameter() is not None for parameter in built)
 
 
 def test_the_table_says_what_is_missing(several):
