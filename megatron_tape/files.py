@@ -7,6 +7,7 @@ Small files that programs leave for each other have no lock: of several writers,
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -219,3 +220,23 @@ def write_whole(
         raise
     if durable:
         sync_directory(path.parent)
+
+
+WHOLE_BYTES = 16 << 20
+BLOCKS, BLOCK_BYTES = 64, 64 << 10
+
+
+def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
+    """Return the size and sha256 of a file; if it is large, the sha256 of `blocks` + 1 evenly spaced blocks of 64 KiB.
+
+    A file is large above 16 MiB, or above as much less as there are fewer blocks.
+    """
+    hasher, size = hashlib.sha256(), os.path.getsize(path)
+    with open(path, "rb") as file:
+        if size <= WHOLE_BYTES * blocks // BLOCKS:
+            hasher.update(file.read())
+        else:
+            for block in range(blocks + 1):
+                file.seek((size - BLOCK_BYTES) * block // blocks)
+                hasher.update(file.read(BLOCK_BYTES))
+    return f"{size} bytes, sha256 {hasher.hexdigest()[:12]}"

@@ -11,17 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.evaluations import ON_VALIDATION_DATA
-from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, blend, split_shares
-from megatron_tape.data.mixing import DatasetSettings, build_split, mix_with_long_documents
+from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
+from megatron_tape.data.mixing import AllDocuments, DatasetSettings, build_split, mix_with_long_documents
+from megatron_tape.data.plan import plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -43,12 +41,6 @@ class _NoTokenizer:
     eod: int = -2
     pad: int = -1
     vocab_size: None = None
-
-
-def _identify(prefixes: list[str]) -> dict[str, list[int]]:
-    """Return size and modification time (ns) of the datasets' files."""
-    files = [Path(f"{prefix}.{ending}") for prefix in prefixes for ending in ("bin", "idx")]
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 @dataclass(frozen=True)
@@ -179,57 +171,12 @@ def _obey_only_the_parent(worker: int) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def _weighted_blend(config: RunConfig) -> tuple[list[str], list[float] | None]:
-    """Weight datasets given without weights by their numbers of tokens.
-
-    Without weights, Megatron would stop after one pass over the list.
-    """
-    prefixes, weights = blend(config.data.prefix)
-    if weights is None and len(prefixes) > 1:
-        datasets = [IndexedDataset(prefix) for prefix in prefixes]
-        weights = [float(dataset.sequence_lengths.sum()) for dataset in datasets]
-    return prefixes, weights
-
-
-def _large_enough(
-    name: str,
-    prefixes: list[str],
-    weights: list[float] | None,
-    bounds: tuple[float, float] | None,
-    config: RunConfig,
-    warn: bool,
-) -> tuple[list[str], list[float] | None]:
-    """Leave out the datasets whose share of a split is less than one sequence, with a warning for each.
-
-    `bounds` are the split's first and last document as shares of all. Raises ConfigError when no dataset is left.
-    """
-    kept = []
-    for index, prefix in enumerate(prefixes):
-        dataset = IndexedDataset(prefix)  # in a variable: its arrays are views of a file that it closes when deleted
-        lengths = dataset.sequence_lengths
-        first, last = (round(bound * len(lengths)) for bound in bounds or (0, 0))
-        tokens = int(lengths[first:last].sum())
-        if tokens > config.model.seq_length:
-            kept.append(index)
-            continue
-        problem = (
-            f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less "
-            f"than one sequence of model.seq_length {config.model.seq_length}"
-        )
-        if warn:
-            logger.warning("warning: %s; it is left out of the %s data", problem, name)
-    if not kept:
-        alone = "" if len(prefixes) == 1 else f", and no other of the {len(prefixes)} datasets gives more"
-        raise ConfigError(f"{problem}{alone}; raise the share, or use more data")
-    return [prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]
-
-
 def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = None) -> Batches:
     """Open the source of samples, or the datasets with their shuffled indices, built or from `data.cache_directory`.
 
-    `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for
-    a split is left out of that split, and the others keep their proportions. Raises ConfigError if a split that is
-    needed does not contain a whole sequence.
+    All ranks call it together. `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a
+    blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
+    ConfigError if a split that is needed does not contain a whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
         raise ConfigError(
@@ -241,35 +188,33 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
         validation = sample_source(config, validation=True) if evaluates else None
         return Batches(sample_source(config, validation=False), validation, config, layout, eod)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    sizes = {"training": train.steps * train.global_batch_size}
-    if evaluates:
-        sizes["validation"] = train.eval_steps * train.global_batch_size
-    whole_blend = _weighted_blend(config)
+    size = train.steps * train.global_batch_size
+    speaks = layout.rank == 0
+    if speaks:
+        logger.info("building the index of %s training sequences", f"{size:,}")
+    started = time.monotonic()
+    plan = plan_for_all(config, evaluates)
     settings = DatasetSettings(
         random_seed=train.seed,
         sequence_length=config.model.seq_length,
-        blend=whole_blend,
+        blend=plan.whole,
         split=config.data.split,
         path_to_cache=config.data.resolved_cache_directory,
-        tokenizer=_NoTokenizer(_identify(whole_blend[0])),
+        tokenizer=_NoTokenizer(plan.identity),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    speaks = layout.rank == 0
-    if speaks:
-        logger.info("building the index of %s training sequences", f"{sizes['training']:,}")
-    started = time.monotonic()
     datasets = []
     # One split at a time, since each has its own datasets. Megatron never returns from indexing a split without
     # documents, so splits that are not needed and datasets that are too small are left out.
-    for i, (name, size) in enumerate(sizes.items()):
-        if i == 0 and config.data.long_documents is not None:
-            datasets.append(mix_with_long_documents(config, settings, size, speaks))
+    for i, members in enumerate(plan.splits):
+        if members is None:
+            datasets.append(mix_with_long_documents(config, settings, plan.pools, size, speaks))
             continue
-        members = _large_enough(name, *whole_blend, settings.split_matrix[i], config, speaks)
-        datasets.append(build_split(GPTDataset, replace(settings, blend=members), i, size))
+        wanted = size if i == 0 else train.eval_steps * train.global_batch_size
+        datasets.append(build_split(AllDocuments, replace(settings, blend=members), i, wanted))
     if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
     return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod)

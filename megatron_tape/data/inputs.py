@@ -1,12 +1,14 @@
 """Check that the files that a run reads exist, are complete and suit the run. Does not import torch."""
 
 import errno
+import functools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
@@ -14,10 +16,14 @@ from megatron_tape.config.values import shown
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import find_pools
+from megatron_tape.data.remembered import check_once
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 
 logger = logging.getLogger(__name__)
+
+_LARGE_INDEX = 1 << 30
+"""Bytes of an index that takes seconds to check."""
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -65,12 +71,17 @@ def check_same_vocabulary(checkpoint: Path, state: dict, tokenizer: Tokenizer, c
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Raise `ConfigError` if a dataset is damaged, or lacks the document ends or lengths that the run needs."""
+    """Raise `ConfigError` if a dataset is damaged, or lacks the document ends or lengths that the run needs.
+
+    Indices and examples that passed are not read again before they change (see `check_once`).
+    """
     tokenizer = load_run_tokenizer(config)
+    cache = config.data.resolved_cache_directory
     for prefix in blend(config.data.prefix)[0]:
         try:
             dataset = IndexedDatasetReader(prefix)
-            problem = next(dataset.problems(), None)
+            files = [dataset.idx_path, dataset.bin_path]
+            problem = check_once("index 1", files, cache, functools.partial(_first_problem, dataset))
         except (ValueError, OSError) as error:
             problem = str(error)
         refuse(problem is not None, f"data.prefix names {prefix}, which is not whole: {problem}")
@@ -86,13 +97,23 @@ def check_datasets(config: RunConfig) -> None:
         _check_examples(config, tokenizer)
 
 
+def _first_problem(dataset: IndexedDatasetReader) -> str | None:
+    if dataset.idx_path.stat().st_size > _LARGE_INDEX:
+        command_line.say(f"checking {dataset.idx_path}, once: {len(dataset):,} documents")
+    return next(dataset.problems(), None)
+
+
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Read all examples; raise `ConfigError` for the first bad line, or if no samples can be made of them."""
     cutter_of(config, tokenizer)
-    settings = examples_of(config.data.examples)
+    settings, cache = examples_of(config.data.examples), config.data.resolved_cache_directory
     for path in filter(None, (settings.path, settings.validation)):
-        count = sum(1 for _ in read_examples(path, ""))
-        refuse(count == 0, f"{path} holds no example; give another file as data.examples")
+        problem = check_once("examples 1", [path], cache, functools.partial(_no_example, path))
+        refuse(problem is not None, f"{path} {problem}; give another file as data.examples")
+
+
+def _no_example(path: str) -> str | None:
+    return None if sum(1 for _ in read_examples(path, "")) else "holds no example"
 
 
 def check_inputs(config: RunConfig) -> None:

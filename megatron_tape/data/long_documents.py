@@ -4,7 +4,7 @@ A document is here what Megatron-core shuffles: a sequence of the indexed datase
 Megatron's make of every document.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,13 @@ import numpy as np
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 
 MANY_PASSES = 4
 """Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling
 Data-Constrained Language Models", 2023)."""
+_BLOCK = 1 << 20
+"""How many documents are looked at at once: int64 temporaries of all the billions of a dataset would not fit a node."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,38 @@ def divide(
     """Divide every dataset's documents, given their lengths in tokens, into the long ones and the others."""
     long, others = [], []
     for index, (prefix, values) in enumerate(zip(prefixes, lengths)):
-        for pool, part in ((long, values[values >= minimum]), (others, values[values < minimum])):
-            tokens = int(part.sum(dtype=np.int64))
+        for pool, part in ((long, _long(values, minimum)), (others, _others(values, minimum))):
+            documents, tokens = _count(part)
             weight = float(tokens) if weights is None else weights[index]
-            pool.append(Member(prefix, weight, tokens, len(part)))
+            pool.append(Member(prefix, weight, tokens, documents))
     return Pools(long, others)
+
+
+def _blocks(lengths: np.ndarray) -> Iterator[np.ndarray]:
+    return (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
+
+
+def _long(lengths: np.ndarray, minimum: int) -> Iterator[np.ndarray]:
+    return (block[block >= minimum] for block in _blocks(lengths))
+
+
+def _others(lengths: np.ndarray, minimum: int) -> Iterator[np.ndarray]:
+    return (block[block < minimum] for block in _blocks(lengths))
+
+
+def _count(blocks: Iterable[np.ndarray]) -> tuple[int, int]:
+    """Return how many documents, given their lengths, there are, and how many tokens they have."""
+    documents = tokens = 0
+    for block in blocks:
+        documents += len(block)
+        tokens += int(block.sum(dtype=np.int64))
+    return documents, tokens
+
+
+def numbers_of_long(lengths: np.ndarray, minimum: int) -> np.ndarray:
+    """Return the numbers (int64) of the documents of at least `minimum` tokens, in order."""
+    found = [i * _BLOCK + np.flatnonzero(block >= minimum) for i, block in enumerate(_blocks(lengths))]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def drawn_from(pools: Pools, share: float, seq_length: int) -> Pools:
@@ -75,12 +104,13 @@ def find_pools(config: RunConfig) -> Pools:
         fix = "set share to 1, or raise minimum"
         needed.append((found.others, divided.others, f"share is {share}", "less than", fix))
     for left, pool, value, relation, fix in needed:
+        if left:
+            continue
         dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
-        refuse(
-            not left,
+        raise ConfigError(
             f"data.long_documents.{value}, but the training documents of {relation} {minimum} tokens in {dataset} hold "
             f"{max(member.tokens for member in pool):,} tokens, too few for a sequence of model.seq_length "
-            f"{seq_length} ({_in_words(all_lengths)}); {fix}",
+            f"{seq_length} ({_in_words(all_lengths)}); {fix}"
         )
     return found
 
@@ -140,21 +170,41 @@ def share_past_in_stream(lengths: np.ndarray, seq_length: int, distances: Sequen
     For documents (their lengths in tokens) in random order, back to back, and cut into windows of `seq_length`: a
     token's place in its window is uniform, and both its document and its window must have begun that far before.
     """
-    lengths = lengths.astype(np.int64)
-    total = max(1, int(lengths.sum()))
-    far = [
-        np.maximum(lengths - distance, 0).sum() / total * max(0, 1 - distance / seq_length) for distance in distances
-    ]
-    return np.array(far)
+    return _past_in_stream(_blocks(lengths), seq_length, distances)
 
 
-def share_past_in_windows(lengths: np.ndarray, seq_length: int, distances: Sequence[int]) -> np.ndarray:
+def _past_in_stream(blocks: Iterable[np.ndarray], seq_length: int, distances: Sequence[int]) -> np.ndarray:
+    total, past = 0, np.zeros(len(distances))
+    for block in blocks:
+        total += int(block.sum(dtype=np.int64))
+        past += _tokens_past(block, distances)
+    return past / max(1, total) * _past_in_window(seq_length, distances)
+
+
+def _past_in_windows(blocks: Iterable[np.ndarray], seq_length: int, distances: Sequence[int]) -> np.ndarray:
     """Return the same for documents that are drawn as `windows_of` describes, with what is left as a stream."""
-    whole, left = windows_of(lengths, seq_length)
-    in_whole = np.array([max(0, 1 - distance / seq_length) for distance in distances])
-    parts = np.array([whole.sum(), left.sum() / seq_length])
+    windows, total, past = 0, 0, np.zeros(len(distances))
+    for block in blocks:
+        whole, left = windows_of(block, seq_length)
+        windows += int(whole.sum())
+        total += int(left.sum())
+        past += _tokens_past(left, distances)
+    in_window = _past_in_window(seq_length, distances)
+    of_left = past / max(1, total) * in_window
+    parts = np.array([windows, total / seq_length])
     weights = parts / max(parts.sum(), 1e-9)
-    return weights[0] * in_whole + weights[1] * share_past_in_stream(left, seq_length, distances)
+    return weights[0] * in_window + weights[1] * of_left
+
+
+def _tokens_past(lengths: np.ndarray, distances: Sequence[int]) -> np.ndarray:
+    """Count the tokens that lie so far after their document's start."""
+    lengths = lengths.astype(np.int64)
+    return np.array([np.maximum(lengths - distance, 0).sum() for distance in distances], dtype=float)
+
+
+def _past_in_window(seq_length: int, distances: Sequence[int]) -> np.ndarray:
+    """Return what share of a window's positions lies so far after its start."""
+    return np.array([max(0, 1 - distance / seq_length) for distance in distances])
 
 
 def share_past_in_mix(
@@ -170,12 +220,10 @@ def share_past_in_mix(
     Every dataset must have at least a sequence of tokens in one of the pools, and every pool a dataset.
     """
     result = np.zeros(len(distances))
-    for pool, of_mix, share_past in (
-        ([values[values >= minimum] for values in lengths], share, share_past_in_windows),
-        ([values[values < minimum] for values in lengths], 1 - share, share_past_in_stream),
-    ):
-        tokens = np.array([values.sum(dtype=np.int64) for values in pool], dtype=float)
+    mixed = (_long, share, _past_in_windows), (_others, 1 - share, _past_in_stream)
+    for part_of, of_mix, share_past in mixed:
+        tokens = np.array([_count(part_of(values, minimum))[1] for values in lengths], dtype=float)
         parts = np.where(tokens > seq_length, tokens if weights is None else np.asarray(weights, dtype=float), 0.0)
-        for values, part in zip(pool, parts / max(parts.sum(), 1e-9)):
-            result += of_mix * part * share_past(values, seq_length, distances)
+        for values, part in zip(lengths, parts / max(parts.sum(), 1e-9)):
+            result += of_mix * part * share_past(part_of(values, minimum), seq_length, distances)
     return result

@@ -1,10 +1,12 @@
-"""Training data of which `data.long_documents.share` comes from long documents."""
+"""Megatron's datasets, built once by rank 0, and training data of which a share comes from long documents."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -13,10 +15,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.data.long_documents import find_pools, passes_in_words, share_past_in_mix, training_lengths
+from megatron_tape.data.long_documents import (
+    Pools,
+    numbers_of_long,
+    passes_in_words,
+    share_past_in_mix,
+    training_lengths,
+)
 from megatron_tape.data.windows import DocumentWindows
 
 logger = logging.getLogger(__name__)
+
+_THREADS = 8
+"""Most datasets of a blend that are opened at the same time."""
 
 
 @dataclass
@@ -26,12 +37,26 @@ class DatasetSettings(GPTDatasetConfig):
     documents_below: int | None = None
 
 
-class ShorterDocuments(GPTDataset):
-    """A `GPTDataset` of those documents only that have less than `documents_below` tokens."""
+class AllDocuments(GPTDataset):
+    """A `GPTDataset` that is not longer than what was asked for, which Megatron would read a whole index to know."""
+
+    def __len__(self) -> int:
+        return super().__len__() if self.sample_index is not None else self.num_samples
+
+
+# Cached indices are named by it, also those that were built by `GPTDataset` itself.
+AllDocuments.__name__ = GPTDataset.__name__
+
+
+class ShorterDocuments(AllDocuments):
+    """One of those documents only that have less than `documents_below` tokens."""
 
     def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
-        shorter = indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
-        super().__init__(indexed_dataset, dataset_path, indexed_indices[shorter], num_samples, index_split, config)
+        if indexed_indices is not None:  # they are cached
+            indexed_indices = indexed_indices[
+                indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
+            ]
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -59,27 +84,37 @@ class Mixed(Dataset):
         return self.datasets[self._dataset[index]][int(self._sample[index])]
 
 
-def build_split(kind: type[GPTDataset], settings: DatasetSettings, split: int, size: int) -> Dataset:
-    """Build (or read from the cache) at least `size` samples of one split: 0 for training, 1 for validation."""
-    alone = replace(settings)
+def build_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int) -> Dataset:
+    """Return at least `size` samples of one split: 0 for training, 1 for validation; all ranks call it together.
+
+    Rank 0 builds the indices, unless they are cached. Then every rank opens the datasets without reading an index, of
+    which it maps what a sample needs when the first one is drawn.
+    """
+    alone = replace(settings, num_dataset_builder_threads=_threads(len(settings.blend[0])))
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
+    BlendedMegatronDatasetBuilder(kind, sizes, lambda: dist.get_rank() == 0, alone).build()
+    # Megatron's constructor refuses these beside a split, which the cached indices already follow.
+    alone.fast_cache_load = alone.defer_npy_index_mmap = True
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
 
 
-def mix_with_long_documents(config: RunConfig, settings: DatasetSettings, size: int, speaks: bool) -> Mixed:
+def _threads(datasets: int) -> int:
+    return min(_THREADS, datasets, len(os.sched_getaffinity(0)))
+
+
+def mix_with_long_documents(
+    config: RunConfig, settings: DatasetSettings, pools: Pools, size: int, speaks: bool
+) -> Mixed:
     """Return `size` training samples of `settings.blend`, a share of them windows of long documents.
 
-    Raises ConfigError if long documents, or others where needed, are less than a sequence. `speaks` logs what is drawn.
+    All ranks call it together, with the same `pools`. `speaks` logs what is drawn.
     """
     minimum, share = config.data.long_documents["minimum"], config.data.long_documents["share"]
-    prefixes, weights = blend(config.data.prefix)
-    lengths = {prefix: training_lengths(prefix, config.data.split) for prefix in prefixes}
-    pools = find_pools(config)
     mix = Mixed([share, 1 - share] if pools.others else [1.0], size)
     long = Mixed([member.weight for member in pools.long], mix.counts[0])
     for member in pools.long:
-        documents = np.flatnonzero(lengths[member.prefix] >= minimum)
+        documents = numbers_of_long(training_lengths(member.prefix, config.data.split), minimum)
         windows = DocumentWindows(IndexedDataset(member.prefix), documents, config.model.seq_length, config.train.seed)
         long.datasets.append(windows)
     mix.datasets.append(long)
@@ -93,8 +128,10 @@ def mix_with_long_documents(config: RunConfig, settings: DatasetSettings, size: 
             logger.info(sentence)
             if warning:
                 logger.warning("warning: %s", warning)
+        prefixes, weights = blend(config.data.prefix)
+        lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
         far = config.model.seq_length // 2
-        mixed = share_past_in_mix(list(lengths.values()), weights, config.model.seq_length, [far], minimum, share)
+        mixed = share_past_in_mix(lengths, weights, config.model.seq_length, [far], minimum, share)
         logger.info(
             f"{100 * mixed[0]:.1f} % of training positions are {far:,} or more tokens into their document "
             "(50 % would be if each sequence were one document)"

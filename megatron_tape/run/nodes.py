@@ -14,10 +14,11 @@ from typing import Any
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.files import BLOCKS, fingerprint
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
-WHOLE_BYTES = 16 << 20
-BLOCKS, BLOCK_BYTES = 64, 64 << 10
+BLOCKS_OF_ALL = 4096
+"""About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
 GIB = 2**30
 
 
@@ -55,19 +56,6 @@ def code_digest() -> str:
     return hasher.hexdigest()[:12]
 
 
-def fingerprint(path: str | Path) -> str:
-    """Return the size and sha256 of a file; above 16 MiB, the sha256 of 65 evenly spaced blocks of it."""
-    hasher, size = hashlib.sha256(), os.path.getsize(path)
-    with open(path, "rb") as file:
-        if size <= WHOLE_BYTES:
-            hasher.update(file.read())
-        else:
-            for block in range(BLOCKS + 1):
-                file.seek((size - BLOCK_BYTES) * block // BLOCKS)
-                hasher.update(file.read(BLOCK_BYTES))
-    return f"{size} bytes, sha256 {hasher.hexdigest()[:12]}"
-
-
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
     files = [prefix + suffix for prefix in blend(config.data.prefix)[0] for suffix in (".idx", ".bin")]
@@ -85,9 +73,11 @@ def inputs(config: RunConfig) -> list[str]:
 def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
     """Describe this node for comparison with the others. `home` is where the attempt writes checkpoints."""
     facts: dict[str, Any] = {"versions": versions() | {"code": code_digest()}, "data": {}, "directory": None}
-    for path in inputs(config):
+    files = inputs(config)
+    blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
+    for path in files:
         try:
-            facts["data"][path] = fingerprint(path)
+            facts["data"][path] = fingerprint(path, blocks)
         except OSError as error:
             facts["data"][path] = f"not readable ({error.strerror})"
     if home is not None:

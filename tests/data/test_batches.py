@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_tape.data import batches
+from megatron_tape.data import batches, plan
 from megatron_tape.data.batches import build_batches, documents_from_tokens
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -91,6 +91,46 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
     train, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, [160, 8, 0], lambda: True, settings).build()
     assert tokens_of(built.train, 160) == tokens_of(train, 160)
     assert tokens_of(built.validation, 8) == tokens_of(validation, 8)
+
+
+def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folder, build, monkeypatch, tmp_path):
+    prefixes = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
+    expected = [tokens_of(build(prefix).train, 160) for prefix in (f"{folder}/a", prefixes)]
+    cached = sorted((tmp_path / "cache").iterdir())
+
+    def read(dataset):
+        raise AssertionError("an epoch's tokens are counted")
+
+    monkeypatch.setattr(GPTDataset, "_get_num_tokens_per_epoch", read)
+    for prefix, tokens in zip((f"{folder}/a", prefixes), expected):
+        built = build(prefix).train
+        for dataset in getattr(built, "datasets", [built]):
+            # Megatron's list of all documents, and the maps of a .npy file each.
+            assert (dataset.indices, dataset.document_index, dataset.shuffle_index) == (None, None, None)
+        assert tokens_of(built, 160) == tokens
+    assert sorted((tmp_path / "cache").iterdir()) == cached
+
+
+def test_only_rank_0_decides_what_the_splits_are_drawn_from(folder, build, monkeypatch):
+    planned = []
+
+    def broadcast(values, src):
+        if values[0] is None:
+            values[0] = planned[-1]
+        planned.append(values[0])
+
+    monkeypatch.setattr(plan.dist, "broadcast_object_list", broadcast)
+    initialize_distributed(1)
+    config = build([f"{folder}/small", f"{folder}/a"], seq_length=256).config
+    with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
+        build([f"{folder}/small", f"{folder}/a"], seq_length=512)
+    monkeypatch.setattr(plan.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(plan, "_lengths", lambda prefix: pytest.fail("another rank reads an index"))
+    with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
+        plan.plan_for_all(config, True)
+    del planned[1:]
+    found = plan.plan_for_all(config, True)
+    assert found.splits == [([f"{folder}/a"], found.splits[0][1])] * 2 and len(found.identity) == 4
 
 
 def test_documents_end_with_their_end_mark(folder, build):

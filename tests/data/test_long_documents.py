@@ -9,10 +9,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.data import long_documents
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 from megatron_tape.data.inputs import check_datasets
-from megatron_tape.data.long_documents import share_past_in_mix, share_past_in_stream
+from megatron_tape.data.long_documents import Pools, share_past_in_mix, share_past_in_stream
 from megatron_tape.data.windows import DocumentWindows
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -203,6 +204,26 @@ def test_the_computed_reach_is_that_of_real_batches(configure, lengths, folder, 
     assert computed == pytest.approx(share_past(rows, distances), abs=0.01)
     if minimum == 150:
         assert computed == pytest.approx([31 / 32, 28 / 32, 24 / 32, 0.5, 8 / 32, 1 / 32])
+
+
+def test_documents_are_counted_block_by_block(lengths, monkeypatch):
+    values = [np.array(lengths[name], np.int32) for name in NAMES]
+
+    def found():
+        return (
+            long_documents.divide(NAMES, values, None, 40),
+            [long_documents.numbers_of_long(of_one, 40).tolist() for of_one in values],
+            share_past_in_mix(values, None, LENGTH, [1, 16, 31], 40, 0.5),
+            share_past_in_stream(values[0], LENGTH, [1, 16, 31]),
+        )
+
+    whole = found()
+    monkeypatch.setattr(long_documents, "_BLOCK", 7)
+    for ours, expected in zip(found(), whole):
+        assert ours == expected if isinstance(ours, (list, Pools)) else np.allclose(ours, expected, rtol=1e-12)
+    assert whole[1][0] == np.flatnonzero(values[0] >= 40).tolist()
+    assert [member.tokens for member in whole[0].long] == [int(of_one[of_one >= 40].sum()) for of_one in values]
+    assert [member.documents for member in whole[0].others] == [int((of_one < 40).sum()) for of_one in values]
 
 
 def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, lengths):

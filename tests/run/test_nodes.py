@@ -5,6 +5,7 @@ import shutil
 import pytest
 from configurations import make
 
+from megatron_tape import files
 from megatron_tape.run import nodes
 
 
@@ -111,17 +112,17 @@ def test_fingerprints_differ_where_bytes_differ(tmp_path):
     small, other = tmp_path / "small", tmp_path / "other"
     small.write_bytes(b"x" * 1000)
     other.write_bytes(b"x" * 999 + b"y")
-    assert nodes.fingerprint(small) != nodes.fingerprint(other)
+    assert files.fingerprint(small) != files.fingerprint(other)
     large = tmp_path / "large"
     with open(large, "wb") as file:
-        file.truncate(nodes.WHOLE_BYTES + 1)
-    before = nodes.fingerprint(large)
-    for place in (0, nodes.WHOLE_BYTES):
+        file.truncate(files.WHOLE_BYTES + 1)
+    before = files.fingerprint(large)
+    for place in (0, files.WHOLE_BYTES):
         with open(large, "r+b") as file:
             file.seek(place)
             file.write(b"y")
-        assert nodes.fingerprint(large) != before
-        before = nodes.fingerprint(large)
+        assert files.fingerprint(large) != before
+        before = files.fingerprint(large)
 
 
 def test_the_code_digest_follows_the_code(monkeypatch, tmp_path):
