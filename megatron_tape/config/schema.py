@@ -116,7 +116,8 @@ class DataConfig:
     num_workers: int = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: str | None = None
-    """Where Megatron's index maps are kept between runs; null means index_cache beside the first dataset."""
+    """Where Megatron's index maps, and which checks the data has passed, are kept between runs; null means index_cache
+    beside the first dataset."""
 
     @property
     def source(self) -> str:
