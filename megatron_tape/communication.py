@@ -14,7 +14,9 @@ from megatron_tape.parameters import (
 )
 from megatron_tape.position import MicroBatch, encoding_of
 
-TENSOR, DATA = "tensor parallel", "data parallel"
+TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and context parallel"
+DATA = "data parallel"
+"""All ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
 PERSISTENT = 100_000
@@ -42,29 +44,30 @@ def communication(
     tensor-parallel rank holds whole. None takes the mean over the GPUs; ZeRO 1 and 2 cut the parameters anywhere.
     """
     tensor_size = config.parallel.tensor_model_parallel_size
-    data_size = world_size // tensor_size
+    data_size, replicas = world_size // config.parallel.ranks_per_sequence, world_size // tensor_size
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_size)
     found: dict[tuple[str, str], Traffic] = {}
     if tensor_size > 1:
         for kind, traffic in _of_layers(config, tensor_size, micro_batches).items():
             found[TENSOR, kind] = traffic
+    found |= _between_tokens_and_heads(config, micro_batches)
     if tensor_size > 1 and config.parallel.uses_sequence_parallel:
         if replicated_share is None:
-            shares = data_size if config.deepspeed.zero_stage > 0 else 1
+            shares = replicas if config.deepspeed.zero_stage > 0 else 1
             parts = trained_parts(config.extension)
             replicated_share = -(-replicated_parameters(config.model, config.extension, parts) // shares)
         found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
         found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
-    if data_size > 1:
+    if replicas > 1:
         for kind, size in _of_zero(config, tensor_size, micro_batches).items():
             found[DATA, kind] = Traffic(size, None)
     return found
 
 
 def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[str, Traffic]:
-    """Count what Megatron's layers and the positional encoding send among the ranks that share the model."""
+    """Count what Megatron's layers send among the tensor-parallel ranks."""
     model, width = config.model, 2 if config.train.precision == "bf16" else 4
-    tokens = config.train.micro_batch_size * model.seq_length
+    tokens = config.train.micro_batch_size * model.seq_length // config.parallel.context_parallel_size
     layers, again = model.num_layers, config.train.recompute == "full"
     extension, parts = config.extension, trained_parts(config.extension)
 
@@ -90,17 +93,37 @@ def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[
         narrow = tokens * extension.lora_rank * width * layers * micro_batches
         traffic.bytes += narrow * (whole * of_qkv + own * of_o)
         traffic.calls += layers * micro_batches * ((whole > 0) * of_qkv + own * of_o)
-    encoding, batch = encoding_of(model), MicroBatch(tokens, tokens // tensor_size, width, tensor_size)
+    return {ALL_GATHER: gathered, REDUCE_SCATTER: summed, ALL_REDUCE: softmax}
+
+
+def _between_tokens_and_heads(config: RunConfig, micro_batches: int) -> dict[tuple[str, str], Traffic]:
+    """Count the all-to-alls of attention and of the positional encoding.
+
+    Attention sends queries, keys and values together, and its output back, among the context ranks; the encoding sends
+    what it has among all ranks that compute the same sequences.
+    """
+    model, parallel, width = config.model, config.parallel, 2 if config.train.precision == "bf16" else 4
+    tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    shards = parallel.ranks_per_sequence
+    if context_size == 1 and not parallel.uses_sequence_parallel:
+        return {}
+    layers, forwards = model.num_layers, 1 + (config.train.recompute == "full")
+    tokens = config.train.micro_batch_size * model.seq_length
+    encoding, batch = encoding_of(model), MicroBatch(tokens, tokens // shards, width, tensor_size, context_size)
     exchanged = 0
     for layer in range(layers):
         forward, backward = encoding.exchanged_bytes(layer, batch)
-        exchanged += forward * (1 + again) + backward
-    return {
-        ALL_GATHER: gathered,
-        REDUCE_SCATTER: summed,
-        ALL_REDUCE: softmax,
-        ALL_TO_ALL: Traffic(micro_batches * exchanged, None),
-    }
+        exchanged += forward * forwards + backward
+    of_encoding = Traffic(micro_batches * exchanged, None)
+    if context_size == 1:
+        return {(TENSOR, ALL_TO_ALL): of_encoding}
+    heads = 2 * (model.num_attention_heads // shards + batch.groups(model.query_groups))
+    calls = micro_batches * layers * (forwards + 1)
+    of_attention = Traffic(calls * tokens * heads * model.head_dim * width, 2 * calls)
+    if tensor_size > 1:
+        return {(CONTEXT, ALL_TO_ALL): of_attention} | ({(SEQUENCE, ALL_TO_ALL): of_encoding} if exchanged else {})
+    together = of_attention.bytes + of_encoding.bytes
+    return {(CONTEXT, ALL_TO_ALL): Traffic(together, None if exchanged else of_attention.calls)}
 
 
 def _of_zero(config: RunConfig, tensor_size: int, micro_batches: int) -> Counter[str]:

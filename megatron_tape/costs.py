@@ -91,12 +91,12 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     recomputed.
     """
     model, train, tensor_size = config.model, config.train, config.parallel.tensor_model_parallel_size
-    data_size = world_size // tensor_size
+    replicas = world_size // tensor_size
     extension = config.extension
     parts = trained_parts(extension)
     held = parameters_per_rank(model, tensor_size, extension)
     trained = parameters_per_rank(model, tensor_size, extension, parts)
-    weights, gradients, optimizer, buffers, copy, step, host = _state(config, held, trained, data_size)
+    weights, gradients, optimizer, buffers, copy, step, host = _state(config, held, trained, replicas)
     kept = activations(
         model,
         train.micro_batch_size,
@@ -106,13 +106,15 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         config.parallel.uses_sequence_parallel,
         config.data.reset_attention_mask,
         extension=extension,
+        context_size=config.parallel.context_parallel_size,
     )
     # ZeRO 2 takes its buckets at the first gradient, when the softmax is gone: the larger of the two counts.
     apart = min(buffers, kept.logits) if config.deepspeed.zero_stage == 2 else 0
     buffers -= apart
     if config.parallel.uses_sequence_parallel and {"matrices", "output"} & {*parts}:
         # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
-        buffers += train.micro_batch_size * model.seq_length * model.hidden_size * _width(config)
+        gathered = train.micro_batch_size * model.seq_length // config.parallel.context_parallel_size
+        buffers += gathered * model.hidden_size * _width(config)
     # When the first bucket is full, what the layers above have kept is gone. A step begins when all activations and
     # most buffers are gone; ZeRO 3 is built from whole weights.
     left = 1 - min(1, config.deepspeed.reduce_bucket_size / trained)
@@ -173,6 +175,7 @@ def activations(
     masked: bool = False,
     fused_norms: bool = True,
     extension: ExtensionConfig | None = None,
+    context_size: int = 1,
 ) -> Activations:
     """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
 
@@ -181,9 +184,10 @@ def activations(
     normalised copy in fp32. A frozen matrix keeps no input, unless it has LoRA layers, as `extension` says.
     """
     width = 4 if precision == "fp32" else 2
-    tokens = model.seq_length * micro_batch_size
+    whole_sequences = model.seq_length * micro_batch_size
+    tokens = whole_sequences // context_size
     local = tokens // tensor_size if sequence_parallel else tokens
-    encoding, batch = encoding_of(model), MicroBatch(tokens, local, width, tensor_size)
+    encoding, batch = encoding_of(model), MicroBatch(whole_sequences, local, width, tensor_size, context_size)
     trained, lora = trained_parts(extension), lora_targets(extension)
     normed = local * model.hidden_size * width
     norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
@@ -196,9 +200,7 @@ def activations(
         moves = ROTATION in encoding.needs and encoding.learns_rotation(index)
         averages = AVERAGE in encoding.needs and encoding.updates(index)
         kept_before = encoding.state_is_learned(index) and (index == 0 or not encoding.updates(index - 1))
-        attention = _attention(
-            model, micro_batch_size, width, tensor_size, masked, moves, moves and not kept_before, averages, fused_norms
-        )
+        attention = _attention(model, batch, masked, moves, moves and not kept_before, averages, fused_norms)
         mlp = tokens * (5 if "matrices" in trained else 4) * model.ffn_hidden_size // tensor_size * width
         kept = 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
         if "matrices" not in trained:
@@ -208,10 +210,10 @@ def activations(
 
     layers = [layer(i) for i in range(model.num_layers)]
     # Sequences share their positions, unless they are packs whose documents have their own.
-    states = tokens if masked and encoding.counts_in_documents else model.seq_length
+    states = whole_sequences if masked and encoding.counts_in_documents else model.seq_length
     inputs = tokens * 8 + states * encoding.state_size(0) * width
     # The mask of packs is made once for all layers.
-    inputs += tokens * model.seq_length * width if masked and not _tiled(model) else 0
+    inputs += whole_sequences * model.seq_length * width if masked and not _tiled(model) else 0
     backward = sum(layers)
     if recompute == "full":
         whole = layers
@@ -243,9 +245,7 @@ def _tiled(model: ModelConfig) -> bool:
 
 def _attention(
     model: ModelConfig,
-    batch: int,
-    width: int,
-    tensor_size: int,
+    batch: MicroBatch,
     masked: bool,
     moves: bool,
     own: bool,
@@ -257,12 +257,12 @@ def _attention(
     `moves`: the position state needs a gradient, so the rotation keeps its inputs. `own`: it is counted neither with an
     earlier layer nor by the encoding. `averages`: the state is averaged as a second value.
     """
-    tokens = model.seq_length * batch
-    heads, groups, dim = model.num_attention_heads // tensor_size, model.query_groups // tensor_size, model.head_dim
+    tokens, width, dim = batch.tokens, batch.width, model.head_dim
+    heads, groups = model.num_attention_heads // batch.head_shards, batch.groups(model.query_groups)
     grouped = heads > groups
     projected = heads + 2 * groups
     # Megatron copies queries when it separates them from keys and values.
-    copied = heads if grouped and groups > 1 else 0
+    copied = heads if grouped and groups > 1 and batch.context_size == 1 else 0
     # The input of the rotation (without one, of attention) is kept only if the rotation needs a gradient.
     read, normed = moves, 0
     if model.qk_norm:
@@ -285,7 +285,9 @@ def _attention(
         widened = 4 * (heads + (1 + calls) * groups) * dim
     # Of the output's gate, its sigmoid and the product.
     gate = 2 * heads if model.attention_output_gate else 0
-    numbers = projected + queries + keys + values + normed + calls * heads + gate
+    # What comes back from the other context ranks is what the output's projection or gate keeps.
+    returned = heads if batch.context_size > 1 else 0
+    numbers = projected + queries + keys + values + normed + calls * heads + returned + gate
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
@@ -298,13 +300,13 @@ def _width(config: RunConfig) -> int:
     return 4 if config.train.precision == "fp32" else 2
 
 
-def _state(config: RunConfig, held: int, trained: int, data_size: int) -> tuple[int, int, int, int, int, int, int]:
+def _state(config: RunConfig, held: int, trained: int, replicas: int) -> tuple[int, int, int, int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state, buffers, the copy of a bucket that is sent, the optimizer's
     step, and host memory.
     """
-    settings, width, part = config.deepspeed, _width(config), -(-trained // data_size)
+    settings, width, part = config.deepspeed, _width(config), -(-trained // replicas)
     stage, numbers = settings.zero_stage, settings.reduce_bucket_size
-    weights = width * (-(-held // data_size) if stage == 3 else held)
+    weights = width * (-(-held // replicas) if stage == 3 else held)
     if stage == 0:
         # The step takes square roots of the second moments.
         return weights, 4 * trained, 8 * trained, 0, 0, 4 * trained, 0
@@ -317,7 +319,7 @@ def _state(config: RunConfig, held: int, trained: int, data_size: int) -> tuple[
     bucket_width = {1: 4, 2: width, 3: sent_width}[stage]
     buffers = bucket_width * numbers * (2 if settings.overlap_comm and stage < 3 else 1)
     copy = sent_width * min(numbers, trained) if sent_width != bucket_width else 0
-    if stage == 3 and data_size > 1:
+    if stage == 3 and replicas > 1:
         buffers += width * min(held, LIVE_PARAMETERS)
     # The step takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
     step = (4 if stage == 2 and width == 2 else 8) * part + (bucket_width * numbers if stage == 3 else 0)

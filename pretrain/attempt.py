@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.verb == "check":
             config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
-            validate(config, config.parallel.tensor_model_parallel_size)
+            validate(config, config.parallel.ranks_per_sequence)
             check_inputs(config)
         elif options.verb == "chain":
             print(*check_chain(options.arguments, options.scratch), sep="\n")
@@ -114,7 +114,7 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
 
     second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
     for config in (first, second):
-        validate(config, config.parallel.tensor_model_parallel_size)
+        validate(config, config.parallel.ranks_per_sequence)
         check_inputs(config)
     check_base(second, base)
     refuse(

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         refuse(gib is not None and not is_positive(gib), f"--gpu-memory is {gib}; give a number of GiB above 0")
         config = parse_run_config(rest, with_base_settings)
-        processes = config.parallel.tensor_model_parallel_size if processes is None else processes
+        processes = config.parallel.ranks_per_sequence if processes is None else processes
         validate(config, processes)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of GPUs; default: parallel.tensor_model_parallel_size"
+        "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"
     )
     parser.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; without it every usual size is compared"
@@ -80,7 +80,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     if tensor_size > 1:
         yield "  per tensor-parallel rank", f"{result.parameters_per_rank:,}"
     layout = counted(processes, "process", "processes")
-    layout += f": {tensor_size} tensor parallel x {processes // tensor_size} data parallel"
+    layout += f": {config.parallel.described(processes)}"
     yield "layout", f"{layout}, ZeRO {config.deepspeed.zero_stage}, {train.precision}, recompute {train.recompute}"
     yield "memory per GPU", f"{result.peak / GIB:8.2f} GiB"
     for name, size in (
@@ -147,7 +147,7 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
     for verb, key, value in smaller:
         yield f"{verb} {key} to {value}", change(key, value), processes
     double = 2 * tensor_size
-    number = processes if processes % double == 0 else 2 * processes
+    number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
     where = "" if number == processes else f" on {counted(number, 'process', 'processes')}"
     changed = change("parallel.tensor_model_parallel_size", double)
     changed.parallel.sequence_parallel = None

@@ -139,11 +139,11 @@ def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
 def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the report."""
     config, record = outcome.config, outcome.record
-    size = config.parallel.tensor_model_parallel_size
-    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * (processes // size))
+    data_size = processes // config.parallel.ranks_per_sequence
+    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_size)
     at_once = counted(micro_batches, "micro-batch", "micro-batches")
     yield (
-        f"rank {rank} of {processes}: {size} tensor parallel x {processes // size} data parallel, ZeRO "
+        f"rank {rank} of {processes}: {config.parallel.described(processes)}, ZeRO "
         f"{config.deepspeed.zero_stage}, {config.train.precision}, recompute {config.train.recompute}, "
         f"attention as {config.model.attention_backend}, {at_once} a step"
     )

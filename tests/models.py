@@ -38,12 +38,13 @@ def build(
     device="cpu",
     lora=None,
     shifted_sparse=False,
+    cp=1,
 ):
     """Build a model on this process's share; `randomize` moves what would change nothing from its start.
 
     `lora` are settings of a context extension that adds LoRA layers.
     """
-    layout = initialize_distributed(tp)
+    layout = initialize_distributed(tp, context_parallel_size=cp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     translated = transformer_config(model, tp, sp, dtype, recompute)

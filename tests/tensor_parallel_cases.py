@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -50,87 +51,134 @@ LORA_VARIANTS = {
     "tape_lora": {"lora": LORA},
     "tape_lora_for_q_and_v": {"lora": SOME_LORA, "changes": {"num_query_groups": 4, "qkv_bias": True}},
     "tape_lora_alone_recomputed": {"lora": LORA, "trained": ("lora",), "recompute": "full"},
-    "rope_lora_without_sequence_parallel": {"lora": LORA, "changes": ROPE, "sequence_parallel": False},
-    "rope_lora_alone_without_sequence_parallel": {
-        "lora": LORA,
-        "changes": ROPE,
-        "trained": ("lora",),
-        "sequence_parallel": False,
-    },
 }
+LORA_WITHOUT_SEQUENCE_PARALLEL = {
+    "rope_lora": {"lora": LORA, "changes": ROPE},
+    "rope_lora_alone": {"lora": LORA, "changes": ROPE, "trained": ("lora",)},
+}
+SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
+"""Encodings with something by group."""
+OF_FOUR = (
+    "tape",
+    "tape_tied",
+    "tape_gated_output",
+    "tape_biased_qk_norm",
+    "tape_learned_increments_unit",
+    "rope",
+    "alibi",
+    "t5",
+    "fire",
+    "sincos",
+    "path_fox",
+    "cope",
+    "repo",
+)
 
 
-def gradients_of(built, model, size):
+def gradients_of(built, model, tokens):
     """Whole gradients by the reference's names, from all ranks' shares."""
-    gradients = {}
+    gradients, size = {}, tokens.model_group.size()
     for name, parameter in built.gpt.named_parameters():
         if not parameter.requires_grad:
             continue
         parts = [torch.empty_like(parameter.grad) for _ in range(size)]
-        if size > 1:
-            dist.all_gather(parts, parameter.grad.contiguous())
-        else:
-            parts = [parameter.grad]
+        dist.all_gather(parts, parameter.grad.contiguous(), group=tokens.model_group)
         gradients |= from_megatron(name, unshard(parts, parameter), model)
     return gradients
 
 
-def run(built, ids, labels, **kwargs):
+def run(built, tokens, batch):
+    """The logits and the loss of this rank's sequences, whose gradient is kept."""
+    own = {key: value.chunk(tokens.data_shards)[tokens.data_group.rank()] for key, value in batch.items()}
+    given = {key: value for key, value in own.items() if key not in ("labels", "loss_weights")}
     with torch.no_grad():
-        logits = built(ids, **kwargs)
-    loss = built(ids, labels, **kwargs)
+        logits = built(**given)
+        by_token = built(**given, labels=own["labels"], by_token=True)
+    loss = built(**own)
     loss.backward()
-    return logits, loss.detach()
+    return logits, by_token, tokens.average(loss)
 
 
-def compare(
-    changes=None, recompute="none", sequence_parallel=True, lora=None, trained=None, shifted_sparse=False, **kwargs
-):
-    """Largest differences between one process and two, relative to the largest value.
+@dataclass
+class Case:
+    """What one process computes; parameters of other kinds than `trained` are frozen, if it is given."""
 
-    Parameters of other kinds than `trained` are frozen, if it is given.
-    """
+    changes: dict = field(default_factory=dict)
+    recompute: str = "none"
+    sequence_parallel: bool | None = None
+    lora: ExtensionConfig | None = None
+    trained: tuple | None = None
+    shifted_sparse: bool = False
+    inputs: dict = field(default_factory=dict)
+    """Of the model's forward, beside tokens and labels."""
 
-    def trains(name, parameter):
-        return trained is None or kind_of(name) in trained
+    def built(self, tp, cp=1, **options):
+        same = dict(lora=self.lora, shifted_sparse=self.shifted_sparse)
+        built, layout = build(self.model, tp, cp=cp, **same, **options)
+        trains = lambda name, parameter: self.trained is None or kind_of(name) in self.trained  # noqa: E731
+        select_trained(built, trains, self.recompute != "none")
+        return built, layout
 
-    changes = changes or {}
-    model = small_model(**changes)
-    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
-    same = dict(lora=lora, shifted_sparse=shifted_sparse)
-    alone, _ = build(model, **same)
-    select_trained(alone, trains, recompute != "none")
-    weights = whole_weights(alone, model)
-    logits, loss = run(alone, ids, labels, **kwargs)
-    expected = gradients_of(alone, model, 1)
+    def alone(self):
+        """Compute what all layouts must find."""
+        self.model = small_model(**self.changes)
+        self.batch = {"tokens": random_tokens(seed=1), "labels": random_tokens(seed=2), **self.inputs}
+        built, layout = self.built(1)
+        self.weights = whole_weights(built, self.model)
+        # Every rank computes the whole batch.
+        everything = replace(
+            layout.tokens, data_group=layout.tokens.model_group, replica_group=layout.tokens.model_group
+        )
+        self.results = run(built, everything, self.batch)
+        self.gradients = gradients_of(built, self.model, layout.tokens)
+        self.initial = whole_weights(self.built(1, randomize=False)[0], self.model)
 
-    fresh, _ = build(model, randomize=False, **same)
-    initial = whole_weights(fresh, model)
-    parallel, layout = build(
-        model, tp=2, recompute=recompute, randomize=False, sequence_parallel=sequence_parallel, **same
-    )
-    select_trained(parallel, trains, recompute != "none")
-    same_start = all(
-        torch.equal(parameter, shard(to_megatron(initial, name, model), parameter, layout.rank, 2))
-        for name, parameter in parallel.gpt.named_parameters()
-    )
-    load_whole(parallel, weights, model, layout)
-    parallel_logits, parallel_loss = run(parallel, ids, labels, **kwargs)
-    replicated = [parameter.grad for parameter in replicated_parameters(parallel)]
-    assert bool(replicated) == sequence_parallel
-    with CountCollectives() as summing:
-        sum_over_group(replicated, layout.groups.tp, layout.device)
-    gradients = gradients_of(parallel, model, 2)
-    return {
-        "same_start": same_start,
-        "logits": ((parallel_logits - logits).abs().max() / logits.abs().max()).item(),
-        "loss": (parallel_loss - loss).abs().item(),
-        "collectives": summing.calls,
-        "gradients": {
-            name: ((gradients[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)).item()
-            for name in expected
-        },
-    }
+    def compared(self, tp, cp=1):
+        """Largest differences from one process, relative to the largest value."""
+        built, layout = self.built(
+            tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
+        )
+        tokens = built.tokens
+        same_start = all(
+            torch.equal(
+                parameter, shard(to_megatron(self.initial, name, self.model), parameter, tokens.model_group.rank(), tp)
+            )
+            for name, parameter in built.gpt.named_parameters()
+        )
+        load_whole(built, self.weights, self.model, layout)
+        *by_token, loss = run(built, tokens, self.batch)
+        # As ZeRO averages them.
+        for parameter in built.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=tokens.replica_group)
+                parameter.grad /= tokens.replica_group.size()
+        replicated = [parameter.grad for parameter in replicated_parameters(built)]
+        assert bool(replicated) == tokens.sequence_parallel
+        with CountCollectives() as summing:
+            sum_over_group(replicated, layout.groups.tp, layout.device)
+        gradients = gradients_of(built, self.model, tokens)
+        *expected, expected_loss = self.results
+        expected = [x.chunk(tokens.data_shards)[tokens.data_group.rank()] for x in expected]
+        differences = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(by_token, expected, strict=True)]
+        return {
+            "same_start": same_start,
+            "logits": differences[0],
+            "by_token": differences[1],
+            "loss": (loss - expected_loss).abs().item(),
+            "collectives": summing.calls,
+            "gradients": {
+                name: ((gradients[name] - whole).norm() / whole.norm().clamp(min=1e-12)).item()
+                for name, whole in self.gradients.items()
+            },
+        }
+
+
+def assert_equal(result):
+    assert result["same_start"]
+    assert result["logits"] < 1e-5 and result["by_token"] < 1e-5
+    assert result["loss"] < 1e-5
+    for name, difference in result["gradients"].items():
+        assert difference < 2e-5, name
 
 
 class CountCollectives(TorchDispatchMode):
@@ -151,9 +199,10 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count(changes):
-    model = small_model(**changes, num_query_groups=4)
-    built, _ = build(model, tp=2)
+def count(changes, tp, cp):
+    """The numbers that a rank's collectives move in a forward and a backward pass, by kind."""
+    model = small_model(**changes)
+    built, _ = build(model, tp, cp=cp)
     ids, labels = random_tokens(seed=1), random_tokens(seed=2)
     with CountCollectives() as forward:
         loss = built(ids, labels)
@@ -174,20 +223,68 @@ def order_on_node(folder):
     return times
 
 
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+
+
+def cases():
+    """Under both kinds of parallelism."""
+    weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(4)) / 16
+    found = {name: Case(changes) for name, changes in VARIANTS.items()}
+    found |= {name: Case(**settings) for name, settings in LORA_VARIANTS.items()}
+    found["tape_recompute"] = Case(recompute="full")
+    found["increments_recompute"] = Case(VARIANTS["tape_learned_increments_unit"], recompute="full")
+    found["tape_packed"] = Case(inputs={"documents": DOCUMENTS})
+    found["tape_shifted"] = Case(recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS})
+    found["tape_weighted"] = Case(inputs={"loss_weights": weights})
+    return found
+
+
+def without_sequence_parallel():
+    """Of tensor parallelism alone."""
+    found = {name: {"changes": {"position_encoding": name}} for name in ("rope", "toy_head_gate")}
+    found |= LORA_WITHOUT_SEQUENCE_PARALLEL
+    return {f"{name}_split_by_heads": Case(**case, sequence_parallel=False) for name, case in found.items()}
+
+
+def shared_groups():
+    """Of context parallelism: key/value groups that the ranks cannot divide among themselves."""
+    three = {"num_attention_heads": 12, "num_query_groups": 3, "kv_channels": 8}
+    found = {f"{name}_of_one_group": Case(VARIANTS[name] | {"num_query_groups": 1}) for name in SHARING}
+    found |= {f"{name}_of_three_groups": Case(VARIANTS[name] | three) for name in SHARING}
+    found["tape_shifted_of_three_groups"] = Case(three, shifted_sparse=True)
+    return found
+
+
+def every_layout(of_both, of_tensor, of_context, layouts):
+    """The results of each case under each layout (tensor and context parallel), by their names."""
+    for case in (of_both | of_tensor | of_context).values():
+        case.alone()
+    results = {}
+    for tp, cp in layouts:
+        chosen = of_both | (of_tensor if cp == 1 else of_context)
+        results |= {f"{name}_tp{tp}_cp{cp}": case.compared(tp, cp) for name, case in chosen.items()}
+    return results
+
+
 def main(folder):
-    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
-    results = {name: compare(changes) for name, changes in VARIANTS.items()}
-    results |= {name: compare(**settings) for name, settings in LORA_VARIANTS.items()}
-    results["tape_recompute"] = compare({}, recompute="full")
-    results["increments_recompute"] = compare(VARIANTS["tape_learned_increments_unit"], recompute="full")
-    results["tape_packed"] = compare({}, documents=documents)
-    results["tape_shifted"] = compare({}, recompute="full", shifted_sparse=True, documents=documents)
-    results["rope_without_sequence_parallel"] = compare({"position_encoding": "rope"}, sequence_parallel=False)
     importlib.import_module("toy_encodings.head_gate")
-    results["head_gate_without_sequence_parallel"] = compare(
-        {"position_encoding": "toy_head_gate"}, sequence_parallel=False
-    )
+    results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
     results["order_on_node"] = order_on_node(folder)
-    results["numbers"] = {name: count(changes) for name, changes in COUNTED.items()}
+    results["numbers"] = {
+        f"{name}_tp{tp}_cp{cp}": count(changes | {"num_query_groups": 4}, tp, cp)
+        for tp, cp in ((2, 1), (1, 2))
+        for name, changes in COUNTED.items()
+    }
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
+    return results
+
+
+def of_four_processes():
+    """For training_cases, whose group of four processes does these as well."""
+    some = {name: VARIANTS[name] for name in OF_FOUR}
+    found = {name: Case(changes) for name, changes in some.items()}
+    found["tape_packed_recompute"] = Case(recompute="full", inputs={"documents": DOCUMENTS})
+    found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
+    results = every_layout(found, {}, shared_groups(), [(2, 2), (1, 4), (1, 2)])
+    results["numbers"] = {name: count(COUNTED[name] | {"num_query_groups": 2}, 2, 2) for name in ("tape", "rope")}
     return results

@@ -137,7 +137,6 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     context_size, together = config.parallel.context_parallel_size, config.parallel.ranks_per_sequence
     joint_key = tensor_key if context_size == 1 else f"{tensor_key} times parallel.context_parallel_size {context_size}"
     refuse(world_size < 1, f"the number of processes is {world_size}; start at least 1")
-    refuse(context_size > 1, f"parallel.context_parallel_size is {context_size}; only 1 is supported as yet")
     refuse(
         world_size % together != 0,
         f"the number of processes, {world_size}, is not divisible by {joint_key}; start another number of processes "

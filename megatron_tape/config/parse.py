@@ -90,7 +90,7 @@ def _read(argv: list[str] | None, complete: Complete, purpose: str) -> tuple[Run
         fill_directories(config, name)
         encoding_of(config.model)
         if arguments.print_config:
-            validate(config, world_size=config.parallel.tensor_model_parallel_size)
+            validate(config, world_size=config.parallel.ranks_per_sequence)
     except ConfigError as error:
         raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
     return config, arguments.print_config

@@ -198,6 +198,12 @@ class ParallelConfig:
         """How many GPUs compute one sequence together; what remains of the GPUs is data parallel."""
         return self.tensor_model_parallel_size * self.context_parallel_size
 
+    def described(self, processes: int) -> str:
+        """Return how so many processes share the work, such as `2 tensor parallel x 4 data parallel`."""
+        context = f"{self.context_parallel_size} context parallel x " if self.context_parallel_size > 1 else ""
+        data = processes // self.ranks_per_sequence
+        return f"{self.tensor_model_parallel_size} tensor parallel x {context}{data} data parallel"
+
     @property
     def uses_sequence_parallel(self) -> bool:
         """Whether tokens are sharded over the tensor-parallel GPUs."""

@@ -29,7 +29,7 @@ def choice(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted
     return choose_backend(model.attention_backend, device, dtype, shape, encoding_of(model).needs, shifted_sparse)
 
 
-def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
+def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:
     """Return the sizes that decide which fused kernels a model compiles."""
     encoding = encoding_of(model)
     return Shapes(
@@ -42,6 +42,7 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1) -> Shapes:
         fp32_state=model.position_state_precision == "fp32",
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
+        context_parallel_size=context_parallel_size,
     )
 
 
@@ -60,7 +61,7 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_spa
         with layout.first_on_node():
             try:
                 if fused:
-                    shapes = kernel_shapes(model, layout.tensor_parallel_size)
+                    shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
                     check_fused_kernels(shapes, dtype, device, chosen.backend)
             except ConfigError as caught:
                 error = caught

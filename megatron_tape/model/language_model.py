@@ -98,7 +98,8 @@ class LanguageModel(torch.nn.Module):
         )
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
-        self._unshifted_groups = unshifted_groups(model.query_groups, groups.tp.rank(), groups.tp.size())
+        own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
+        self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
 
     def forward(
         self,
@@ -112,7 +113,9 @@ class LanguageModel(torch.nn.Module):
         """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
 
         This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum; or, `by_token`, the
-        losses (B, S) themselves, in float32.
+        losses (B, S) themselves, in float32. All ranks that compute the same sequences are given the whole sequences.
+        With context parallelism the scalar is that of a rank's own tokens, and the mean over the context ranks is the
+        loss.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
         defaults to those that the encoding has outside training, mostly 0, 1, ...; with most encodings, shifting all of
@@ -128,6 +131,9 @@ class LanguageModel(torch.nn.Module):
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
         added, embedded = self.encoding.embedding(positions_SB, self.dtype), None
+        tokens, labels, loss_weights = (
+            None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
+        )
         if added is not None:
             embedded = self.gpt.embedding(tokens, None) + self.tokens.local_tokens(added)
         forward = partial(
@@ -140,9 +146,9 @@ class LanguageModel(torch.nn.Module):
             extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )
         if labels is None:
-            return forward(runtime_gather_output=True)
+            return self.tokens.gather_context(forward(runtime_gather_output=True))
         losses = forward(labels=labels)
-        return losses.float() if by_token else self.tokens.loss(losses, loss_weights)
+        return self.tokens.gather_context(losses.float()) if by_token else self.tokens.loss(losses, loss_weights)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """Return the positions (S,) of token ids (B, S), on their device; `random` is the stream of a training step."""

@@ -1,5 +1,7 @@
 """Megatron-core modules whose attention carries a position state."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +16,7 @@ from megatron_tape.model.weights import initial_parameters
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
+from megatron_tape.parallel.tokens import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.base import NO_MEMORY
 
@@ -53,6 +56,7 @@ class PositionSelfAttention(SelfAttention):
 
     def __init__(self, config: TransformerConfig, *args, output_gate: bool = False, **kwargs):
         super().__init__(config, *args, **kwargs)
+        self.tokens = TokenLayout.of(self.pg_collection, config.sequence_parallel)
         self.linear_gate = None
         if output_gate:
             self.linear_gate = ColumnParallelLinear(
@@ -70,14 +74,14 @@ class PositionSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attend from normalised hidden states (S, B, C), or (s, B, C) under sequence parallelism.
+        """Attend from this rank's normalised hidden states (s, B, C).
 
         Returns the projected output, its bias (None), and the position state averaged with the attention map,
-        (S, B, h, D), or None if it is not averaged.
+        (S, B, h, D), of all tokens and this rank's heads, or None if it is not averaged.
         """
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        output, averaged = self.core_attention(query, key, value, positions, packing)
-        output = output.flatten(2)
+        projected = self.get_query_key_value_tensors(hidden_states)
+        output, averaged = self.core_attention(*self.tokens.enter_attention(*projected), positions, packing)
+        output = self.tokens.leave_attention(output).flatten(2)
         if self.linear_gate is not None:
             output = output * self.linear_gate(hidden_states)[0].sigmoid()
         output, bias = self.linear_proj(output)
@@ -95,6 +99,7 @@ class LayerPosition(torch.nn.Module):
         super().__init__()
         self.encoding = encoding
         self.layer = layer
+        self._of_heads: dict[str, int] = {}
         for name, drawn in initial_parameters(encoding, layer, seed).items():
             declared = encoding.parameters(layer)[name]
             if declared.head_axis is not None:
@@ -103,6 +108,7 @@ class LayerPosition(torch.nn.Module):
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:
                 set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
+                self._of_heads[name] = declared.head_axis
             if declared.decay is not None:
                 weight.decay = declared.decay
             self.register_parameter(name, weight)
@@ -122,8 +128,19 @@ class LayerPosition(torch.nn.Module):
             # Recomputation makes every state require a gradient, but the gradient of fixed phases is not used.
             state = state.detach()
         hidden_states = self._for_encoding(hidden_states)
-        state = self.encoding.enter(self.layer, self._parameters, state, hidden_states, NO_MEMORY)
-        return state, self.encoding.positions(self.layer, self._parameters, state, hidden_states, NO_MEMORY)
+        parameters = self._in_attention()
+        state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_MEMORY)
+        return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_MEMORY)
+
+    def _in_attention(self) -> Mapping[str, Tensor]:
+        """Return the parameters, cut to this rank's heads inside attention."""
+        if not self._of_heads or self.encoding.tokens.context_shards == 1:
+            return self._parameters
+        cut = {
+            name: self.encoding.tokens.heads_in_attention(self._parameters[name], axis)
+            for name, axis in self._of_heads.items()
+        }
+        return {**self._parameters, **cut}
 
     def _for_encoding(self, hidden_states: Tensor) -> Tensor:
         """Sum gradients over ranks without sequence parallelism, since each rank then has only its heads' part."""
@@ -138,7 +155,7 @@ class LayerPosition(torch.nn.Module):
         if not self.updates:
             return state
         outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
-        new = self.encoding.next_state(self.layer, self._parameters, state, averaged, *outputs)
+        new = self.encoding.next_state(self.layer, self._in_attention(), state, averaged, *outputs)
         if self.record_norms:
             with torch.no_grad():
                 after, before = new.float(), state.float()
@@ -172,7 +189,7 @@ class PositionTransformerLayer(TransformerLayer):
         packed_seq_params: Packing | ShiftedSegments | None = None,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states (S, B, C) and the position state (`context`) to those of the next layer.
+        """Map this rank's hidden states (s, B, C) and the position state (`context`) to those of the next layer.
 
         The documents of a pack, or the segments of shifted sparse attention, arrive as Megatron's `packed_seq_params`,
         which Megatron passes to every layer unchanged.

@@ -1,5 +1,6 @@
 """Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +88,7 @@ def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides which kernels a model compiles: sizes of the whole model, and how tensor parallelism cuts it."""
+    """What decides which kernels a model compiles: sizes of the whole model, and how parallelism cuts it."""
 
     heads: int
     groups: int
@@ -101,6 +102,14 @@ class Shapes:
     tensor_parallel_size: int = 1
     reflects: bool = False
     """Whether scores go through the reflections of the tokens in between."""
+    context_parallel_size: int = 1
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """Heads and groups of one rank inside attention."""
+        heads, groups = (n // self.tensor_parallel_size for n in (self.heads, self.groups))
+        ranks = self.context_parallel_size
+        return heads // ranks, math.lcm(groups, ranks) // ranks
 
 
 class Check(NamedTuple):
@@ -125,7 +134,7 @@ def kernel_checks(
         return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
     heads, groups, dim, P = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
-    H, G = heads // shapes.tensor_parallel_size, groups // shapes.tensor_parallel_size
+    H, G = shapes.local
     averages = shapes.averages
     starts = [[3 * length // 8], [5 * length // 8 + 1]]
     packing = Packing.of(torch.arange(length, device=device) >= torch.tensor(starts, device=device))
@@ -162,7 +171,7 @@ def score_checks(
     """
     length = LENGTH if length is None else length
     generator = torch.Generator().manual_seed(0)
-    H, G = shapes.heads // shapes.tensor_parallel_size, shapes.groups // shapes.tensor_parallel_size
+    H, G = shapes.local
     tensors = [
         torch.randn(shape, generator=generator).to(device, dtype)
         for shape in (*((length, 2, n, shapes.head_dim) for n in (H, G, G)), (length, 2, H), (40, H))

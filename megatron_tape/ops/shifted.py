@@ -54,13 +54,13 @@ class ShiftedSegments:
         return cls(cut(0), cut(length // 2), unshifted_groups)
 
 
-def unshifted_groups(query_groups: int, rank: int = 0, ranks: int = 1) -> int:
-    """Return how many of a rank's key/value groups are not shifted, of `query_groups` over all tensor-parallel ranks.
+def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> int:
+    """Return how many of a rank's key/value groups, numbered among all `query_groups`, are not shifted.
 
-    The first half of all groups, rounded down, is not. Heads that share keys are shifted together.
+    The first half of all groups, rounded down, is not. Heads that share keys are shifted together. Without `own_groups`
+    the rank has all groups.
     """
-    local = query_groups // ranks
-    return min(max(query_groups // 2 - rank * local, 0), local)
+    return sum(group < query_groups // 2 for group in (range(query_groups) if own_groups is None else own_groups))
 
 
 def shifted_attention(

@@ -13,8 +13,8 @@ A tensor-parallel rank's key/value groups that cannot be divided among the cp co
 
 Everything that depends on this uses `TokenLayout`.
 
-Axes: S all tokens of a sequence, c those of this context rank, s those of this rank, B batch, N heads or groups, m those
-of this tensor-parallel rank, n those of this rank inside attention.
+Axes: S all tokens of a sequence, c those of this context rank, s those of this rank, B batch, N heads or groups,
+m those of this tensor-parallel rank, n those of this rank inside attention.
 """
 
 import math
@@ -127,9 +127,7 @@ class TokenLayout:
         """Turn queries, keys and values (c, B, m, D) into (S, B, n, D), by one all-to-all over the context ranks."""
         if self.context_shards == 1:
             return tensors_cBm
-        by_rank = [
-            self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0) for x in tensors_cBm
-        ]
+        by_rank = [self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0) for x in tensors_cBm]
         together = all_to_all(self.context_group, torch.cat(by_rank, dim=3)).flatten(0, 1)
         return together.split([x.shape[3] for x in by_rank], dim=2)
 

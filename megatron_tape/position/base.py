@@ -71,6 +71,10 @@ class MicroBatch:
         """
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
+    def sent_groups(self, query_groups: int) -> int:
+        """Return of how many groups an exchange sends something for each token: all, or more where ranks share some."""
+        return self.groups(query_groups) * self.head_shards
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -184,7 +188,7 @@ class PositionEncoding:
         return 0
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count the bytes of this rank's tensors in layer `layer`'s all-to-alls under sequence parallelism.
+        """Count the bytes of this rank's tensors in layer `layer`'s all-to-alls under sequence or context parallelism.
 
         Those of the forward pass, and those of the backward pass.
         """

@@ -53,7 +53,7 @@ class FoxPosition(PositionEncoding):
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count inputs of the log-sigmoids, with what they keep besides on a CPU, and the gates' sums in float64."""
         heads = self.model.num_attention_heads
-        return (4 + 4) * batch.local_tokens * heads + 8 * batch.tokens * heads // batch.tensor_size
+        return (4 + 4) * batch.local_tokens * heads + 8 * batch.tokens * heads // batch.head_shards
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count the gates, which are exchanged for those of the rank's heads, and their gradients."""

@@ -92,7 +92,7 @@ class PathPosition(PositionEncoding):
         from megatron_tape.ops.householder import BLOCK
 
         model = self.model
-        groups, dim = model.query_groups // batch.tensor_size, model.head_dim
+        groups, dim = batch.groups(model.query_groups), model.head_dim
         sequences = batch.tokens // model.seq_length
         blocks = sequences * -(-model.seq_length // BLOCK) * groups
         of_blocks = 2 * BLOCK * dim + (BLOCK + dim) * (BLOCK + dim)
@@ -101,7 +101,8 @@ class PathPosition(PositionEncoding):
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count w and beta, and their gradients."""
-        bytes_ = batch.local_tokens * self.model.query_groups * (self.model.head_dim + 1) * batch.width
+        groups = batch.sent_groups(self.model.query_groups)
+        bytes_ = batch.local_tokens * groups * (self.model.head_dim + 1) * batch.width
         return bytes_, bytes_
 
     def positions(

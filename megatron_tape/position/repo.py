@@ -98,12 +98,13 @@ class Reposition(RotaryPosition):
         """
         if not self.learns_rotation(layer):
             return 0
-        angles = self.model.query_groups // batch.tensor_size * self.model.head_dim // 2
+        angles = batch.groups(self.model.query_groups) * self.model.head_dim // 2
         return 4 * (batch.local_tokens * 4 * self.model.repo_inner_width + batch.tokens * angles)
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count the positions on their way to attention, and their gradients on theirs back."""
-        sent = 4 * self.model.query_groups * batch.local_tokens if self.learns_rotation(layer) else 0
+        groups = batch.sent_groups(self.model.query_groups)
+        sent = 4 * groups * batch.local_tokens if self.learns_rotation(layer) else 0
         return sent, sent
 
     def positions(

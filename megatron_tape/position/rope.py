@@ -109,11 +109,13 @@ class RotaryPosition(PositionEncoding):
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count increments and positions, in float64, and the phases that are made of them."""
         per_group = 2 * 8 + self.model.head_dim * batch.width
-        return batch.local_tokens * self.model.query_groups * per_group if self.learns_on_entry(layer) else 0
+        groups = batch.groups(self.model.query_groups)
+        return batch.tokens * groups * per_group if self.learns_on_entry(layer) else 0
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count what increments are computed from on its way to the ranks that add up all tokens."""
-        sent = self.model.query_groups * batch.width * batch.local_tokens if self.learns_on_entry(layer) else 0
+        groups = batch.sent_groups(self.model.query_groups)
+        sent = groups * batch.width * batch.local_tokens if self.learns_on_entry(layer) else 0
         return sent, sent
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":

@@ -135,11 +135,11 @@ class TapePosition(RotaryPosition):
         are those of one group until other ranks get them.
         """
         model, groups, inner = self.model, self.model.query_groups, self.model.position_mlp_width
-        phases = (1 if batch.tensor_size == 1 else groups) * model.head_dim * batch.width
+        phases = (1 if batch.head_shards == 1 else groups) * model.head_dim * batch.width
         increments = batch.local_tokens * (2 * 8 + phases) if self.learns_on_entry(layer) else 0
         if not self.updates(layer):
             return increments
-        received = model.num_attention_heads * model.head_dim if batch.tensor_size > 1 else 0
+        received = model.num_attention_heads * model.head_dim if batch.head_shards > 1 else 0
         per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
         normalized = self.state_bytes(layer + 1, batch.width) if model.position_state_norm == "unit" else 0
         update = (batch.local_tokens * per_token + inner * groups * groups) * batch.width
@@ -152,12 +152,12 @@ class TapePosition(RotaryPosition):
         rank gets what they are computed from, and the positions go back in float64.
         """
         model, learned = self.model, self.state_is_learned(layer)
-        tokens = batch.local_tokens if learned else model.seq_length // batch.tensor_size
-        state = model.query_groups * model.head_dim * batch.width * tokens
+        tokens = batch.local_tokens if learned else model.seq_length // batch.head_shards
+        state = batch.sent_groups(model.query_groups) * model.head_dim * batch.width * tokens
         average = model.num_attention_heads * model.head_dim * batch.width * batch.local_tokens
         sent = average if self.updates(layer) else 0
         if self.learns_on_entry(layer):
-            sent += batch.tensor_size * (batch.width + 8) * batch.local_tokens
+            sent += batch.head_shards * (batch.width + 8) * batch.local_tokens
         return state + sent, (state if learned else 0) + sent
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":

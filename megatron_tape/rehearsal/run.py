@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
+from megatron_tape.communication import CONTEXT, DATA, SEQUENCE, TENSOR
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
@@ -74,7 +75,7 @@ def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
 def _shortened(config: RunConfig, home: str) -> RunConfig:
     """Return `config` with three steps of at most two micro-batches; it reads nothing and writes only into `home`."""
     config = copy.deepcopy(config)
-    data_size = dist.get_world_size() // config.parallel.tensor_model_parallel_size
+    data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     at_once = config.train.micro_batch_size * data_size
     train = config.train
     train.global_batch_size = min(train.global_batch_size, MICRO_BATCHES * at_once)
@@ -141,14 +142,16 @@ class _ObservedRun:
         return self.outcome
 
     def _name_groups(self, layout: ParallelLayout) -> None:
+        groups = layout.groups
         for group, name in (
             (dist.group.WORLD, "all ranks"),
-            (layout.groups.dp, "data parallel"),
-            (layout.groups.tp, "tensor parallel"),
+            (groups.tp_cp, SEQUENCE),
+            (groups.cp, CONTEXT),
+            (groups.tp, TENSOR),
+            (groups.dp, DATA),
+            (groups.dp_cp, DATA),
         ):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if len(ranks) > 1:
-                self.tracker.groups[ranks] = name
+            self.tracker.name_group(group, name)
 
     def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
         """Build the engine, and observe its steps and forward passes."""

@@ -74,14 +74,13 @@ class Tracker(TorchDispatchMode):
         self.record = Record()
         self.faults: Counter[str] = Counter()
         """How often each fault occurred: something that a GPU would refuse, or that would make it wait."""
-        self.groups: dict[tuple[int, ...], str] = {}
-        """Names of process groups, by their ranks."""
         self.allocated: dict[int, tuple[int, str]] = {}
         """Bytes and phase of every storage on the GPU, by the storage's address."""
         self.live: Counter[str] = Counter()
         self._total = 0
         self._pinned: set[int] = set()
         self._group_names: dict[str, str] = {}
+        self._names_by_ranks: dict[tuple[int, ...], str] = {}
 
     def __enter__(self):
         Tracker.active = self
@@ -90,6 +89,12 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *error):
         Tracker.active = None
         return super().__exit__(*error)
+
+    def name_group(self, group: dist.ProcessGroup, name: str) -> None:
+        """Name a process group; that of all ranks, and groups without a name, have the last one with their ranks."""
+        self._names_by_ranks[tuple(dist.get_process_group_ranks(group))] = name
+        if group is not dist.group.WORLD:
+            self._group_names[group.group_name] = name
 
     def begin_record(self) -> Record:
         """Return the record so far, and begin another."""
@@ -201,7 +206,7 @@ class Tracker(TorchDispatchMode):
     def _group_name(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._group_names:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._group_names[group.group_name] = self.groups.get(ranks, f"{len(ranks)} other ranks")
+            self._group_names[group.group_name] = self._names_by_ranks.get(ranks, f"{len(ranks)} other ranks")
         return self._group_names[group.group_name]
 
     def _book(self, tensor: Tensor) -> None:

@@ -134,8 +134,9 @@ def test_biases_and_gates_are_those_of_the_heads(backend):
 def test_the_head_alone_decides_whether_it_is_shifted():
     for groups in (2, 3, 4, 6, 8, 9, 32):
         for ranks in (ranks for ranks in range(1, groups + 1) if groups % ranks == 0):
-            counts = [unshifted_groups(groups, rank, ranks) for rank in range(ranks)]
             local = groups // ranks
+            shares = [list(range(rank * local, (rank + 1) * local)) for rank in range(ranks)]
+            counts = [unshifted_groups(groups, own) for own in shares]
             unshifted = [rank * local + i for rank, count in enumerate(counts) for i in range(count)]
             assert unshifted == list(range(groups // 2))
-    assert [unshifted_groups(9, rank, 3) for rank in range(3)] == [3, 1, 0]
+    assert [unshifted_groups(9, own) for own in ([0, 1, 2], [3, 4, 5], [6, 7, 8], [3, 3, 4, 4])] == [3, 1, 0, 2]
