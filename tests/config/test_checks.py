@@ -90,6 +90,17 @@ def test_what_can_run_is_accepted(world_size, changes):
          {"parallel__tensor_model_parallel_size": 3}),
         ("model.num_query_groups 2 is not divisible by parallel.tensor_model_parallel_size 4", 4,
          {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 2}),
+        ("number of processes, 6, is not divisible by parallel.tensor_model_parallel_size 2 times "
+         "parallel.context_parallel_size 2", 6,
+         {"parallel__tensor_model_parallel_size": 2, "parallel__context_parallel_size": 2}),
+        ("model.num_attention_heads 8 is not divisible by parallel.tensor_model_parallel_size 1 times "
+         "parallel.context_parallel_size 16", 16, {"parallel__context_parallel_size": 16}),
+        ("model.seq_length 30 is not divisible by parallel.tensor_model_parallel_size 1 times "
+         "parallel.context_parallel_size 4", 4, {"parallel__context_parallel_size": 4, "model__seq_length": 30}),
+        ("parallel.context_parallel_size 2 with parallel.tensor_model_parallel_size 2 needs parallel.sequence_parallel",
+         4, {"parallel__tensor_model_parallel_size": 2, "parallel__context_parallel_size": 2,
+             "parallel__sequence_parallel": False, "model__position_encoding": "rope"}),
+        ("parallel.context_parallel_size is 0", 1, {"parallel__context_parallel_size": 0}),
         ("extension.lora_rank is 17, but the projection k is only 16 wide", 1,
          {"extension__trains": ["lora"], "extension__lora_rank": 17, "model__num_query_groups": 2}),
         ("extension.lora_rank is 4, but extension.trains is ['tape'], so there are no LoRA layers; add lora", 1,
