@@ -9,6 +9,7 @@ which only SDPA keeps.
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
@@ -145,6 +146,30 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     )
 
 
+class LayerWork(NamedTuple):
+    """The multiply-adds of one layer's forward pass for one token of a full sequence."""
+
+    projections: int
+    """Attention's projections and the MLP."""
+    attention: int
+    """Scores, and the average of the values."""
+    averages: int
+    """The average of the position state, by the same attention map."""
+    position: int
+    """What else the positional encoding adds."""
+
+
+def layer_work(model: ModelConfig, layer: int) -> LayerWork:
+    """Count the multiply-adds of layer `layer` (from 0); a query has `S / 2` keys, the causal mean."""
+    hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    encoding = encoding_of(model)
+    scores = heads * dim * model.seq_length // 2
+    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (1 + model.attention_output_gate)
+    averages = scores if AVERAGE in encoding.needs and encoding.updates(layer) else 0
+    position = encoding.multiply_adds(layer) - averages
+    return LayerWork(projections + 3 * hidden * model.ffn_hidden_size, 2 * scores, averages, position)
+
+
 def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None) -> int:
     """Return the matmul FLOPs of forward and backward for one token of a full sequence.
 
@@ -152,16 +177,11 @@ def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None
     mean), also where a run extends the context with shifted sparse attention. What the positional encoding and LoRA
     layers add is included; a frozen matrix has no gradient of its own, which saves a third.
     """
-    hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    scores = heads * dim * model.seq_length // 2
-    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (1 + model.attention_output_gate)
-    layer = projections + 2 * scores + 3 * hidden * model.ffn_hidden_size
-    encoding = encoding_of(model)
-    position = sum(encoding.multiply_adds(layer) for layer in range(model.num_layers))
-    whole = 3 * 2 * (model.num_layers * layer + position + hidden * model.vocab_size)
+    layers = sum(sum(layer_work(model, layer)) for layer in range(model.num_layers))
+    whole = 3 * 2 * (layers + model.hidden_size * model.vocab_size)
     trained = trained_parts(extension)
     frozen = 0 if "matrices" in trained else parameter_count(model, None, {"matrices"})
-    frozen += 0 if trains_output(model, extension) else hidden * model.vocab_size
+    frozen += 0 if trains_output(model, extension) else model.hidden_size * model.vocab_size
     return whole - 2 * frozen + 3 * 2 * parameter_count(model, extension, {"lora"})
 
 

@@ -2,25 +2,40 @@
 
 import argparse
 import copy
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from megatron_tape.command_line import counted
+from megatron_tape.command_line import counted, duration
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.hardware import KINDS, Hardware, with_rates
+from megatron_tape.layouts import GIB, HEADROOM, Found, Layout, fits, search
 from megatron_tape.position import unread_settings
+from megatron_tape.step_time import step_time
 
-GIB = 2**30
-HEADROOM = 0.06
-"""Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
 """Common GPU memory sizes, and the GiB that are actually available on each."""
+PHASES = {
+    "projections": "projections and MLP",
+    "attention": "attention",
+    "position": "position update",
+    "elementwise": "norms, residuals, activation",
+    "recomputation": "recomputation",
+    "loss": "output layer and loss",
+    "optimizer": "gradients' sum and optimizer",
+    "host": "waiting for the host",
+    "tensor_parallel": "tensor-parallel communication",
+    "context_parallel": "context-parallel communication",
+    "zero": "ZeRO's communication",
+}
+"""Names of the phases of a step."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,21 +51,27 @@ def main(argv: list[str] | None = None) -> int:
         refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         refuse(gib is not None and not is_positive(gib), f"--gpu-memory is {gib}; give a number of GiB above 0")
         config = parse_run_config(rest, with_base_settings)
+        hardware = with_rates(KINDS[options.gpu], options.rates) if options.rates else KINDS[options.gpu]
+        if options.search:
+            refuse(processes is None, "--search needs --processes, the number of GPUs; add it")
+            found = search(config, processes, hardware, gib or hardware.memory)
+            print("\n".join(_found(found, config, processes, hardware, gib or hardware.memory)))
+            return 0
         processes = config.parallel.ranks_per_sequence if processes is None else processes
         validate(config, processes)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     result = estimate(config, processes)
-    fitting = [name for name, gib in GPU_MEMORY.items() if _fits(result, gib)]
-    for name, value in _rows(config, processes, result, fitting):
+    fitting = [name for name, gib in GPU_MEMORY.items() if fits(result, gib)]
+    for name, value in (*_rows(config, processes, result, fitting), *_time(config, processes, result, hardware)):
         print(f"{name:<40}{value}")
     if unread := unread_settings(config.model):
         print(
             f"warning: {config.model.position_encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr
         )
     gib = gib or max(GPU_MEMORY.values())
-    if not _fits(result, gib):
+    if not fits(result, gib):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
     return 0
 
@@ -58,8 +79,10 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m pretrain.estimate",
-        usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB]",
-        description="Estimate parameters, memory per GPU, FLOPs, tokens and disk space of a run, without a GPU.",
+        usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB] "
+        "[--gpu KIND] [--rates FILE] [--search]",
+        description="Estimate parameters, memory per GPU, FLOPs, step time, tokens and disk space of a run, without a "
+        "GPU.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
         allow_abbrev=False,
     )
@@ -68,6 +91,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; without it every usual size is compared"
+    )
+    parser.add_argument(
+        "--gpu", choices=KINDS, default="H100", help="kind of GPU for which the step time is predicted (default: H100)"
+    )
+    parser.add_argument(
+        "--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="list the ten fastest layouts that fit on --processes GPUs: tensor- and context-parallel sizes, ZeRO "
+        "stage, micro-batch size and recomputation; the global batch stays",
     )
     return parser
 
@@ -83,15 +118,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     layout += f": {config.parallel.described(processes)}"
     yield "layout", f"{layout}, ZeRO {config.deepspeed.zero_stage}, {train.precision}, recompute {train.recompute}"
     yield "memory per GPU", f"{result.peak / GIB:8.2f} GiB"
-    for name, size in (
-        ("weights", result.weights),
-        ("gradients", result.gradients),
-        ("optimizer state", result.optimizer),
-        ("activations (with torch's attention)", result.layer_activations),
-        ("logits and loss", result.logits),
-        ("ZeRO buffers (reduce_bucket_size)", result.buffers),
-        ("extra at the peak", result.working),
-    ):
+    for name, size in _memory(result):
         yield f"  {name}", f"{size / GIB:8.2f} GiB"
     yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
     if result.host:
@@ -104,8 +131,89 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {keep} kept and 1 being written"
 
 
-def _fits(result: Estimate, gib: float) -> bool:
-    return result.peak <= (1 - HEADROOM) * gib * GIB
+def _memory(result: Estimate) -> list[tuple[str, int]]:
+    """Return the parts of the peak."""
+    return [
+        ("weights", result.weights),
+        ("gradients", result.gradients),
+        ("optimizer state", result.optimizer),
+        ("activations (with torch's attention)", result.layer_activations),
+        ("logits and loss", result.logits),
+        ("ZeRO buffers (reduce_bucket_size)", result.buffers),
+        ("extra at the peak", result.working),
+    ]
+
+
+def _time(config: RunConfig, processes: int, result: Estimate, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    try:
+        found = step_time(config, processes, hardware)
+    except ConfigError as error:
+        yield "step time", f"not predicted: {error}"
+        return
+    yield "step time (predicted, not measured)", f"{found.total:8.3f} s on {_named(hardware)}"
+    for field in dataclasses.fields(found):
+        if seconds := getattr(found, field.name):
+            yield f"  {PHASES[field.name]}", f"{seconds:8.3f} s {seconds / found.total:4.0%}"
+    speed = result.tokens_per_step / found.total
+    yield "tokens per second", f"{speed:,.0f}, {speed / processes:,.0f} per GPU"
+    yield "MFU", f"{result.flops_per_gpu / found.total / hardware.peak:.1%}"
+    yield "time of the run", duration(found.total * config.train.steps)
+
+
+def _named(hardware: Hardware) -> str:
+    """Say for what a step time is predicted, and where its rates come from."""
+    measured = ", ".join(hardware.measured)
+    return f"{hardware.name}, " + (f"measured: {measured}; else assumed" if measured else "rates assumed")
+
+
+def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, gib: float) -> Iterator[str]:
+    """Yield the tables of a search."""
+    batch = counted(config.train.global_batch_size, "sequence")
+    yield (
+        f"predicted for {counted(processes, 'GPU')}, {_named(hardware)}; {batch} of {config.model.seq_length:,} tokens "
+        f"a step; {counted(found.tried, 'layout')}"
+    )
+    yield _line("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB") + WHERE
+    for layout in found.fitting:
+        yield _described(layout, processes, hardware)
+    if not found.fitting:
+        yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free"
+    if found.too_large:
+        yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
+    for layout in found.too_large[:5]:
+        yield _described(layout, processes, hardware, largest=True)
+    for why, times in found.refused.most_common(5):
+        yield f"{counted(times, 'layout')} cannot run: {why}"
+
+
+WHERE = "  most time in"
+
+
+def _line(*columns: str) -> str:
+    widths = 6, 8, 6, 5, 6, 10, 9, 10, 6, 7
+    return "".join(f"{text:>{width}}" for text, width in zip(columns, widths, strict=True))
+
+
+def _described(layout: Layout, processes: int, hardware: Hardware, largest: bool = False) -> str:
+    config, time, memory = layout.config, layout.time, layout.memory
+    tensor_size, context_size = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    line = _line(
+        f"{tensor_size}",
+        f"{context_size}",
+        f"{processes // tensor_size // context_size}",
+        f"{config.deepspeed.zero_stage}",
+        f"{config.train.micro_batch_size}",
+        config.train.recompute,
+        f"{time.total:.3f}",
+        f"{memory.tokens_per_step / time.total / processes:,.0f}",
+        f"{memory.flops_per_gpu / time.total / hardware.peak:.1%}",
+        f"{memory.peak / GIB:.1f}",
+    )
+    if largest:
+        part, size = max(_memory(memory), key=lambda item: item[1])
+        return f"{line}  {size / GIB:.1f} of them {part}"
+    phases = sorted(((seconds, name) for name, seconds in dataclasses.asdict(time).items()), reverse=True)
+    return line + "  " + ", ".join(f"{name} {seconds / time.total:.0%}" for seconds, name in phases[:3])
 
 
 def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> str:
@@ -119,12 +227,12 @@ def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> 
         outcome = estimate(changed, number)
         if best is None or outcome.peak < best[1].peak:
             best = text, outcome
-        if _fits(outcome, gib):
+        if fits(outcome, gib):
             break
     problem = f"{result.peak / GIB:.2f} GiB does not fit in {gib:g} GiB, of which {HEADROOM:.0%} must stay free"
     if best is None or best[1].peak >= result.peak:
         return f"{problem}; choose a smaller model or larger GPUs"
-    enough = "which fits" if _fits(best[1], gib) else "which is not enough yet"
+    enough = "which fits" if fits(best[1], gib) else "which is not enough yet"
     return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}"
 
 

@@ -18,6 +18,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.step_time import product_flops
 
 if TYPE_CHECKING:
     from megatron_tape.rehearsal.run import Rehearsal
@@ -30,7 +31,7 @@ SMALL = 0.001
 
 @dataclass(frozen=True)
 class Row:
-    """A rehearsed quantity and its estimate, in bytes or calls."""
+    """A rehearsed quantity and its estimate, in bytes, FLOPs or calls."""
 
     name: str
     rehearsed: int
@@ -38,7 +39,8 @@ class Row:
     """None: the arithmetic does not tell."""
     tolerance: float | None
     """The relative difference that is allowed; None allows any."""
-    calls: bool = False
+    unit: int = MIB
+    """What the figures are shown in."""
 
     @property
     def agrees(self) -> bool:
@@ -53,7 +55,7 @@ class Row:
         return f"{self.name:<44}{''.join(f'{figure:>14}' for figure in figures)}{'' if self.agrees else '  DIFFERS'}"
 
     def _shown(self, figure: int) -> str:
-        return f"{figure:,}" if self.calls else f"{figure / MIB:,.2f}"
+        return f"{figure:,}" if self.unit == 1 else f"{figure / self.unit:,.2f}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,6 +125,8 @@ def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
     yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
+    products = outcome.record.flops["matrix products"]
+    yield Row("FLOPs of matrix products (10^9)", products, product_flops(config, processes), TOLERANCE, unit=10**9)
     planned, sent = communication(config, processes, outcome.replicated_share), outcome.record.traffic
     totals = Counter()
     for (group, _), traffic in planned.items():
@@ -133,7 +137,7 @@ def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
         small = max(here.bytes, there.bytes) <= SMALL * totals.get(group, largest)
         yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
     for (group, kind), here, there in both:
-        yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, calls=True)
+        yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, unit=1)
 
 
 def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> Iterator[str]:

@@ -17,7 +17,7 @@ ORDER = (
     ("parallel",),
     ("position",),
     ("synthetic",),
-    ("config", "parameters", "costs", "communication"),
+    ("config", "parameters", "costs", "communication", "hardware", "step_time", "layouts"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
@@ -34,6 +34,7 @@ WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggin
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.tasks evaluation.documents evaluation.statistics".split()
 WITHOUT_TORCH += "evaluation.document_task evaluation.perplexity evaluation.context_gain".split()
 WITHOUT_TORCH += ["evaluation.during_training", "evaluation.positions", "model.names"]
+WITHOUT_TORCH += ["communication", "hardware", "step_time", "layouts"]
 WITHOUT_TORCH += ["evaluation.scrolls", "evaluation.comparison", "data.examples"]
 
 

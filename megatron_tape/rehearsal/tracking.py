@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from megatron_tape.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 
@@ -28,6 +29,7 @@ KINDS = {
 """The collectives, by the beginning of their names in torch."""
 BLOCK = 512
 """CUDA's allocator rounds up to multiples of this, in bytes."""
+PRODUCTS, ATTENTION = "matrix products", "attention"
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _PASSED_THROUGH = (
     str(Path(torch.__file__).parent),
@@ -55,6 +57,8 @@ class Record:
     """How often the host waits for the GPU, by phase, reason and place."""
     launches: Counter = field(default_factory=Counter)
     """Kernels of our own, by name."""
+    flops: Counter = field(default_factory=Counter)
+    """Those that torch counts: `PRODUCTS`, and `ATTENTION`, of which half of the scores are masked and left out."""
 
 
 class Tracker(TorchDispatchMode):
@@ -152,6 +156,9 @@ class Tracker(TorchDispatchMode):
             )
         for tensor in outputs:
             self._book(tensor)
+        if counts := flop_registry.get(func._overloadpacket):
+            flops, of_attention = counts(*args, **kwargs, out_val=result), "attention" in func.__name__
+            self.record.flops[ATTENTION if of_attention else PRODUCTS] += flops // 2 if of_attention else flops
         return result
 
     def _phase_now(self) -> str:

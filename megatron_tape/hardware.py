@@ -1,0 +1,134 @@
+"""How fast GPUs compute, and how they are linked: assumed from data sheets, or measured. Imports no torch.
+
+A rate is what programs reach, not a peak. What `assumed` takes of a peak is a round figure of what is usual for large
+sizes; `python -m benchmarks.rates` measures the same rates where there are GPUs.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from math import ceil, log2
+from pathlib import Path
+from typing import TypedDict
+
+from megatron_tape.communication import ALL_REDUCE, ALL_TO_ALL
+from megatron_tape.config.schema import is_positive
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.records import read_record
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of GPU, and the links between many of them. Bandwidths are those of one GPU in one direction."""
+
+    name: str
+    memory: float
+    """GiB that a process can use."""
+    peak: float
+    """Dense bf16 FLOP/s of the data sheet, of which the MFU is a share."""
+    matmul: float
+    """FLOP/s of large matrix products in bf16."""
+    attention: float
+    """FLOP/s of attention in bf16, forward and backward together."""
+    memory_bandwidth: float
+    """Bytes/s that elementwise operations read and write."""
+    inside: float
+    """Bytes/s to GPUs of the same node."""
+    between: float
+    """Bytes/s to GPUs of other nodes."""
+    latency_inside: float = 3e-6
+    """Seconds of one hop of a collective inside a node."""
+    latency_between: float = 1e-5
+    """Seconds of one hop of a collective between nodes."""
+    operation_start: float = 5e-6
+    """Seconds that the host needs to start one operation."""
+    node_size: int = 8
+    """GPUs of a node."""
+    measured: tuple[str, ...] = ()
+    """The rates among these that were measured; the others are assumed."""
+
+
+RATES = ("matmul", "attention", "memory_bandwidth", "inside", "between")
+RATES += ("latency_inside", "latency_between", "operation_start")
+"""What can be measured."""
+MATMUL, MEMORY_BANDWIDTH, INSIDE, BETWEEN = 0.65, 0.85, 0.8, 0.85
+"""Assumed shares of a data sheet's figures that programs reach."""
+
+
+def _assumed(
+    name: str, memory: float, peak: float, attention: float, memory_bandwidth: float, inside: float, between: float
+) -> Hardware:
+    return Hardware(
+        name,
+        memory,
+        peak,
+        MATMUL * peak,
+        attention * peak,
+        MEMORY_BANDWIDTH * memory_bandwidth,
+        INSIDE * inside,
+        BETWEEN * between,
+    )
+
+
+# FLOP/s, bytes/s of memory and of NVLink (a direction is half of what is stated): NVIDIA's data sheets of the SXM
+# modules. Between nodes: one 400 Gb/s adapter for each GPU, as in DGX H100, and 200 Gb/s, as in DGX A100. Attention:
+# FlashAttention-2 (Dao, 2023) reports up to 335 TFLOP/s on H100 and 225 on A100 (in training); shorter sequences and
+# narrower heads reach less.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        _assumed("H100", 80, 989.4e12, 0.33, 3.35e12, 450e9, 50e9),
+        _assumed("H200", 140, 989.4e12, 0.33, 4.8e12, 450e9, 50e9),
+        _assumed("B200", 178, 2250e12, 0.25, 7.7e12, 900e9, 50e9),
+        _assumed("A100-80GB", 80, 312e12, 0.6, 2.039e12, 300e9, 25e9),
+        _assumed("A100-40GB", 40, 312e12, 0.6, 1.555e12, 300e9, 25e9),
+    )
+}
+"""Kinds of GPUs by name."""
+
+
+class Rates(TypedDict):
+    """A file of measured rates. `python -m benchmarks.rates` writes one."""
+
+    gpu: str
+    """The GPU that was measured, as CUDA names it."""
+    rates: dict[str, float]
+    """Any of `RATES`, in their units."""
+
+
+def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
+    """Return `hardware` with the measured rates of a file in place of assumed ones. Raises ConfigError."""
+    try:
+        found = read_record(path, Rates)
+    except (OSError, ValueError) as error:
+        why = str(error) if str(path) in str(error) else f"{path} cannot be used: {error}"
+        raise ConfigError(f"--rates: {why}; write it with python -m benchmarks.rates") from None
+    for name, value in found["rates"].items():
+        refuse(name not in RATES, f"--rates: {path} gives {name}; choose from {', '.join(RATES)}")
+        refuse(not is_positive(value), f"--rates: {path} gives {name} {value}; it must be a number above 0")
+    return dataclasses.replace(hardware, **found["rates"], measured=tuple(found["rates"]))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: every `stride`-th rank, `size` of them. Ranks fill one node after the other."""
+
+    size: int
+    stride: int
+
+    def seconds(self, kind: str, size: int, calls: int, hardware: Hardware) -> float:
+        """Return the time of `calls` collectives of one kind, which together have `size` bytes, as `Traffic` counts.
+
+        All-gathers and reduce-scatters go around a ring, an all-reduce takes two of them and goes up and down a tree.
+        The members in a node share their links to other nodes; an all-to-all sends each message over its own.
+        """
+        here = min(self.size, max(1, hardware.node_size // self.stride))
+        nodes = ceil(self.size / here)
+        if kind == ALL_TO_ALL:
+            inside = size * (here - 1) / self.size / hardware.inside
+            between = size * (self.size - here) / self.size / hardware.between
+            return max(inside, between) + calls * (hardware.latency_between if nodes > 1 else hardware.latency_inside)
+        bandwidth = hardware.inside if nodes == 1 else min(hardware.inside, here * hardware.between)
+        once = size * (self.size - 1) / self.size / bandwidth
+        between = log2(nodes) if kind == ALL_REDUCE else nodes - 1
+        latency = (here - 1) * hardware.latency_inside + between * hardware.latency_between
+        return (once + calls * latency) * (2 if kind == ALL_REDUCE else 1)
