@@ -14,6 +14,7 @@ from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
+from megatron_tape.model.initial import draw_weights, initial_parameters
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.weights import kind_of
@@ -21,6 +22,7 @@ from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
+from megatron_tape.parallel.partitions import allocate
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 
@@ -52,8 +54,10 @@ class Contestant:
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
-        self.model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed)
-        self.model.to(layout.device)
+        self.model = LanguageModel(settings, translated, layout.groups, layout.device)
+        allocate(self.model, layout.device)
+        rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
+        draw_weights(self.model, initial_parameters(settings), config.train.seed, rank, size)
         self.batches = random_batches(config, layout)
         self.use("naive")
         self.plain_losses = self.token_losses()

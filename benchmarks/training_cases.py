@@ -134,22 +134,23 @@ class Side:
         return {name: entry["sha256"] for name, entry in files.items() if name.startswith("tensors")}
 
     def build(self, encoding: str, dtype, backend: str, weights: dict | None):
-        """Return a model on this side's device, with whole weights by Hugging Face's names, if given."""
+        """Return a model on this side's device, with whole weights by Hugging Face's names, or undefined ones."""
         import dataclasses
 
         from megatron_tape.config.parse import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
         from megatron_tape.model.weights import load_weights
-        from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+        from megatron_tape.parallel.layout import initialize_distributed
+        from megatron_tape.parallel.partitions import allocate
 
         config = parse_run_config(["--config", str(self.folder / f"{encoding}.yaml")])
         settings = dataclasses.replace(config.model, attention_backend=backend)
         layout = initialize_distributed()
-        seed_everything(0, layout)
         model = LanguageModel(settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device)
+        allocate(model, layout.device)
         if weights is not None:
             load_weights(model.gpt, weights, settings, 0, 1)
-        return model.to(layout.device)
+        return model
 
     def gradients(self, name: str) -> Check:
         """Compare every gradient of the first step with float64's on the CPU."""

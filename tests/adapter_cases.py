@@ -14,7 +14,8 @@ from megatron_tape.checkpoint.state import load_weights
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.model.weights import kind_of
-from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.parallel.partitions import allocate
 from megatron_tape.run.watch import Watch
 from megatron_tape.training.trainer import Trainer, build_model
 from pretrain import extend_context
@@ -57,8 +58,8 @@ def train(folder, name, options, kinds=None):
         else:
             Trainer(config, watch, lambda name, parameter: kind_of(name) in kinds).run()
         layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
-        seed_everything(0, layout)
         model = build_model(config, layout, watch)
+        allocate(model, "cpu")
         load_weights(find_checkpoint(config, layout), model, layout)
     finally:
         watch.close()

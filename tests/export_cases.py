@@ -13,6 +13,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.parallel.partitions import allocate
 
 VOCABULARY = 400
 PADDED = 416
@@ -60,6 +61,7 @@ def logits(folder, name, overrides, text):
     sequence_parallel = config.parallel.uses_sequence_parallel
     shape = transformer_config(config.model, layout.tensor_parallel_size, sequence_parallel)
     model = LanguageModel(config.model, shape, layout.groups)
+    allocate(model, "cpu")
     load_weights(find_checkpoint(config, layout), model, layout)
     with torch.no_grad():
         return model(text)

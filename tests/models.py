@@ -4,11 +4,13 @@ import torch
 from released import load
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.initial import draw_weights, initial_parameters
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.model.reference import ReferenceConfig
 from megatron_tape.model.weights import from_megatron, kind_of, load_weights
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+from megatron_tape.parallel.partitions import allocate
 
 SMALL = dict(
     num_layers=3,
@@ -48,12 +50,20 @@ def build(
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     translated = transformer_config(model, tp, sp, dtype, recompute)
-    built = LanguageModel(model, translated, layout.groups, device, seed, shifted_sparse)
+    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse)
     if lora is not None:
-        add_lora(built, model, lora, seed)
+        add_lora(built, model, lora)
+    begin(built, model, layout, seed, lora)
     if randomize:
         randomize_tape(built)
     return built.to(device), layout
+
+
+def begin(built, model, layout, seed=0, lora=None):
+    """Give a newly built model memory and its first weights."""
+    allocate(built, "cpu")
+    draw_weights(built, initial_parameters(model, lora), seed, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+    return built
 
 
 @torch.no_grad()

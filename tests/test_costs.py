@@ -14,7 +14,6 @@ from models import build, random_tokens, small_model
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.costs import activations, estimate, flops_per_token
-from megatron_tape.model.lora import add_lora
 from megatron_tape.model.weights import shard
 from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts
 from megatron_tape.training.trained import select_trained, trained_by
@@ -129,9 +128,7 @@ def test_saved_activations_of_a_larger_model_are_those_counted(encoding):
 )
 def test_an_extension_trains_and_saves_what_is_counted(encoding, trains, recompute):
     model, extension = middle_model(encoding), ExtensionConfig(trains=trains, lora_rank=4)
-    built, _ = build(model, recompute=recompute)
-    if extension.adds_lora:
-        add_lora(built, model, extension, 0)
+    built, _ = build(model, recompute=recompute, lora=extension if extension.adds_lora else None)
     select_trained(built, trained_by(extension), recompute != "none")
     parameters = list(built.parameters())
     sizes = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]

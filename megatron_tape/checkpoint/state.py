@@ -30,6 +30,7 @@ from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.partitions import write_share
 from megatron_tape.records import write_record
 
 if TYPE_CHECKING:
@@ -104,18 +105,17 @@ def _save(
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
-    """Load the weights into a newly built model; call this before the engine is built."""
+    """Load the weights into a newly built model with memory; call this before the engine is built."""
     parameters = dict(model.named_parameters())
     read = checkpoint.reader(parameters, layout)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(read(f"weight/{name}"))
+    for name, parameter in parameters.items():
+        write_share(parameter, read(f"weight/{name}"))
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
     """Load the weights that a run begins with, as `load_weights` does; return the parameters that `base` does not have.
 
-    These keep their initial values. They may be LoRA layers, and what the positional encoding of `base` does not have.
+    These must be drawn. They may be LoRA layers, and what the positional encoding of `base` does not have.
     Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
     """
     parameters, held = dict(model.named_parameters()), base.weight_names()
@@ -132,10 +132,9 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
             f"{base.path} holds {extra[0]}, which the model of this run does not have; choose another model to extend"
         )
     read = base.reader(parameters, layout)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if name in held:
-                parameter.copy_(read(f"weight/{name}"))
+    for name, parameter in parameters.items():
+        if name in held:
+            write_share(parameter, read(f"weight/{name}"))
     return new
 
 

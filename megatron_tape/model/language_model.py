@@ -67,8 +67,8 @@ def transformer_config(
 class LanguageModel(torch.nn.Module):
     """A decoder that returns logits or, given labels, the next-token loss.
 
-    Every rank draws whole weights from torch's CPU generator and then cuts them, so they do not depend on the parallel
-    layout if the generator has the same seed on all ranks. Those of the positional encoding are drawn with `seed`.
+    Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
+    `model.initial.draw_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
     """
 
@@ -78,24 +78,24 @@ class LanguageModel(torch.nn.Module):
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
-        seed: int = 1234,
         shifted_sparse: bool = False,
     ):
         super().__init__()
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
-        """What computes attention on `device`, to which the caller must move the model."""
+        """What computes attention on `device`, where the caller must place the parameters."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         fused = self.attention_backend == "triton"
         self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
-        self.gpt = GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend, seed),
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.seq_length,
-            share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="none",
-            pg_collection=groups,
-        )
+        with torch.device("meta"):
+            self.gpt = GPTModel(
+                config=config,
+                transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
+                vocab_size=model.vocab_size,
+                max_sequence_length=model.seq_length,
+                share_embeddings_and_output_weights=model.tie_embeddings,
+                position_embedding_type="none",
+                pg_collection=groups,
+            )
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()

@@ -12,7 +12,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_tape.model.weights import initial_parameters
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
@@ -91,20 +90,19 @@ class PositionSelfAttention(SelfAttention):
 class LayerPosition(torch.nn.Module):
     """One layer's part of a positional encoding: its parameters, and the norms of the state and its update.
 
-    Whole parameters are drawn from a random stream of their own, given by `seed` and layer, and then cut: neither the
-    layout nor the encoding changes the other weights of a model.
+    The parameters' contents are undefined (see `model.initial`).
     """
 
-    def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig, seed: int):
+    def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig):
         super().__init__()
         self.encoding = encoding
         self.layer = layer
         self._of_heads: dict[str, int] = {}
-        for name, drawn in initial_parameters(encoding, layer, seed).items():
-            declared = encoding.parameters(layer)[name]
+        for name, declared in encoding.parameters(layer).items():
+            share = torch.empty(declared.shape, dtype=config.params_dtype)
             if declared.head_axis is not None:
-                drawn = encoding.tokens.tensor_share(drawn, declared.head_axis)
-            weight = torch.nn.Parameter(drawn.to(config.params_dtype).contiguous())
+                share = encoding.tokens.tensor_share(share, declared.head_axis).contiguous()
+            weight = torch.nn.Parameter(share)
             weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
             if declared.head_axis is not None:
                 set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
@@ -173,13 +171,12 @@ class PositionTransformerLayer(TransformerLayer):
         config: TransformerConfig,
         submodules,
         encoding: PositionEncoding,
-        seed: int,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
-        self.position = LayerPosition(encoding, self.layer_number - 1, config, seed)
+        self.position = LayerPosition(encoding, self.layer_number - 1, config)
 
     def forward(
         self,

@@ -23,32 +23,20 @@ from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.parallel.tokens import TokenLayout
 
 
-def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig, seed: int) -> None:
+def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig) -> None:
     """Give the projections `extension.lora_targets` LoRA layers, which change nothing until they are trained.
 
-    Whole factors are drawn on the CPU from random streams of their own, given by `seed`, layer and projection, and then
-    cut: neither the layout nor the LoRA layers change any other weight, nor does the layout change them.
+    The factors are on torch's meta device, like the model's other parameters (see `model.initial`).
     """
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale
-    for index, layer in enumerate(model.gpt.decoder.layers):
-        drawn = {name: (factor, initial_factor(factor, index, seed)) for name, factor in factors.items()}
+    for layer in model.gpt.decoder.layers:
         for path, kind in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
-            own = {name.removeprefix(f"{path}.lora."): drawn[name] for name in drawn if name.startswith(f"{path}.")}
+            own = {name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")}
             if own:
                 linear = layer.get_submodule(path)
                 linear.lora = kind(own, settings, scale, model.tokens, model.dtype)
                 linear.register_forward_hook(_add_update)
-
-
-def initial_factor(factor: Factor, layer: int, seed: int) -> Tensor:
-    """Return a whole float32 factor as peft begins with it: A uniform up to 1 / sqrt(width of the input), B zero."""
-    if factor.side == "B":
-        return torch.zeros(factor.shape)
-    stream = 4 * layer + "qkvo".index(factor.target) + 1
-    generator = torch.Generator().manual_seed((seed + 104729 * stream) % 2**63)
-    bound = factor.shape[1] ** -0.5
-    return torch.empty(factor.shape).uniform_(-bound, bound, generator=generator)
 
 
 def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor | None]):
@@ -61,7 +49,7 @@ class Lora(nn.Module):
 
     def __init__(
         self,
-        factors: dict[str, tuple[Factor, Tensor]],
+        factors: dict[str, Factor],
         settings: ModelConfig,
         scale: float,
         tokens: TokenLayout,
@@ -72,9 +60,11 @@ class Lora(nn.Module):
         self.group_heads = settings.num_attention_heads // settings.query_groups
         self.head_dim = settings.head_dim
         self.local_groups = settings.query_groups // tokens.model_group.size()
-        for name, (factor, whole) in factors.items():
-            share = whole if factor.cut is None else tokens.tensor_share(whole, factor.cut)
-            weight = nn.Parameter(share.to(dtype).contiguous())
+        for name, factor in factors.items():
+            share = torch.empty(factor.shape, dtype=dtype, device="meta")
+            if factor.cut is not None:
+                share = tokens.tensor_share(share, factor.cut).contiguous()
+            weight = nn.Parameter(share)
             # A replicated factor sees only the tokens of its rank, as a norm does.
             weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None
             if factor.cut is not None:

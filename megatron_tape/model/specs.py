@@ -14,15 +14,15 @@ from megatron_tape.model.layers import CoreAttention, PositionSelfAttention, Pos
 from megatron_tape.position import PositionEncoding
 
 
-def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch", seed: int = 0) -> ModuleSpec:
+def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> ModuleSpec:
     """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
 
-    `backend` is one of `ops.backends.BACKENDS`; `seed` determines the encoding's initial parameters.
+    `backend` is one of `ops.backends.BACKENDS`.
     """
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
         module=PositionTransformerLayer,
-        params={"encoding": encoding, "seed": seed},
+        params={"encoding": encoding},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -47,9 +47,7 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "t
     )
 
 
-def block_spec(
-    model: ModelConfig, encoding: PositionEncoding, backend: str = "torch", seed: int = 0
-) -> TransformerBlockSubmodules:
+def block_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> TransformerBlockSubmodules:
     """Return the spec of the whole decoder: its layers and the final norm."""
-    layers = [layer_spec(model, encoding, backend, seed)] * model.num_layers
+    layers = [layer_spec(model, encoding, backend)] * model.num_layers
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
 from megatron_tape.model.names import FUSED, POSITION, WRAPPED, split_layer, whole_name
-from megatron_tape.position import PositionEncoding
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
@@ -37,23 +36,6 @@ def part_of(name: str) -> str:
     if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
         return "output"
     return OF_ENCODING if kind == "position" else kind
-
-
-def initial_parameters(encoding: PositionEncoding, layer: int, seed: int) -> dict[str, Tensor]:
-    """Draw the encoding's parameters of layer `layer`, from 0: whole float32 tensors by name.
-
-    They have a random stream of their own, so a model's other weights depend on the seed, but not on the encoding.
-    """
-    generator = torch.Generator().manual_seed((seed + 7919 * (layer + 1)) % 2**63)
-    drawn = {}
-    for name, declared in encoding.parameters(layer).items():
-        if declared.std:
-            drawn[name] = torch.empty(declared.shape).normal_(0.0, declared.std, generator=generator)
-        else:
-            value = torch.tensor(declared.value, dtype=torch.float32).expand(declared.shape)
-            # A plain clone would keep strides of 0 where there is one number alone.
-            drawn[name] = value.clone(memory_format=torch.contiguous_format)
-    return drawn
 
 
 def current_name(stored: str) -> str:

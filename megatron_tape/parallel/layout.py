@@ -222,7 +222,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 def seed_everything(seed: int, layout: ParallelLayout) -> None:
     """Seed Python, NumPy and torch alike on every rank, and Megatron's tensor-parallel stream by rank.
 
-    Weights are drawn on the CPU from the common stream, whole, and then cut: the layout does not change them.
+    Weights do not depend on these streams (see `model.initial`).
     """
     random.seed(seed)
     np.random.seed(seed)

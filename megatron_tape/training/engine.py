@@ -72,6 +72,30 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     }
 
 
+def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch.nn.Parameter], None] | None:
+    """Return what leaves of a parameter only this rank's partition under ZeRO 3; None under other stages.
+
+    `parallel.partitions.allocate` calls it for each parameter before the next one gets memory.
+    """
+    if config.deepspeed.zero_stage < 3:
+        return None
+    with _torch_launcher_variables(layout):
+        # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
+        zero = deepspeed.zero.Init(
+            module=torch.nn.Module(),
+            data_parallel_group=layout.mpu.get_data_parallel_group(),
+            config_dict_or_path=deepspeed_config(config, layout),
+            mpu=layout.mpu,
+        )
+
+    def partition(parameter: torch.nn.Parameter) -> None:
+        # Given the parameter's module, DeepSpeed would broadcast what is not there yet.
+        zero._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    return partition
+
+
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
     """Let ZeRO 3 gather the encoding's parameters with each layer.
 
@@ -91,8 +115,8 @@ def stream_of(seed: int, step: int) -> np.random.Generator:
 class Engine:
     """A model under training. Every method is called by all ranks together.
 
-    DeepSpeed copies and partitions the weights in the constructor, so a resumed run's weights must already be in
-    `model`.
+    DeepSpeed copies the weights in the constructor, so they must already be in `model`. Under ZeRO 3 they may be there
+    as partitions (see `zero_partition`).
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_tape.config.schema import OptimizerConfig
 from megatron_tape.model.weights import kind_of
+from megatron_tape.parallel.partitions import share_shape
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
@@ -22,7 +23,7 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
         given, scale = _value_of(config.weight_decay_of, name), _value_of(config.lr_scale_of, name)
         decays = True if _own_name(name) in config.weight_decay_of else getattr(parameter, "decay", None)
         if decays is None:
-            decays = parameter.dim() > 1 or given is not None
+            decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
     return [

@@ -21,15 +21,17 @@ from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
 from megatron_tape.model.backend import chosen_backend, verified_backend
+from megatron_tape.model.initial import draw_weights, initial_parameters
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.parallel.partitions import allocate
 from megatron_tape.parameters import parameter_count
 from megatron_tape.position import unread_settings
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
-from megatron_tape.training.engine import Engine, StepResult
+from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Findings, build_hooks, joined
 from megatron_tape.training.saving import save
 from megatron_tape.training.schedule import learning_rate
@@ -130,14 +132,8 @@ class Trainer:
         select_trained(self.model, self.trains, config.train.recompute != "none")
         frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         self.frozen_from = checkpoints.source_of_frozen(self.checkpoint or self.base, frozen, config)
-        if self.checkpoint is not None:
-            checkpoints.load_weights(self.checkpoint, self.model, layout)
-        elif self.base is not None:
-            self.watch.progress("loading the weights to begin with")
-            new = checkpoints.load_base_weights(self.base, self.model, layout)
-            begins = f"; new are {counted(len(new), 'parameter')}, such as {new[0]}" if new else ""
-            logger.info("beginning with the weights of %s%s", self.base.path, begins)
         self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
+        self._fill_weights()
         if frozen or config.extension.from_ is not None:
             logger.info("%s", self.parameters)
         self.engine = Engine(self.model, config, layout)
@@ -154,6 +150,24 @@ class Trainer:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
         self.hooks = build_hooks(config)
         self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _fill_weights(self) -> None:
+        """Give the parameters memory and load them, or draw those that there is nothing to load for."""
+        config, layout = self.config, self.layout
+        allocate(self.model, layout.device, zero_partition(config, layout))
+        if self.checkpoint is not None:
+            checkpoints.load_weights(self.checkpoint, self.model, layout)
+            return
+        drawn = None
+        if self.base is not None:
+            self.watch.progress("loading the weights to begin with")
+            drawn = checkpoints.load_base_weights(self.base, self.model, layout)
+            begins = f"; new are {counted(len(drawn), 'parameter')}, such as {drawn[0]}" if drawn else ""
+            logger.info("beginning with the weights of %s%s", self.base.path, begins)
+        self.watch.progress("drawing the weights")
+        initials = initial_parameters(config.model, config.extension)
+        rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
+        draw_weights(self.model, initials, config.train.seed, rank, size, drawn)
 
     def _open_writer(self) -> MetricsWriter:
         config, attempt = self.config, self.watch.attempt
@@ -250,7 +264,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
-    """Return the run's model, initialized from the current seed, after checking its kernels; weights are on the CPU."""
+    """Return the run's model, still without memory for its parameters, after checking its kernels."""
     ranks = counted(layout.world_size, "process", "processes")
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
@@ -266,9 +280,9 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     shifted_sparse = config.extension.attention == "shifted_sparse"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(settings, translated, layout.groups, layout.device, config.train.seed, shifted_sparse)
+    model = LanguageModel(settings, translated, layout.groups, layout.device, shifted_sparse)
     if config.extension.adds_lora:
-        add_lora(model, config.model, config.extension, config.train.seed)
+        add_lora(model, config.model, config.extension)
     return model
 
 

@@ -10,10 +10,9 @@ from models import build, random_tokens, reference_config, released_model, small
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
 from megatron_tape.model.names import parameter_shapes, whole_shapes
-from megatron_tape.model.weights import current_name, from_megatron, initial_parameters, load_weights
+from megatron_tape.model.weights import current_name, from_megatron, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.parameters import parameter_count
-from megatron_tape.position import encoding_of
 
 # Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
 YARN = dict(
@@ -217,14 +216,6 @@ def test_frequencies_and_masks_are_made_once_and_not_in_every_layer(monkeypatch)
     for _ in range(2):
         built(random_tokens(), documents=documents)
     assert sorted(made) == ["angles", "mask", "mask"]
-
-
-def test_the_encodings_parameters_follow_its_seed_alone():
-    drawn = []
-    for seed, outer in ((1, 1), (1, 2), (2, 1)):
-        torch.manual_seed(outer)
-        drawn.append(initial_parameters(encoding_of(small_model()), 0, seed)["x_proj"])
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 def test_a_checkpoint_with_the_encodings_former_names_is_read():

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configurations import make
-from models import build, random_tokens, small_model
+from models import begin, build, random_tokens, small_model
 
 from megatron_tape.data.batches import documents_from_tokens
-from megatron_tape.parallel.layout import initialize_distributed, seed_everything
+from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.trainer import build_model
 
@@ -75,8 +75,8 @@ def test_a_run_evaluates_with_full_attention():
     losses = {}
     for attention in ("full", "shifted_sparse"):
         config.extension.attention = attention
-        seed_everything(0, layout)
-        engine = Engine(build_model(config, layout, SimpleNamespace(progress=lambda *_: None)), config, layout)
+        built = build_model(config, layout, SimpleNamespace(progress=lambda *_: None))
+        engine = Engine(begin(built, model, layout), config, layout)
         evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss
         assert torch.equal(engine.logits(tokens[:, :13]), engine.module.eval()(tokens[:, :13]))
         losses[attention] = (evaluated, trained, engine.evaluate([batch]))

@@ -19,8 +19,9 @@ from megatron_tape.files import atomic_directory, sync_directory
 from megatron_tape.huggingface.from_hf.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
+from megatron_tape.model.initial import draw_whole, initial_parameters
 from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
-from megatron_tape.model.weights import from_megatron, initial_parameters, to_megatron
+from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
@@ -72,12 +73,13 @@ class ZeroStart(Mapping):
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
         self._weights, self._model, self._seed = weights, model, seed
+        self._initials = initial_parameters(model)
 
     def __getitem__(self, name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
             return self._weights[name]
-        drawn = initial_parameters(encoding_of(self._model), int(match[1]), self._seed)[match[2]]
-        return from_megatron(f"decoder.layers.{match[1]}.{POSITION}{match[2]}", drawn, self._model)[name]
+        own = f"decoder.layers.{match[1]}.{POSITION}{match[2]}"
+        return from_megatron(own, draw_whole(own, self._initials[own], self._seed), self._model)[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights

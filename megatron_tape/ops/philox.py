@@ -1,0 +1,104 @@
+"""Random matrices of which any part can be drawn alone: a number depends only on a key and on its row and column.
+
+Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in torch's integers: four columns share the
+counter (column // 4, row, 0, 0). Normal numbers are Box and Muller's. Their logarithms and sines are computed by
+additions, multiplications, divisions and square roots alone, which IEEE 754 rounds in one way, so that every device,
+and every part that is drawn, has the same bits; torch's own functions differ between devices.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS, INCREMENTS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+LOW = 0xFFFFFFFF
+MANTISSA_BITS, SQRT_HALF_BITS = 23, 0x3F3504F3  # of float32
+Key = tuple[int, int]
+
+
+def key_of(*parts: object) -> Key:
+    """Return the key of a stream that is named by `parts`, such as a seed and the name of a parameter."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four words of 32 bits for each counter of four such words, all as int64; the shapes broadcast."""
+    c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # Products overflow into the sign. What is above a word's 32 bits is cut off where it would be multiplied.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
+        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(LOW)
+        c1, c3 = p1, p0
+        k0, k1 = (k0 + INCREMENTS[0]) & LOW, (k1 + INCREMENTS[1]) & LOW
+    return c0, c1 & LOW, c2, c3 & LOW
+
+
+def normal(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
+    """Return standard normal float32 numbers (len(rows), len(columns)), those of the matrix that `key` stands for.
+
+    Both ranges have steps of 1. No number is larger than 6.8.
+    """
+    first, second, third, fourth = _words(key, rows, columns, device)
+    numbers = torch.empty(*first.shape, 4, device=device)
+    _box_muller(first, second, numbers[..., :2])
+    _box_muller(third, fourth, numbers[..., 2:])
+    return _without_rest(numbers, columns)
+
+
+def uniform(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
+    """Return float32 numbers (len(rows), len(columns)), uniform between 0 and 1, for arguments as those of `normal`."""
+    return _without_rest(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
+
+
+def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    block = torch.arange(columns.start // 4, -(-columns.stop // 4), device=device)
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return philox((block, row, zero, zero), key)
+
+
+def _without_rest(numbers: Tensor, columns: range) -> Tensor:
+    """Return the chosen columns of whole blocks, (rows, blocks, 4)."""
+    first = columns.start % 4
+    return numbers.flatten(1)[:, first : first + len(columns)]
+
+
+def _unit(word: Tensor) -> Tensor:
+    """Turn words into numbers between 2^-33 and 1."""
+    return word.float().add_(0.5).mul_(2.0**-32)
+
+
+def _box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
+    """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second` (...)."""
+    radius = _log(_unit(first)).mul_(-2.0).sqrt_()
+    # A direction within a quarter of a turn of the x axis, or its opposite.
+    radius = torch.where((second & 1).bool(), radius, -radius)
+    angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
+    square = angle * angle
+    cosine = _polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(8)])
+    sine = _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]).mul_(angle)
+    torch.mul(cosine, radius, out=pair[..., 0])
+    torch.mul(sine, radius, out=pair[..., 1])
+
+
+def _log(x: Tensor) -> Tensor:
+    """Return the natural logarithm, by the series of the inverse hyperbolic tangent between sqrt(1/2) and sqrt(2)."""
+    bits = x.view(torch.int32)
+    exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
+    mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)
+    ratio = (mantissa - 1).div_(mantissa + 1)
+    series = _polynomial(ratio * ratio, [2 / (2 * i + 1) for i in range(5)]).mul_(ratio)
+    return exponent.float().mul_(math.log(2)).add_(series)
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    value = x * coefficients[-1]
+    for coefficient in reversed(coefficients[1:-1]):
+        value.add_(coefficient).mul_(x)
+    return value.add_(coefficients[0])

@@ -1,0 +1,126 @@
+"""How weights begin: the same numbers in every layout, each drawn where it is kept."""
+
+import pytest
+import torch
+from models import SMALL, build, small_model
+
+from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model import initial
+from megatron_tape.model.initial import draw_weights, draw_whole, initial_parameters
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.weights import shard
+from megatron_tape.parallel.partitions import own_memory, write_share
+
+LORA = ExtensionConfig(trains=["lora"], lora_rank=4)
+
+
+class Cut(torch.nn.Parameter):
+    """A parameter that is cut as Megatron's, and of which ZeRO 3 has left one partition."""
+
+    def cut(self, axis, stride):
+        self.tensor_model_parallel, self.partition_dim, self.partition_stride = True, axis, stride
+        return self
+
+    def partitioned(self, rank, size):
+        self.ds_numel, self.ds_shape, self.ds_zero_partition_rank = self.numel(), self.shape, rank
+        self.ds_tensor = torch.full((-(-self.numel() // size),), torch.nan)
+        self.ds_tensor.ds_numel = len(self.ds_tensor)
+        self.data = torch.empty(0)
+        return self
+
+
+def share(name, declared, axis, stride, rank, size):
+    """An undefined share of a parameter; whole without an `axis`."""
+    whole = torch.full(declared.shape, torch.nan)
+    if axis is None:
+        return Cut(whole)
+    parameter = Cut(torch.empty(0)).cut(axis, stride)
+    return Cut(shard(whole, parameter, rank, size)).cut(axis, stride)
+
+
+def drawn(parameter, declared, rank, size):
+    holder = torch.nn.Module()
+    holder.register_parameter("x", parameter)
+    draw_weights(holder, {"x": declared}, 5, rank, size)
+    return own_memory(parameter)[0].clone()
+
+
+@pytest.mark.parametrize(
+    "shape, axis, stride, kind",
+    [
+        ((24, 10), 0, 1, "value"),
+        ((24, 10), 0, 2, "std"),
+        ((9, 20), 1, 1, "std"),
+        ((9, 20), 1, 1, "bound"),
+        ((8, 3, 5), 0, 1, "value"),
+        ((3, 8, 5), 1, 1, "value"),
+        ((6, 4), 1, 1, "value"),
+        ((12,), 0, 1, "value"),
+        ((7, 5), None, 1, "value"),
+    ],
+)
+def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch, shape, axis, stride, kind):
+    numbers = torch.arange(float(torch.Size(shape).numel())).view(shape).tolist()
+    declared = initial.Initial(shape, **{kind: numbers if kind == "value" else 0.5})
+    whole = draw_whole("x", declared, 5)
+    for chunk, size, partitions in ((10**6, 1, 1), (45, 2, 3), (1, 4, 7), (10**6, 4, 100)):
+        monkeypatch.setitem(initial.CHUNKS, "cpu", chunk)
+        for rank in {0, size - 1}:
+            parameter = share("x", declared, axis, stride, rank, size)
+            expected = shard(whole, parameter, rank, size)
+            assert torch.equal(drawn(parameter, declared, rank, size), expected.flatten())
+            parts = []
+            for part in range(partitions):
+                parameter = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                parts.append(drawn(parameter, declared, rank, size))
+                again = share("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                write_share(again, expected)
+                assert torch.equal(own_memory(again)[0], parts[-1])
+            assert torch.equal(torch.cat(parts), expected.flatten())
+
+
+def test_every_parameter_begins_as_megatron_and_peft_begin_it():
+    model = small_model(qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128)
+    initials = initial_parameters(model, LORA)
+    assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(model, LORA)
+    built, _ = build(model, randomize=False, lora=LORA)
+    deviations = {
+        "embedding.word_embeddings.weight": 0.1,
+        "output_layer.weight": 0.1,
+        "linear_qkv.weight": 0.1,
+        "linear_gate.weight": 0.1,
+        "linear_fc1.weight": 0.1,
+        "linear_proj.weight": 0.1 / 6**0.5,
+        "linear_fc2.weight": 0.1 / 6**0.5,
+        "position.x_proj": 0.1,
+        "q_A": (64 * 3) ** -0.5,
+        "o_A": (64 * 3) ** -0.5,
+    }
+    seen = set()
+    for name, parameter in built.named_parameters():
+        if ending := next((ending for ending in deviations if name.endswith(ending)), None):
+            seen.add(ending)
+            assert parameter.std().item() == pytest.approx(deviations[ending], rel=0.2)
+        elif name.endswith(("layernorm.weight", "qkv.bias", "_B", "down_proj")):
+            assert parameter.eq(1.0 if "norm" in name else 0.0).all()
+    assert seen == set(deviations)
+
+
+def test_neither_the_encoding_nor_lora_nor_torchs_generator_changes_another_weight():
+    drawn = []
+    for encoding, lora, outer in (("tape", None, 1), ("rope", LORA, 2)):
+        torch.manual_seed(outer)
+        built, _ = build(small_model(position_encoding=encoding), seed=4, randomize=False, lora=lora)
+        drawn.append(dict(built.named_parameters()))
+    common = drawn[0].keys() & drawn[1].keys()
+    assert len(common) == 6 * SMALL["num_layers"] + 3
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in common)
+
+
+def test_only_named_parameters_are_drawn():
+    built, _ = build(small_model(), randomize=False)
+    before = {name: parameter.clone() for name, parameter in built.named_parameters()}
+    chosen = "gpt.decoder.layers.1.mlp.linear_fc1.weight"
+    draw_weights(built, initial_parameters(small_model()), 9, 0, 1, [chosen])
+    changed = [name for name, parameter in built.named_parameters() if not torch.equal(parameter, before[name])]
+    assert changed == [chosen]

@@ -1,0 +1,61 @@
+"""Counter-based random numbers: the published test vectors, parts that equal the whole, and the distributions."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_tape.ops import philox
+from megatron_tape.ops.philox import key_of, normal, uniform
+
+# From kat_vectors of the authors' library Random123.
+VECTORS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize("counter, key, words", VECTORS)
+def test_words_are_those_that_the_authors_publish(counter, key, words):
+    counter, key = ([int(word, 16) for word in part.split()] for part in (counter, key))
+    found = philox.philox(tuple(torch.tensor(word) for word in counter), tuple(key))
+    assert " ".join(f"{int(word):08x}" for word in found) == words
+
+
+@pytest.mark.parametrize("draw", [normal, uniform])
+def test_any_part_has_the_numbers_of_the_whole(draw):
+    key = key_of(3, "matrix")
+    whole = draw(key, range(41), range(53), "cpu")
+    assert len(whole.unique()) > 0.999 * whole.numel()
+    for rows, columns in [(range(7, 8), range(53)), (range(41), range(5, 6)), (range(3, 30), range(6, 47))]:
+        part = draw(key, rows, columns, "cpu")
+        assert torch.equal(part, whole[rows.start : rows.stop, columns.start : columns.stop])
+    for other in (key_of(4, "matrix"), key_of(3, "matrix2")):
+        assert not (draw(other, range(41), range(53), "cpu") == whole).any()
+
+
+def test_numbers_are_normal_or_uniform_and_independent():
+    key, n = key_of(1, "moments"), 600 * 600
+    x = normal(key, range(600), range(600), "cpu").double()
+    moments = [x.mean(), x.square().mean() - 1, x.pow(3).mean(), x.pow(4).mean() - 3]
+    for moment, deviation in zip(moments, (1, 2, 15, 96), strict=True):
+        assert abs(moment) < 4 * (deviation / n) ** 0.5
+    correlations = torch.corrcoef(x.view(-1, 4).T) - torch.eye(4)
+    assert correlations.abs().max() < 4 * (n / 4) ** -0.5
+    distance = torch.special.ndtr(x.flatten().sort().values) - torch.arange(n) / n
+    assert distance.abs().max() < 1.95 * n**-0.5  # Kolmogorov and Smirnov's, at 0.1 %
+    u = uniform(key, range(600), range(600), "cpu").double().flatten().sort().values
+    assert 0 < u[0] and u[-1] <= 1 and (u - torch.arange(n) / n).abs().max() < 1.95 * n**-0.5
+
+
+def test_normal_numbers_are_box_and_mullers():
+    words = torch.tensor([0, 1, 2**31, 2**32 - 2**8, 123456789, 2**16 + 7])
+    first, second = (word.flatten() for word in torch.meshgrid(words, words, indexing="ij"))
+    pair = torch.empty(len(first), 2)
+    philox._box_muller(first, second, pair)
+    radius = (-2 * ((first.double() + 0.5) * 2.0**-32).log()).sqrt()
+    sign = 2.0 * (second & 1) - 1
+    angle = ((second >> 1).double() * 2.0**-31 - 0.5) * math.pi
+    expected = torch.stack([angle.cos(), angle.sin()], dim=-1) * (radius * sign)[:, None]
+    assert (pair - expected).abs().max() < 3e-6
