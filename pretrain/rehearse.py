@@ -124,6 +124,7 @@ def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
     yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
     yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
+    yield Row("peak while the weights are made", outcome.start, None, None)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
     products = outcome.record.flops["matrix products"]
     yield Row("FLOPs of matrix products (10^9)", products, product_flops(config, processes), TOLERANCE, unit=10**9)

@@ -21,6 +21,8 @@ QUICK_CASES = {**ZERO, "extension": [*EXTENSION, "--deepspeed.zero_stage=2"]}
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
+DRAWN_AT_ONCE = 4096
+"""Numbers; otherwise a model this small would be drawn at once."""
 MANY = {
     "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
     "zero_1_recomputed": [FULL, "--model.attention_output_gate=true"],
@@ -103,7 +105,8 @@ def described(outcome, processes):
     from pretrain.rehearse import compared
 
     rows = {row.name: (row.rehearsed, row.estimated, row.agrees) for row in compared(outcome, processes)}
-    return {"rows": rows, "faults": outcome.faults, "backend": outcome.config.model.attention_backend}
+    backend, start = outcome.config.model.attention_backend, outcome.start
+    return {"rows": rows, "faults": outcome.faults, "backend": backend, "start": start}
 
 
 def main(which, recipe):
@@ -125,8 +128,11 @@ def main(which, recipe):
         from megatron_tape.rehearsal.world import install_fake_world
 
         install_fake_world(processes, 5)
+    from megatron_tape.model import initial
     from megatron_tape.rehearsal.run import rehearse
     from megatron_tape.training.trained import trained_by
+
+    initial.CHUNKS["cuda"] = DRAWN_AT_ONCE
 
     def run(settings, patches=()):
         config = parse_run_config(["--config", recipe, *settings])

@@ -4,7 +4,7 @@ Every number is drawn from the seed, the parameter's name and its own place in t
 rank draws only what it keeps, and neither the parallel layout nor the other parameters change it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -121,14 +121,20 @@ def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, si
 
 def _fill(memory: Tensor, first: int, rows: list[range], columns: range, initial: Initial, key: philox.Key) -> None:
     """Fill `memory` with the numbers from the `first` on of a share that consists of these rows and columns."""
-    step = max(1, CHUNKS[memory.device.type] // len(columns))
-    passed = -first
+    for chunk, place in _chunks(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
+        part = initial.part(key, chunk, columns, memory.device).flatten()[max(-place, 0) : len(memory) - place]
+        memory[max(place, 0) :][: len(part)].copy_(part)
+
+
+def _chunks(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
+    """Yield the rows that hold `count` numbers from the `first` on, about `size` numbers at once.
+
+    With them comes where their first number belongs, counted from `first`; it is negative for what comes before.
+    """
+    step, passed = max(1, size // width), -first
     for stretch in rows:
-        low = max(-passed, 0) // len(columns)
-        high = min(len(stretch), -((passed - len(memory)) // len(columns)))
+        low = max(-passed, 0) // width
+        high = min(len(stretch), -((passed - count) // width))
         for top in range(low, high, step):
-            part = initial.part(key, stretch[top : min(top + step, high)], columns, memory.device).flatten()
-            place = passed + top * len(columns)
-            part = part[max(-place, 0) : len(memory) - place]
-            memory[max(place, 0) :][: len(part)].copy_(part)
-        passed += len(stretch) * len(columns)
+            yield stretch[top : min(top + step, high)], passed + top * width
+        passed += len(stretch) * width

@@ -43,7 +43,7 @@ def allocate(
             if not parameter.is_meta:
                 continue
             placed = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            vars(placed).update(vars(parameter))
+            vars(placed).update(vars(parameter) | vars(placed))
             setattr(module, name, placed)
             if partition is not None:
                 partition(placed)

@@ -1,8 +1,10 @@
 """A rehearsal: the Trainer's own run of three steps on fake tensors. The second step is measured."""
 
 import copy
+import itertools
 import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -17,7 +19,7 @@ from megatron_tape.communication import CONTEXT, DATA, SEQUENCE, TENSOR
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
-from megatron_tape.model import backend
+from megatron_tape.model import backend, initial
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.rehearsal.tracking import Record, Tracker, place_of
@@ -44,6 +46,8 @@ class Rehearsal:
     """The settings of the short run, with the attention backend that was chosen."""
     record: Record = field(default_factory=Record)
     """The second step's."""
+    start: int = 0
+    """The most memory while the weights were made, before DeepSpeed copied them."""
     peak: int = 0
     """The most memory at any time, including setup and the last step's evaluation and save."""
     weights: int = 0
@@ -119,6 +123,7 @@ class _ObservedRun:
             # Comparing kernels with plain torch and writing weights to a file need numbers.
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
+                mock.patch.object(initial, "_chunks", _first_chunk(initial._chunks)),
                 mock.patch.multiple(
                     training,
                     build_batches=_random_batches,
@@ -156,6 +161,7 @@ class _ObservedRun:
     def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
         """Build the engine, and observe its steps and forward passes."""
         self.outcome.config.model.attention_backend = model.attention_backend
+        self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
         train_step = engine.train_step
 
@@ -196,6 +202,11 @@ class _ObservedRun:
         record = self.tracker.begin_record()
         self.outcome.peak = max(self.outcome.peak, record.peak)
         return record
+
+
+def _first_chunk(chunks: Callable) -> Callable:
+    """Return `chunks` without those after the first, whose memory they would take again."""
+    return lambda *arguments: itertools.islice(chunks(*arguments), 1)
 
 
 def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) -> Batches:

@@ -13,6 +13,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     install_fake_devices()
+    import deepspeed
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     from megatron.core import parallel_state
 
@@ -23,6 +24,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     create_group = parallel_state.create_group
     parallel_state.create_group = lambda ranks=None, **others: create_group(ranks, **others | {"backend": "fake"})
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
 
 
 def _all_gather_own_object(gathered: list, own: object, group: dist.ProcessGroup | None = None) -> None:

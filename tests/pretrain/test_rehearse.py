@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal_cases import MANY, QUICK_CASES, SMALL, ZERO
+from rehearsal_cases import DRAWN_AT_ONCE, MANY, QUICK_CASES, SMALL, ZERO
 
 from pretrain import rehearse as command
 
@@ -54,6 +54,15 @@ def test_memory_and_collectives_are_those_estimated(quick, name):
 def test_gradients_of_replicated_parameters_take_one_collective_a_step(quick, name):
     """In each of two micro-batches, the softmax takes three."""
     assert quick[name]["rows"]["tensor parallel: all-reduce calls"] == [2 * 3 + 1, 2 * 3 + 1, True]
+
+
+def test_making_the_weights_takes_their_partitions_and_one_parameter(quick):
+    """Under tensor parallelism over two ranks and ZeRO 3 over two; the largest parameter is the embedding."""
+    weights, drawing = quick["zero_3"]["rows"]["weights"][0], 64 * DRAWN_AT_ONCE
+    largest = 2048 * 256 // 2 * 2
+    assert weights < quick["zero_3"]["start"] < weights + largest + drawing
+    share = quick["zero_1"]["rows"]["weights"][0]
+    assert share <= quick["zero_1"]["start"] < share + drawing
 
 
 @pytest.mark.slow
