@@ -4,6 +4,7 @@ import importlib
 import time
 from dataclasses import dataclass, field, replace
 
+import partition_cases
 import torch
 import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
@@ -270,6 +271,7 @@ def main(folder):
     importlib.import_module("toy_encodings.head_gate")
     results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
     results["order_on_node"] = order_on_node(folder)
+    results["partitions"] = {cp: partition_cases.begin(1, cp) for cp in (1, 2)}
     results["numbers"] = {
         f"{name}_tp{tp}_cp{cp}": count(changes | {"num_query_groups": 4}, tp, cp)
         for tp, cp in ((2, 1), (1, 2))

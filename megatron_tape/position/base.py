@@ -155,7 +155,7 @@ class PositionEncoding:
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of layer `layer` (from 0) by name, in the order in which they are drawn."""
+        """Return the parameters of layer `layer` (from 0) by name."""
         return {}
 
     def updates(self, layer: int) -> bool:

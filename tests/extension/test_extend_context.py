@@ -25,6 +25,7 @@ from megatron_tape.extension.base import Base, check_base, find_base, with_base_
 from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 from megatron_tape.model.weights import part_of
 from megatron_tape.run.watch import Watch
+from megatron_tape.training import trainer
 from megatron_tape.training.trainer import Trainer
 from pretrain import attempt, estimate, extend_context, train
 
@@ -107,6 +108,14 @@ def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, bas
     learned = first_logits(data, bases[base], tmp_path / "learned", *same, "--model.position_increments=learned")
     same = [*same[:1], f"--extension.trains=[{'tape' if encoding == 'tape' else 'norms'}]", *YARN]
     torch.testing.assert_close(learned, first_logits(data, bases[base], tmp_path / "fixed", *same), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("base, parts", [("rope", {"tape"}), ("tape", set())])
+def test_only_what_the_base_lacks_is_drawn(data, bases, tmp_path, monkeypatch, base, parts):
+    names, draw = [], trainer.draw_weights
+    monkeypatch.setattr(trainer, "draw_weights", lambda *arguments: names.extend(arguments[-1]) or draw(*arguments))
+    first_logits(data, bases[base], tmp_path, "--model.position_encoding=tape")
+    assert {part_of(name) for name in names} == parts
 
 
 def test_learned_increments_stay_learned(data, bases, tmp_path):

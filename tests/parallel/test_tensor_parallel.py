@@ -1,6 +1,7 @@
 """Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, and what they
 send each other."""
 
+import partition_cases
 import pytest
 import tensor_parallel_cases
 from configurations import make
@@ -75,6 +76,11 @@ def test_the_estimate_counts_what_context_ranks_send(results, encoding):
     numbers = results["numbers"][f"{encoding}_tp1_cp2"]
     sent = sum(numbers[direction]["alltoall_base_"] for direction in ("forward", "backward"))
     assert communication(config, 2)[CONTEXT, ALL_TO_ALL].bytes == 4 * sent
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp):
+    partition_cases.assert_right(results["partitions"][cp], 2)
 
 
 def test_the_first_rank_of_a_node_goes_before_the_others(results):

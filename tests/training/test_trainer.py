@@ -146,6 +146,13 @@ def test_recomputed_layers_learn_over_a_frozen_embedding(run, precision):
     assert all(value.any() for key, value in held.items() if key.startswith("exp_avg/"))
 
 
+def test_a_run_that_continues_draws_no_weights(run, monkeypatch):
+    drawn, draw = [], trainer.draw_weights
+    monkeypatch.setattr(trainer, "draw_weights", lambda *arguments: drawn.append(arguments[-1]) or draw(*arguments))
+    assert run("part", steps=1) == run("part", steps=2) == 0
+    assert drawn == [None]  # all, once
+
+
 def test_training_nothing_is_refused(run):
     with pytest.raises(ValueError, match="no parameter of the model is trained"):
         run("nothing", trains=only())
