@@ -10,7 +10,7 @@ from megatron_tape.parameters import (
     replicated_parameters,
     trained_parts,
     trains_output,
-    weights,
+    weight_counts,
 )
 from megatron_tape.position import MicroBatch, encoding_of
 
@@ -135,8 +135,9 @@ def _of_zero(config: RunConfig, tensor_size: int, micro_batches: int) -> Counter
     if stage == 3:
         # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
         # it; small ones after each step.
-        sizes = [w.size // (tensor_size if w.is_cut else 1) for w in weights(config.model, config.extension)]
-        large = sum(size for size in sizes if size > PERSISTENT)
+        found = weight_counts(config.model, config.extension).items()
+        sizes = [(weight.size // (tensor_size if weight.is_cut else 1), count) for weight, count in found]
+        large = sum(count * size for size, count in sizes if size > PERSISTENT)
         gathered = micro_batches * (large + max(0, large - REUSED // 2)) + held - large
         return Counter({ALL_GATHER: width * gathered, REDUCE_SCATTER: sent * trained * micro_batches})
     found = Counter({ALL_REDUCE: sent * trained * (micro_batches if stage == 2 else 1)})

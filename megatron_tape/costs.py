@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
-from megatron_tape.parameters import lora_targets, parameter_count, parameters_per_rank, trained_parts, trains_output
+from megatron_tape.parameters import (
+    lora_targets,
+    parameter_count,
+    parameters_per_rank,
+    remembered,
+    trained_parts,
+    trains_output,
+)
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 # DeepSpeed's default of stage3_max_live_parameters.
@@ -159,8 +166,16 @@ class LayerWork(NamedTuple):
     """What else the positional encoding adds."""
 
 
-def layer_work(model: ModelConfig, layer: int) -> LayerWork:
-    """Count the multiply-adds of layer `layer` (from 0); a query has `S / 2` keys, the causal mean."""
+@remembered
+def layer_works(model: ModelConfig, extension: ExtensionConfig | None = None) -> tuple[LayerWork, ...]:
+    """Count the multiply-adds of every layer; a query has `S / 2` keys, the causal mean.
+
+    LoRA layers are not counted, so that `extension` changes nothing.
+    """
+    return tuple(_layer_work(model, layer) for layer in range(model.num_layers))
+
+
+def _layer_work(model: ModelConfig, layer: int) -> LayerWork:
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     scores = heads * dim * model.seq_length // 2
@@ -177,7 +192,7 @@ def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None
     mean), also where a run extends the context with shifted sparse attention. What the positional encoding and LoRA
     layers add is included; a frozen matrix has no gradient of its own, which saves a third.
     """
-    layers = sum(sum(layer_work(model, layer)) for layer in range(model.num_layers))
+    layers = sum(map(sum, layer_works(model)))
     whole = 3 * 2 * (layers + model.hidden_size * model.vocab_size)
     trained = trained_parts(extension)
     frozen = 0 if "matrices" in trained else parameter_count(model, None, {"matrices"})

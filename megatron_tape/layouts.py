@@ -75,8 +75,9 @@ def candidates(config: RunConfig, processes: int, node_size: int, refused: Count
             data_size = processes // tensor_size // context_size
             shared = config.train.global_batch_size // data_size
             for micro_batch in (2**i for i in range(max(1, shared.bit_length()))):
-                changed = copy.deepcopy(config)
-                parallel, train = changed.parallel, changed.train
+                changed = copy.copy(config)
+                parallel, train = copy.copy(config.parallel), copy.copy(config.train)
+                changed.parallel, changed.train = parallel, train
                 parallel.tensor_model_parallel_size, parallel.context_parallel_size = tensor_size, context_size
                 parallel.sequence_parallel, train.micro_batch_size = None, micro_batch
                 try:

@@ -1,12 +1,16 @@
 """The parameters of a model and which of them are trained, calculated from the configuration. Imports no torch."""
 
-from collections.abc import Collection, Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
-from megatron_tape.position import encoding_of
+from megatron_tape.position import ENCODINGS, encoding_of
+
+Found = TypeVar("Found")
 
 PARTS = ("matrices", "biases", "embeddings", "output", "norms", OF_ENCODING, "lora")
 """The parts of a model; `model.weights.part_of` says to which one a parameter belongs."""
@@ -61,11 +65,37 @@ def weights(model: ModelConfig, extension: ExtensionConfig | None = None) -> Ite
         yield Weight("output", model.vocab_size * hidden, True)
 
 
+def remembered(function: Callable[..., Found]) -> Callable[..., Found]:
+    """Let a function of a model's settings, and of an extension's, compute its result once for equal settings.
+
+    A search for layouts asks thousands of times. The result must not be changed.
+    """
+    results: dict[tuple, Found] = {}
+
+    @functools.wraps(function)
+    def remembering(model: ModelConfig, extension: ExtensionConfig | None = None) -> Found:
+        key = repr(model), repr(extension), ENCODINGS.get(model.position_encoding)
+        if key not in results:
+            if len(results) >= 32:
+                results.clear()
+            results[key] = function(model, extension)
+        return results[key]
+
+    return remembering
+
+
+@remembered
+def weight_counts(model: ModelConfig, extension: ExtensionConfig | None = None) -> Counter[Weight]:
+    """Count the parameters that are alike."""
+    return Counter(weights(model, extension))
+
+
 def parameter_count(
     model: ModelConfig, extension: ExtensionConfig | None = None, parts: Collection[str] = PARTS
 ) -> int:
     """Return the number of parameters of the whole model, or of some of its parts."""
-    return sum(weight.size for weight in weights(model, extension) if weight.part in parts)
+    found = weight_counts(model, extension).items()
+    return sum(count * weight.size for weight, count in found if weight.part in parts)
 
 
 def parameters_per_rank(
@@ -75,13 +105,13 @@ def parameters_per_rank(
     parts: Collection[str] = PARTS,
 ) -> int:
     """Count one tensor-parallel rank's numbers."""
-    found = (weight for weight in weights(model, extension) if weight.part in parts)
-    return sum(weight.size // (tensor_size if weight.is_cut else 1) for weight in found)
+    found = ((weight, count) for weight, count in weight_counts(model, extension).items() if weight.part in parts)
+    return sum(count * (weight.size // (tensor_size if weight.is_cut else 1)) for weight, count in found)
 
 
 def replicated_parameters(
     model: ModelConfig, extension: ExtensionConfig | None = None, parts: Collection[str] = PARTS
 ) -> int:
     """Count the numbers that every tensor-parallel rank holds: norms, and factors and matrices that are not cut."""
-    found = weights(model, extension)
-    return sum(weight.size for weight in found if weight.part in parts and not weight.is_cut)
+    found = weight_counts(model, extension).items()
+    return sum(count * weight.size for weight, count in found if weight.part in parts and not weight.is_cut)

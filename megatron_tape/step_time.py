@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from megatron_tape.communication import ALL_GATHER, CONTEXT, DATA, PERSISTENT, SEQUENCE, TENSOR, communication
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.costs import layer_work
+from megatron_tape.costs import layer_works
 from megatron_tape.errors import refuse
 from megatron_tape.hardware import Group, Hardware
-from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts, trains_output, weights
+from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts, trains_output, weight_counts
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 NORMS, ACTIVATION, HEADS = 10, 5, 2
@@ -121,7 +121,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware) -> StepTim
     updated = trained / (replicas if stage > 0 else 1)
     started = OPERATIONS * config.model.num_layers * (2 + (train.recompute != "none"))
     if stage == 3:
-        started += SLICES * replicas * sum(1 for _ in weights(config.model, config.extension))
+        started += SLICES * replicas * weight_counts(config.model, config.extension).total()
     on_gpu = forward + backward + again + (sent["tensor_parallel"] + sent["context_parallel"]) / micro_batches
     return StepTime(
         **{phase: micro_batches * sum(both) for phase, both in taken.items()},
@@ -145,7 +145,7 @@ def loads(config: RunConfig) -> dict[str, Load]:
     projected = of_heads + 2 * model.query_groups * model.head_dim
     encoding = encoding_of(model)
     batch = MicroBatch(all_tokens, local, width, tensor_size, parallel.context_parallel_size)
-    works = [layer_work(model, layer) for layer in range(model.num_layers)]
+    works = layer_works(model)
     layers, averaging = len(works), sum(work.averages > 0 for work in works)
     flops = 2 * all_tokens / ranks
 
@@ -252,4 +252,6 @@ def _calls_of_zero(config: RunConfig, kind: str, micro_batches: int) -> int:
         return ceil(trained / config.deepspeed.reduce_bucket_size) * (micro_batches if stage > 1 else 1)
     if stage < 3:
         return ceil(trained / GATHERED_AT_ONCE)
-    return micro_batches * sum(weight.size > PERSISTENT for weight in weights(config.model, config.extension))
+    return micro_batches * sum(
+        count for weight, count in weight_counts(config.model, config.extension).items() if weight.size > PERSISTENT
+    )

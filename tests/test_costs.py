@@ -11,6 +11,7 @@ import torch
 from launch import run_group
 from models import build, random_tokens, small_model
 
+from benchmarks.rates import of_links
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.costs import activations, estimate, flops_per_token
@@ -168,11 +169,14 @@ def main(folder):
         model = middle_model(encoding)
         built, _ = build(model, tp=2, recompute=recompute, sequence_parallel=sequence_parallel)
         found.append((sum(p.numel() for p in built.parameters()), counted(built, model, batch=1)))
-    return found
+    return [*found, of_links(2, torch.device("cpu")), of_links(1, torch.device("cpu"))]
 
 
 def test_two_tensor_parallel_processes_hold_and_save_what_is_estimated():
-    for (parameters, count), (encoding, recompute, sequence_parallel) in zip(run_group("test_costs", 2), TWO):
+    *found, in_a_node, in_two_nodes = run_group("test_costs", 2)
+    assert in_a_node.keys() == {"inside", "latency_inside"} and in_two_nodes.keys() == {"between", "latency_between"}
+    assert min(*in_a_node.values(), *in_two_nodes.values()) > 0
+    for (parameters, count), (encoding, recompute, sequence_parallel) in zip(found, TWO, strict=True):
         model = middle_model(encoding)
         settings = dict(tensor_size=2, sequence_parallel=sequence_parallel)
         assert parameters == parameters_per_rank(model, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import rates
 from benchmarks.utilization import peak_flops
 from megatron_tape.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from megatron_tape.config.checks import validate
@@ -118,6 +119,17 @@ def test_measured_rates_replace_assumed_ones(tmp_path, capsys):
     assert (found.matmul, found.between, found.attention) == (7e14, 4e10, KINDS["H100"].attention)
     assert command.main(["--config", str(RECIPES / "tape_1b.yaml"), "--rates", str(path)]) == 0
     assert "on H100, measured: matmul, between; else assumed" in capsys.readouterr().out
+
+
+def test_the_benchmark_writes_rates_that_can_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "rates.json"
+    rates.main(["--output", str(path)])
+    found = with_rates(KINDS["H100"], path)
+    assert set(found.measured) == {"matmul", "attention", "memory_bandwidth", "operation_start"}
+    assert "matmul " in capsys.readouterr().out
+    assert 1e8 < found.matmul < 1e16 and 1e6 < found.attention < 1e15 and 1e-8 < found.operation_start < 1e-2
+    assert found.between == KINDS["H100"].between
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Measure the rates from which step times are predicted, for `python -m pretrain.estimate --rates FILE`.
+
+    python -m benchmarks.rates --output rates.json
+    torchrun --nproc-per-node 8 ... -m benchmarks.rates --output rates.json
+
+One process measures its GPU: a large matrix product, attention (torch's, causal, forward and backward), an addition of
+large tensors, and how long the host needs to start a small one. Several measure the links, too: all-gathers among the
+GPUs of the first node and, on several nodes, between the first GPUs of all. Without a GPU the same code measures the
+CPU, at small sizes.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.attention_timing import matmul_peak
+from benchmarks.environment import describe
+from benchmarks.timing import timed
+from megatron_tape.hardware import Rates
+from megatron_tape.records import write_record
+
+
+def of_one(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Return the rates of this process's device, in the units of `hardware.Hardware`."""
+    on_gpu = device.type == "cuda"
+    heads, length, dim = (16, 4096, 128) if on_gpu else (2, 256, 32)
+    q, k, v, gradient = (torch.randn(1, heads, length, dim, dtype=dtype, device=device) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    large = torch.zeros(2**28 if on_gpu else 2**20, dtype=dtype, device=device)
+    other, small = torch.ones_like(large), torch.zeros(1, device=device)
+
+    def attention() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+
+    found = timed({"attention": attention, "addition": lambda: large.add_(other)}, 10, device)[0]
+    # Two products forward, five backward, of which the causal mask leaves half.
+    flops = 7 * heads * length**2 * dim
+    starts = 1000
+    started = time.perf_counter()
+    for _ in range(starts):
+        small.add_(1)
+    taken = time.perf_counter() - started
+    return {
+        "matmul": matmul_peak(dtype, device),
+        "attention": flops / found["attention"]["seconds"],
+        "memory_bandwidth": 3 * large.nbytes / found["addition"]["seconds"],
+        "operation_start": taken / starts,
+    }
+
+
+def of_links(node_size: int, device: torch.device) -> dict[str, float]:
+    """Return bandwidth and latency inside and between nodes of `node_size` ranks; all ranks call this together.
+
+    Ranks fill one node after the other.
+    """
+    ranks = dist.get_world_size()
+    groups = {"inside": range(min(node_size, ranks)), "between": range(0, ranks, node_size)}
+    found = {}
+    for where, members in groups.items():
+        if len(members) == 1:
+            continue
+        group = dist.new_group(list(members))
+        if dist.get_rank() in members:
+            small, large = (
+                _gather_seconds(size, group, device) for size in (1, 2**27 if device.type == "cuda" else 2**16)
+            )
+            received = (len(members) - 1) * large[1]
+            found[where] = received / max(large[0] - small[0], 1e-9)
+            found[f"latency_{where}"] = small[0] / (len(members) - 1)
+    return found
+
+
+def _gather_seconds(
+    size: int, group: dist.ProcessGroup, device: torch.device, repetitions: int = 10
+) -> tuple[float, int]:
+    """Return the seconds of an all-gather of `size` bytes of every member, and that size."""
+    own = torch.zeros(size, dtype=torch.uint8, device=device)
+    gathered = torch.zeros(size * dist.get_world_size(group), dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(repetitions):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        dist.all_gather_into_tensor(gathered, own, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best, size
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, and let the first process write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    options = parser.parse_args(argv)
+    on_gpu, several = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    rates = of_one(device)
+    if several:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        rates |= of_links(int(os.environ["LOCAL_WORLD_SIZE"]), device)
+    if not several or dist.get_rank() == 0:
+        gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
+        write_record(options.output, {**Rates(gpu=gpu, rates=rates), "environment": describe()})
+        for name, value in rates.items():
+            print(f"{name:<20}{value:12.3e}")
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Print the tables of docs/scaling.md: `python -m pretrain.scaling [--models 1B ...] [--gpus 64 ...] [--write]`.
+
+Nothing is measured: every figure comes from the arithmetic of `pretrain.estimate --search`.
+"""
+
+import argparse
+import copy
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_tape.config.parse import read_run_config
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import ConfigError
+from megatron_tape.files import write_whole
+from megatron_tape.hardware import KINDS
+from megatron_tape.layouts import GIB, Found, Layout, search
+from megatron_tape.step_time import StepTime, step_time
+
+RECIPES = Path(__file__).parent / "recipes"
+MODELS = {"155M": "tape_155m", "1B": "tape_1b", "7B": "tape_7b", "70B": "tape_70b"}
+GPUS = (8, 64, 512, 4096)
+LENGTHS = (4096, 32768, 131072)
+BATCH = 2**24
+"""Tokens of a step."""
+HARDWARE = KINDS["H100"]
+COMPARED_ON = 64
+"""GPUs on which TAPE and RoPE are compared by phase."""
+LONGEST = 2**20
+"""Tokens of the longest sequences."""
+
+LAYOUT = (
+    "| GPUs | tokens | tensor x context x data | ZeRO, micro-batch, recompute | s/step | tokens/s/GPU | MFU | GiB |"
+)
+LAYOUT += " most time in |"
+ALIGNED = "|--:|--:|---|---|--:|--:|--:|--:|---|"
+SIZES = f"{LAYOUT} / RoPE |\n{ALIGNED}--:|"
+PHASES = "| model | tokens | attention | position update | recomputation | communication | rest | together |\n|---|"
+PHASES += "--:|" * 7
+BEGINNING, END = "<!-- tables: written by python -m pretrain.scaling --write -->\n", "<!-- end of tables -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+
+
+def run(model: str, length: int, encoding: str = "tape") -> RunConfig:
+    """Return the recipe of a size, with other sequences and batches."""
+    changes = [f"--model.seq_length={length}", f"--train.global_batch_size={BATCH // length}"]
+    recipe = str(RECIPES / f"{MODELS[model]}.yaml")
+    return read_run_config(["--config", recipe, *changes, f"--model.position_encoding={encoding}"])
+
+
+def find(model: str, length: int, gpus: int, encoding: str = "tape", wanted: int = 1) -> Found:
+    """Return the fastest layouts on so many GPUs."""
+    return search(run(model, length, encoding), gpus, HARDWARE, HARDWARE.memory, wanted)
+
+
+def size_row(model: str, length: int, gpus: int) -> str:
+    """Return the row of a model's table for one length and number of GPUs."""
+    found = find(model, length, gpus)
+    if not found.fitting:
+        config = run(model, length)
+        why = why_not(found, config.train.global_batch_size, config.model.num_attention_heads)
+        return f"| {gpus:,} | {length:,} | {why} | | | | | | | |"
+    best = found.fitting[0]
+    rope = find(model, length, gpus, "rope").fitting[0]
+    return f"| {gpus:,} | {length:,} | {described(best, gpus)} | {best.time.total / rope.time.total:.2f} |"
+
+
+def why_not(found: Found, sequences: int, heads: int) -> str:
+    """Say why no layout of a batch of so many sequences is possible."""
+    if not found.tried:
+        return f"none: {sequences:,} sequences, and at most {heads} GPUs share one"
+    least = min(layout.memory.peak for layout in found.too_large)
+    return f"none fits: {least / GIB:,.0f} GiB at least"
+
+
+def described(layout: Layout, gpus: int) -> str:
+    """Return the columns that describe a layout and its time."""
+    config, time, memory = layout.config, layout.time, layout.memory
+    parallel = config.parallel
+    cells = (
+        f"{parallel.tensor_model_parallel_size} x {parallel.context_parallel_size} x "
+        f"{gpus // parallel.ranks_per_sequence}",
+        f"{config.deepspeed.zero_stage}, {config.train.micro_batch_size}, {config.train.recompute}",
+        f"{time.total:.2f}",
+        f"{memory.tokens_per_step / time.total / gpus:,.0f}",
+        f"{memory.flops_per_gpu / time.total / HARDWARE.peak:.0%}",
+        f"{memory.peak / GIB:.0f}",
+        largest(time),
+    )
+    return " | ".join(cells)
+
+
+def largest(time: StepTime) -> str:
+    """Name the two phases that take most time, with their shares."""
+    phases = sorted(((seconds, name) for name, seconds in dataclasses.asdict(time).items()), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {seconds / time.total:.0%}" for seconds, name in phases[:2])
+
+
+def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
+    """Return what each phase of TAPE's step takes more than RoPE's in TAPE's fastest layout, in per cent of RoPE's."""
+    found = find(model, length, gpus)
+    if not found.fitting:
+        return None
+    tape = found.fitting[0]
+    config = copy.copy(tape.config)
+    config.model = dataclasses.replace(config.model, position_encoding="rope")
+    rope = step_time(config, gpus, HARDWARE)
+    more = {name: (value - getattr(rope, name)) / rope.total for name, value in dataclasses.asdict(tape.time).items()}
+    communication = more["tensor_parallel"] + more["context_parallel"] + more["zero"]
+    named = more["attention"], more["position"], more["recomputation"], communication
+    cells = " | ".join(f"{100 * share:.1f}" for share in (*named, sum(more.values()) - sum(named), sum(more.values())))
+    return f"| {model} | {length:,} | {cells} |"
+
+
+def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[str]:
+    """Yield the tables line by line."""
+    for model in models:
+        yield f"### {model}\n\n{SIZES}"
+        yield from (size_row(model, length, number) for length in lengths for number in gpus)
+        yield ""
+    yield f"### TAPE's step on {COMPARED_ON} GPUs beside RoPE's in the same layout, in % of RoPE's\n\n{PHASES}"
+    yield from filter(None, (phase_row(model, length) for model in models for length in lengths))
+    if "1B" in models:
+        yield f"\n### 1B with sequences of {LONGEST:,} tokens\n\n{LAYOUT}\n{ALIGNED}"
+        found = find("1B", LONGEST, COMPARED_ON, wanted=3)
+        yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(layout, COMPARED_ON)} |" for layout in found.fitting)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables, all of them or of some sizes."""
+    parser = argparse.ArgumentParser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, metavar="N")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--write", action="store_true", help=f"write them into {PAGE.parent.name}/{PAGE.name}")
+    options = parser.parse_args(argv)
+    try:
+        if options.write:
+            page = PAGE.read_text(encoding="utf-8")
+            before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
+            lines = "\n".join(tables(options.models, options.gpus, options.lengths))
+            write_whole(PAGE, [f"{before}{BEGINNING}\n{lines}\n\n{END}{after}".encode()])
+            return 0
+        for line in tables(options.models, options.gpus, options.lengths):
+            print(line, flush=True)
+    except ConfigError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
