@@ -33,6 +33,8 @@ from megatron_tape.run.watch import EXIT_INTERRUPTED
 from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20
+SHOWN = 20
+"""How many problems are reported in words; all bad nodes are recorded."""
 
 
 class Unready(Exception):
@@ -131,7 +133,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, imported)
-        verdict = "; ".join(problem.sentence for problem in problems)
+        verdict = _in_words(problems)
         if problems:
             # Recorded before the other ranks learn of it and exit, because srun then ends this rank too.
             outcome = REFUSED if any(problem.mistake for problem in problems) else UNREADY
@@ -149,7 +151,8 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
             with contextlib.suppress(RuntimeError):
                 store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
         raise Verdict(verdict)
-    _describe(config, facts, size, say)
+    if rank == 0:
+        _describe(config, facts, size, say)
     if size > 1:
         _measure(torch, store, rank, size, options, say)
     say(f"preflight: passed in {time.monotonic() - started:.1f} s", flush=True)
@@ -157,25 +160,17 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
     """Gather every rank's facts on rank 0 and compare them; `imported` is when rank 0 had imported torch."""
-    gathered: list[dict[str, Any] | None] = []
-    for rank in range(size):
-        left = max(0.1, options.timeout - (time.monotonic() - imported))
-        try:
-            store.wait([f"facts/{rank}"], timedelta(seconds=left))
-            gathered.append(json.loads(store.get(f"facts/{rank}")))
-        except RuntimeError:
-            gathered.append(None)
-    silent = [rank for rank, facts in enumerate(gathered) if facts is None]
-    if silent:
-        places = {rank: _nodes_of([rank], options, size) for rank in silent}
-        return [
-            nodes.Problem(
-                f"rank {rank}{''.join(f' on {node}' for node in places[rank])} did not answer within "
-                f"{options.timeout:g} s",
-                tuple(places[rank]),
-            )
-            for rank in silent
-        ]
+    keys = [f"facts/{rank}" for rank in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=max(0.1, options.timeout - (time.monotonic() - imported))))
+    except RuntimeError:
+        silent: dict[tuple[str, ...], list[int]] = {}
+        for rank, key in enumerate(keys):
+            if not store.check([key]):
+                silent.setdefault(tuple(_nodes_of([rank], options, size)), []).append(rank)
+        if silent:
+            return [_silence(place, ranks, options.timeout) for place, ranks in silent.items()]
+    gathered = [json.loads(facts) for facts in store.multi_get(keys)]
     by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
     needed = estimate(config, size)
     problems = nodes.differences(by_node)
@@ -193,6 +188,18 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
         for warning in nodes.gpu_warnings(gpus, needed.peak):
             print(f"warning: preflight: {warning}", file=sys.stderr, flush=True)
     return problems
+
+
+def _silence(place: tuple[str, ...], ranks: list[int], timeout: float) -> nodes.Problem:
+    together = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    which = f"{ranks[0]} to {ranks[-1]}" if together else ", ".join(map(str, ranks))
+    where = "".join(f" on {node}" for node in place)
+    return nodes.Problem(f"rank{'s' * (len(ranks) > 1)} {which}{where} did not answer within {timeout:g} s", place)
+
+
+def _in_words(problems: list[nodes.Problem]) -> str:
+    more = f"; and {counted(len(problems) - SHOWN, 'more problem')}" if len(problems) > SHOWN else ""
+    return "; ".join(problem.sentence for problem in problems[:SHOWN]) + more
 
 
 def _describe(config: RunConfig, facts: dict[str, Any], size: int, say) -> None:

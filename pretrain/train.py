@@ -71,7 +71,8 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
         watch.attach(Attempt.open(config.logging.directory, config.checkpoint.directory, int(number)), rank)
     try:
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
-        check_inputs(config)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the other ranks of this node see the same files
+            check_inputs(config)
         if is_rank_0:
             check(config)
             check_start(config)

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -18,7 +19,9 @@ from typing import Any
 from megatron_tape.run.attempts import HUNG, STALE, Attempt
 
 POLL_SECONDS = 1.0
-OWNER_SECONDS = 5.0
+OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
+"""How often the first rank of a node and the others look whether the run still belongs to their attempt. Thousands of
+ranks would otherwise keep the metadata server busy; when one rank of a node ends, the others soon do."""
 GRACE_SECONDS = 5.0
 STARTUP_SECONDS = 3600.0
 """The shortest timeout for everything before training: imports, the index of the data, the checkpoint's checksums."""
@@ -37,8 +40,8 @@ class Watch:
     """Created at the very start, so that no signal is lost; `attach` follows once the attempt is known.
 
     SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
-    After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is written to
-    `stacks-RANK.txt` in the attempt's directory and the process ends. Before `begin_training` the timeout is at least
+    After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
+    `stacks-NODE.txt` in the attempt's directory and the process ends. Before `begin_training` the timeout is at least
     an hour.
     """
 
@@ -103,11 +106,13 @@ class Watch:
 
     def _watch(self) -> None:
         owner_seen = beaten = float("-inf")
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        owner_seconds = OWNER_SECONDS if first else OWNER_SECONDS_OF_OTHERS
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
             # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
-                if now - owner_seen >= OWNER_SECONDS:
+                if now - owner_seen >= owner_seconds:
                     if not self._attempt.is_owner():
                         self._leave(STALE, EXIT_STALE, "a newer attempt has taken over this run")
                     owner_seen = now
@@ -126,12 +131,12 @@ class Watch:
 
     def _hang(self) -> None:
         where = f"{self._facts['stage']} (step {self._facts['step']})"
-        path = self._attempt.directory / f"stacks-{self._rank:05d}.txt"
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             file.write(f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n")
-            faulthandler.dump_traceback(file, all_threads=True)
             file.flush()
-            os.fsync(file.fileno())
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            self._add_stack(file.read() + "\n")
         # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
@@ -140,6 +145,13 @@ class Watch:
             f"nothing happened for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
             f"stack is in {self._attempt.directory}",
         )
+
+    def _add_stack(self, stack: str) -> None:
+        # One file for all ranks of a node, to which each adds its stack in one piece.
+        path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
+        with open(path, "ab", buffering=0) as file:
+            file.write(stack.encode())
+            os.fsync(file.fileno())
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

@@ -268,8 +268,8 @@ def test_a_hang_leaves_every_ranks_stack_and_the_run_continues(cluster, start, w
     first, _ = check_equal(start.run, whole, attempts=2)
     assert first.outcome == "hung" and "train.hang_timeout" in first.message
     for rank, place in ((0, "train_step"), (1, "sitecustomize.py")):
-        stack = (start.run / "attempts" / "000001" / f"stacks-{rank:05d}.txt").read_text()
-        assert f"rank {rank} on node" in stack and place in stack
+        stacks = [path.read_text() for path in (start.run / "attempts" / "000001").glob("stacks-*.txt")]
+        assert any(f"rank {rank} on node" in stack and place in stack for stack in stacks)
 
 
 @slow

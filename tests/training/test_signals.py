@@ -212,7 +212,7 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     command = [sys.executable, "-c", PROGRAM.format(what="hang"), *arguments(data, folder, "--train.hang_timeout=4")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone())
     assert done.returncode == 77 and "train.hang_timeout" in done.stderr
-    assert "in step" in (folder / "attempts" / "000001" / "stacks-00000.txt").read_text()
+    assert "in step" in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
     (attempt,) = read_attempts(folder)
     assert attempt.outcome == "hung" and "while training" in attempt.message
 
