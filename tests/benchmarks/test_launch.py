@@ -10,7 +10,8 @@ NODES, RANKS = 3, 48
 
 
 def test_a_rank_reads_the_configuration_and_leaves_the_rest_to_the_first_of_its_node():
-    command = [sys.executable, "-m", "benchmarks.launch", "--ranks", str(RANKS), "--ranks-per-node", str(RANKS // NODES)]
+    sizes = ["--ranks", str(RANKS), "--ranks-per-node", str(RANKS // NODES)]
+    command = [sys.executable, "-m", "benchmarks.launch", *sizes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "verdict: done finished all" in done.stdout and "1 rank," in done.stdout
