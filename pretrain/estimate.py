@@ -245,7 +245,7 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
         setattr(getattr(changed, section), name, value)
         return changed
 
-    train, stage, tensor_size = config.train, config.deepspeed.zero_stage, config.parallel.tensor_model_parallel_size
+    train, stage = config.train, config.deepspeed.zero_stage
     smaller = []
     if train.recompute == "none":
         smaller.append(("set", "train.recompute", "full"))
@@ -254,12 +254,13 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
     smaller += [("raise", "deepspeed.zero_stage", higher) for higher in range(stage + 1, 4)]
     for verb, key, value in smaller:
         yield f"{verb} {key} to {value}", change(key, value), processes
-    double = 2 * tensor_size
     number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
     where = "" if number == processes else f" on {counted(number, 'process', 'processes')}"
-    changed = change("parallel.tensor_model_parallel_size", double)
-    changed.parallel.sequence_parallel = None
-    yield f"raise parallel.tensor_model_parallel_size to {double}{where}", changed, number
+    for key in ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
+        double = 2 * getattr(config.parallel, key.partition(".")[2])
+        changed = change(key, double)
+        changed.parallel.sequence_parallel = None
+        yield f"raise {key} to {double}{where}", changed, number
     bucket = config.deepspeed.reduce_bucket_size // 10
     yield f"lower deepspeed.reduce_bucket_size to {bucket}", change("deepspeed.reduce_bucket_size", bucket), processes
 

@@ -335,6 +335,18 @@ def test_the_change_named_is_the_first_that_is_enough(capsys, gib, micro_batch_s
     assert f"first {change}: " in error and "which fits" in error
 
 
+def test_where_tensor_parallelism_cannot_grow_context_parallelism_is_named(capsys):
+    long = [
+        "--model.seq_length=65536",
+        "--train.recompute=full",
+        "--train.micro_batch_size=1",
+        "--deepspeed.zero_stage=3",
+    ]
+    few = ["--model.num_query_groups=2", "--parallel.tensor_model_parallel_size=2", "--train.global_batch_size=8"]
+    _, error = outputs(capsys, "--processes=8", "--gpu-memory=12", *long, *few)
+    assert "first raise parallel.context_parallel_size to 2: " in error
+
+
 def test_a_model_that_does_not_fit_any_gpu_is_a_warning(capsys):
     output, error = outputs(capsys, "--model.seq_length=131072", "--train.micro_batch_size=8")
     assert re.search(r"^fits on GPUs of +none of 24 GB", output, re.M)
