@@ -1,14 +1,19 @@
-"""A save during which the disk of one of two ranks is full; see test_checkpoint.py."""
+"""A save during which the disk of one of two ranks is full, and what ranks read to resume; see test_state.py."""
 
 import resource
 import signal
+import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from bad_step_cases import batches, engine
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.state import save_checkpoint
+from megatron_tape.checkpoint.index import readers, shard_of
+from megatron_tape.checkpoint.opening import find_checkpoint
+from megatron_tape.checkpoint.saving import save_checkpoint
+from megatron_tape.checkpoint.state import load_training_state, load_weights
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -16,7 +21,41 @@ from megatron_tape.config.schema import (
     TrainConfig,
 )
 from megatron_tape.errors import CheckpointError
+from megatron_tape.parallel.layout import end_process_groups
 from megatron_tape.run.attempts import Attempt
+
+
+def resumed(e, config):
+    """Load the newest checkpoint into an engine that has trained on.
+
+    Returns whether its state is the saved one again, the tensor files that each rank has opened, and those that it
+    should have opened according to the plan.
+    """
+    layout, opened = e.layout, []
+
+    def watch(event, arguments):
+        if event == "open" and shard_of(Path(str(arguments[0])).name) is not None:
+            opened.append(Path(arguments[0]).name)
+
+    saved = e.training_state(lambda _: True)
+    e.train_step(batches(e, 7), 1e-2)
+    changed = e.training_state(lambda _: True)
+    sys.addaudithook(watch)
+    checkpoint = find_checkpoint(config, layout)
+    load_weights(checkpoint, e.module, layout)
+    load_training_state(checkpoint, e)
+    found = list(opened)
+    state = e.training_state(lambda _: True)
+    plan = readers({name: entry["bytes"] for name, entry in checkpoint.files.items()}, 1, 1, layout.replica_size)
+    planned = [name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None]
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, (sorted(found), sorted(planned)))
+    return {
+        "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.held,
+        "changed": not any(torch.equal(saved[key], changed[key]) for key in saved),
+        "opened": [opened for opened, _ in of_ranks],
+        "planned": [planned for _, planned in of_ranks],
+    }
 
 
 def main(folder):
@@ -26,7 +65,7 @@ def main(folder):
         model=e.module.encoding.model,
         data=DataConfig(prefix="unused"),
         train=TrainConfig(steps=9, global_batch_size=4),
-        checkpoint=CheckpointConfig(directory=str(root), keep=2),
+        checkpoint=CheckpointConfig(directory=str(root), keep=2, writers=2),
     )
     if dist.get_rank() == 0:
         Attempt.claim(folder, root, {})
@@ -50,10 +89,14 @@ def main(folder):
     after_failure = checkpoint_files.newest_whole(root, print).name
     dist.barrier()
     save_checkpoint(e, config, 3, {}, attempt)
-    return {
+    dist.barrier()
+    results = {
         "messages": messages,
         "after_failure": after_failure,
         "unfinished": [path.name for path in after_failure_home],
         "after_retry": checkpoint_files.newest_whole(root, print).name,
         "left": sorted(path.name for path in root.iterdir()),
     }
+    results["resumed"] = resumed(e, config)
+    end_process_groups()
+    return results

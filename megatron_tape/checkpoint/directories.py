@@ -8,24 +8,22 @@ called `step-00000100.replaced`, which readers also accept, so one of the two al
 A checkpoint may be a symbolic link to a directory elsewhere: it is read like any other, and only the link is ever
 removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that the manifest
 does not list are ignored. Only one process at a time may call these functions, except that several may write files into
-one staging directory. torch is imported only when tensors are read or written.
+one staging directory. Imports no torch.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from megatron_tape.errors import CheckpointError
 from megatron_tape.files import remove, sync_directory
 from megatron_tape.records import check_shape, read_record, write_record
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had no `index.json`, a file of tensors per rank, and a file of random states per rank."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -118,30 +116,6 @@ def staging_directory(home: str | Path, step: int) -> Path:
     return staging
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors, from any device, as a safetensors file, and flush it to disk."""
-    import safetensors.torch
-
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(on_host, path, metadata=dict(metadata or {}))
-    sync_directory(path)
-
-
-def read_tensors(path: str | Path) -> dict[str, "Tensor"]:
-    """Read every tensor of a file into CPU memory."""
-    import safetensors.torch
-
-    return safetensors.torch.load_file(path)
-
-
-def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the metadata of a tensor file."""
-    import safetensors
-
-    with safetensors.safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
-
-
 def digest(path: str | Path) -> tuple[int, str]:
     """Return the size in bytes and the sha256 in hexadecimal of a file."""
     hasher, size = hashlib.sha256(), 0
@@ -198,7 +172,7 @@ def read_manifest(path: str | Path) -> Manifest:
             f"{FORMAT_VERSION}); update this one, or move that checkpoint away"
         )
     manifest = read_record(path / MANIFEST, Manifest)
-    if manifest["format_version"] != FORMAT_VERSION:
+    if manifest["format_version"] not in range(1, FORMAT_VERSION + 1):
         raise ValueError(f"{MANIFEST} has format version {version}, which does not exist")
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
@@ -235,14 +209,20 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
 
 
 def newest_whole(
-    root: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True
+    root: str | Path,
+    warn: Callable[[str], None] = lambda message: None,
+    deep: bool = True,
+    but: Collection[Path] = (),
 ) -> Path | None:
     """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
 
-    `deep` reads every byte; otherwise the right file sizes are enough. Raises NewerFormat rather than skip a checkpoint
-    that a newer version wrote: a run that continues from an older one would replace it.
+    `deep` reads every byte; otherwise the right file sizes are enough. Those in `but` are skipped without a word.
+    Raises NewerFormat rather than skip a checkpoint that a newer version wrote: a run that continues from an older one
+    would replace it.
     """
     for _, path in list_checkpoints(root):
+        if path in but:
+            continue
         found = _problems(path, deep)
         if not found:
             return path
@@ -265,11 +245,12 @@ def what_to_resume(resume: str, root: str | Path) -> str:
     return "auto" if elsewhere and list_checkpoints(root) else resume
 
 
-def prune(root: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints whose files have the right sizes, and leftovers of killed processes.
+def prune(root: str | Path, keep: int, keep_every: int | None = None) -> None:
+    """Remove checkpoints and leftovers of killed processes, but not the newest `keep` whose files have the right sizes.
 
-    Broken checkpoints do not count towards `keep`, and stay while they are newer than the oldest one kept. A replaced
-    checkpoint whose successor is missing or broken gets its name back.
+    Checkpoints of every `keep_every`-th step are never removed. Broken checkpoints do not count towards `keep`, and
+    stay while they are newer than the oldest one kept. A replaced checkpoint whose successor is missing or broken gets
+    its name back.
 
     Raises:
         ValueError: if `keep` is below 1.
@@ -279,7 +260,8 @@ def prune(root: str | Path, keep: int) -> None:
     root = Path(root)
     kept: list[int] = []
     for step, path in list_checkpoints(root):
-        if len(kept) == keep or step in kept:
+        stays = len(kept) < keep or (keep_every is not None and step % keep_every == 0)
+        if step in kept or not stays:
             _discard(path)
         elif not problems(path, deep=False):
             kept.append(step)

@@ -1,18 +1,25 @@
-"""The states of the random number generators that training draws from."""
+"""The states of the random number generators that training draws from, and the file that holds those of all ranks."""
 
 import json
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
+from megatron_tape.errors import CheckpointError
 from megatron_tape.records import parse_record
 
 logger = logging.getLogger(__name__)
+
+RANDOM = "random.safetensors"
 
 STATE_SIZES = {16, 5056}
 """Bytes of a GPU's and of a CPU's generator."""
@@ -50,3 +57,46 @@ def set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, *rest = parse_record(text["numpy"], list[Any])
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
+
+
+def packed_random_state() -> bytes:
+    """Return this rank's random states in one piece."""
+    tensors, text = random_state()
+    encoded = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+    return safetensors.torch.save(tensors | {"text": encoded})
+
+
+def table_of(states: list[bytes]) -> dict[str, Tensor]:
+    """Return the tensors of RANDOM: the packed states of all ranks, one row each, and their lengths."""
+    lengths = torch.tensor([len(state) for state in states])
+    rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
+    for row, state in zip(rows, states, strict=True):
+        row[: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    return {"states": rows, "lengths": lengths}
+
+
+def restore_random_state(checkpoint: Path, rank: int) -> None:
+    """Restore what rank `rank` had saved; without it, as where there were fewer ranks, nothing changes.
+
+    Only its row of the file is read. Raises CheckpointError, in one sentence, for states that cannot be restored.
+    """
+    path, earlier = checkpoint / RANDOM, checkpoint / f"random-{rank:05d}.safetensors"
+    try:
+        if path.is_file():
+            with safe_open(path, "pt") as file:
+                rows, lengths = file.get_slice("states"), file.get_slice("lengths")
+                if rank >= lengths.get_shape()[0]:
+                    return
+                state = rows[rank, : int(lengths[rank])].numpy().tobytes()
+            tensors = safetensors.torch.load(state)
+            set_random_state(tensors, parse_record(tensors.pop("text").numpy().tobytes(), dict[str, str]))
+        elif earlier.is_file():
+            path = earlier
+            set_random_state(read_tensors(path), read_metadata(path))
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
+        # Each generator checks its state and raises its own kind of error.
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} holds no random states that can be restored ({type(error).__name__}: {reason}); choose another "
+            "checkpoint"
+        ) from None

@@ -1,9 +1,10 @@
-"""Saves and restores a run: weights, Adam's state, the position in the data, random number generators, and settings.
+"""Restores a run: weights, Adam's state and random number generators.
 
-A checkpoint holds `state.json`, one `tensors-tpTT-dpDDDDD.safetensors` per rank (fp32 weights and moments by parameter
-name, distributed whole over the data-parallel ranks, and cut over the tensor-parallel ranks as `state.json` says) and
-the ranks' random states. It does not depend on the ZeRO stage: a run may continue under another layout. `directories`
-makes sure that a checkpoint is either complete or invisible.
+A checkpoint holds `state.json` (the position in the data, the settings), files `tensors-tpTT-dpNNNNN.safetensors`, the
+random states of all ranks, and `index.json`. Each file has fp32 weights and moments by parameter name, as
+tensor-parallel rank TT holds them; `state.json` says how it cuts them. Nothing depends on the ZeRO stage, and the
+tensors of another tensor-parallel size are joined and cut: a run may continue under another layout. `saving` writes
+checkpoints, and `directories` makes sure that one is either complete or invisible.
 
 Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out too, and
 `state.json` says which checkpoint holds them.
@@ -11,97 +12,25 @@ Frozen parameters have weights and no moments. With `checkpoint.frozen: false` t
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import safetensors.torch  # noqa: F401  (directories.py imports it at the first save, when it may be gone)
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.frozen import source_record
 from megatron_tape.checkpoint.opening import Checkpoint
-from megatron_tape.checkpoint.random_state import random_state, set_random_state
-from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
+from megatron_tape.checkpoint.random_state import restore_random_state
+from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_share
-from megatron_tape.records import write_record
 
 if TYPE_CHECKING:
-    from megatron_tape.run.attempts import Attempt
     from megatron_tape.training.engine import Engine
-
-
-def save_checkpoint(
-    engine: Engine,
-    config: RunConfig,
-    step: int,
-    progress: dict,
-    attempt: Attempt,
-    frozen_from: files.Source | None = None,
-) -> Path:
-    """Save the run after `step` steps; all ranks call this together. `progress` (JSON) is stored in `state.json`.
-
-    Frozen parameters are left out if `frozen_from` says which checkpoint holds them. Returns the checkpoint's
-    directory. Raises the same error on every rank: StaleAttempt if a newer attempt has taken over the run,
-    CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
-    """
-    try:
-        return _save(engine, config, step, progress, attempt, frozen_from)
-    except CheckpointError:
-        if engine.layout.rank == 0:
-            shutil.rmtree(attempt.home / f"step-{step:08d}", ignore_errors=True)
-        raise
-
-
-def _save(
-    engine: Engine,
-    config: RunConfig,
-    step: int,
-    progress: dict,
-    attempt: Attempt,
-    frozen_from: files.Source | None,
-) -> Path:
-    layout = engine.layout
-    root = Path(config.checkpoint.directory)
-    outcome: dict = {}
-    with Agreement(layout, attempt) as agreement:
-        if layout.rank == 0:
-            files.staging_directory(attempt.home, step)
-    agreement.check(f"could not prepare a checkpoint in {root}")
-    staging = attempt.home / f"step-{step:08d}"
-
-    dp_rank, dp_size = layout.replica_rank, layout.replica_size
-    tensors = engine.training_state(lambda index: index % dp_size == dp_rank, frozen=frozen_from is None)
-    names = [
-        f"tensors-tp{layout.tensor_parallel_rank:02d}-dp{dp_rank:05d}.safetensors",
-        f"random-{layout.rank:05d}.safetensors",
-    ]
-    with Agreement(layout, attempt) as agreement:
-        files.write_tensors(staging / names[0], tensors)
-        random_tensors, random_text = random_state()
-        files.write_tensors(staging / names[1], random_tensors, random_text)
-        outcome = {name: _entry(staging / name) for name in names}
-    agreement.check(f"could not write checkpoint {step} in {root}")
-    entries: list[dict | None] = [None] * layout.world_size
-    dist.all_gather_object(entries, outcome)
-
-    with Agreement(layout, attempt) as agreement:
-        if layout.rank == 0:
-            written = {name: entry for part in entries for name, entry in part.items()}
-            write_record(staging / files.STATE, _state(engine, config, step, progress, frozen_from))
-            written[files.STATE] = _entry(staging / files.STATE)
-            attempt.check_owner()
-            files.publish(staging, root, step, written)
-            files.prune(root, config.checkpoint.keep)
-    agreement.check(f"could not finish checkpoint {step} in {root}")
-    return root / f"step-{step:08d}"
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
@@ -135,6 +64,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     for name, parameter in parameters.items():
         if name in held:
             write_share(parameter, read(f"weight/{name}"))
+    base.release()
     return new
 
 
@@ -151,17 +81,10 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
             "it trained, or choose another checkpoint"
         )
     engine.load_training_state(checkpoint.reader(engine.trained, engine.layout), updates)
-    path = checkpoint.path / f"random-{engine.layout.rank:05d}.safetensors"
-    if path.is_file():
-        try:
-            set_random_state(files.read_tensors(path), files.read_metadata(path))
-        except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            # Each generator checks its state and raises its own kind of error.
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{path} holds no random states that can be restored ({type(error).__name__}: {reason}); choose "
-                "another checkpoint"
-            ) from None
+    with Agreement(engine.layout) as agreement:
+        restore_random_state(checkpoint.path, engine.layout.rank)
+    agreement.check("cannot continue")
+    checkpoint.release()
 
 
 def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
@@ -187,28 +110,3 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
         "extension.from, or set checkpoint.frozen to true",
     )
     return source_record(checkpoint.path)
-
-
-def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: files.Source | None) -> dict:
-    sharded = {
-        name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
-        for name, parameter in engine.names.items()
-        if getattr(parameter, "tensor_model_parallel", False)
-    }
-    return {
-        "step": step,
-        "optimizer_steps": engine.optimizer_steps,
-        "consumed_samples": step * config.train.global_batch_size,
-        "progress": progress,
-        "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
-        "data_parallel_size": engine.layout.replica_size,
-        "sharded": sharded,
-        "frozen": [name for name in engine.names if name not in engine.trained],
-        "frozen_from": frozen_from,
-        "config": config_dict(config),
-    }
-
-
-def _entry(path: Path) -> dict:
-    size, sha256 = files.digest(path)
-    return {"bytes": size, "sha256": sha256}

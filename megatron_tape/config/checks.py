@@ -120,11 +120,12 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
     _check_section("train", config.train, numbers.split(), ("seed",))
-    _check_section("checkpoint", config.checkpoint, ("interval", "keep"))
+    _check_section("checkpoint", config.checkpoint, ("interval", "keep", "keep_every", "writers"))
     _check_section("extension", config.extension, ("lora_rank", "lora_alpha"))
     _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
     _check_section("data", config.data, (), ("num_workers",))
     _validate_parallel(config, world_size)
+    _validate_checkpoint(config)
     _validate_optimizer(config)
     _validate_data(config)
     _validate_evaluations(config)
@@ -184,6 +185,21 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         train.global_batch_size % (train.micro_batch_size * data_size) != 0,
         f"train.global_batch_size {train.global_batch_size} is not divisible by train.micro_batch_size "
         f"{train.micro_batch_size} times {data_size} data-parallel processes; change either",
+    )
+
+
+def _validate_checkpoint(config: RunConfig) -> None:
+    checkpoint, tensor_size = config.checkpoint, config.parallel.tensor_model_parallel_size
+    refuse(not checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
+    refuse(
+        checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0,
+        f"checkpoint.keep_every {checkpoint.keep_every} is not a multiple of checkpoint.interval "
+        f"{checkpoint.interval}, so there would be no checkpoint to keep at most of those steps; change either",
+    )
+    refuse(
+        checkpoint.writers is not None and checkpoint.writers < tensor_size,
+        f"checkpoint.writers {checkpoint.writers} is less than parallel.tensor_model_parallel_size {tensor_size}, and "
+        "every tensor-parallel rank writes its own shares; set it to at least that, or to null",
     )
 
 
@@ -268,7 +284,6 @@ def _validate_data(config: RunConfig) -> None:
         f"logging.sample_tokens is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, "
         "is null; set it or set sample_tokens to 0",
     )
-    refuse(not config.checkpoint.resume, "checkpoint.resume is empty; set it to auto, none or a checkpoint's path")
 
 
 def _validate_samples(config: RunConfig) -> None:

@@ -273,6 +273,11 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved. After a failed save, the next one is due as usual."""
     keep: int = 2
     """How many of the newest checkpoints are kept."""
+    keep_every: int | None = None
+    """Also keep, for good, the checkpoints of steps that this divides; a multiple of interval. null keeps no others."""
+    writers: int | None = None
+    """The most processes that write tensors, a file each, balanced by bytes; null means one per GiB, at most 512. Every
+    tensor-parallel rank needs one."""
     frozen: bool = True
     """Also save parameters that are not trained, where only a part of the model is (extension.trains, or a program as
     in docs/extending.md); false saves only the trained ones and the path of the checkpoint with which the run began

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_tape.checkpoint.index import Place
+
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -46,6 +48,13 @@ class TensorFile:
         self._missing = {name: (tuple(shape), header[name]["data_offsets"][0]) for name, shape in shapes.items()}
         self._file = open(self.path, "xb")
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+
+    def places(self) -> dict[str, Place]:
+        """Return where in the file the tensors that are not written yet will be."""
+        return {
+            name: {"offset": self._start + offset, "shape": list(shape)}
+            for name, (shape, offset) in self._missing.items()
+        }
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor with the announced name and shape; each must be written once.

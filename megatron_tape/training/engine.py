@@ -6,7 +6,7 @@ partitions: a run saved under one ZeRO stage and number of ranks continues under
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import deepspeed
@@ -198,23 +198,30 @@ class Engine:
         state = next(iter(self._adam.state.values()), {})
         return int(state.get("step", 0))
 
-    def training_state(self, wanted: Callable[[int], bool], frozen: bool = True) -> dict[str, Tensor]:
-        """Return, on the CPU, this tensor-parallel rank's fp32 weights and Adam moments: `weight/NAME`, `exp_avg/NAME`.
+    def training_state(self, wanted: Callable[[str], bool], frozen: bool = True) -> dict[str, Tensor]:
+        """Return a copy, on the CPU, of this tensor-parallel rank's fp32 weights and Adam moments.
 
-        Parameter i is kept if `wanted(i)`; all ranks take part in gathering each. Frozen parameters are included only
-        if `frozen`; their weights are only as precise as training's arithmetic, and they have no moments. Before the
-        first update, no parameter has moments.
+        The keys are `weight/NAME`, `exp_avg/NAME` and so on; a tensor is kept if `wanted(key)`, and all ranks take part
+        in gathering each. Frozen parameters are included only if `frozen`; their weights are only as precise as
+        training's arithmetic, and they have no moments. Before the first update, no parameter has moments.
         """
         state = {}
         self._show_moments()
-        for index, (name, parameter) in enumerate(self.names.items()):
-            if not frozen and name not in self.trained:
-                continue
-            for key in self.keys_of(name, self.optimizer_steps):
-                tensor = self._get(parameter, key)
-                if wanted(index):
-                    state[f"{key}/{name}"] = tensor.detach().to("cpu", torch.float32).clone().contiguous()
+        for key, parameter in self._state_keys(frozen):
+            tensor = self._get(parameter, key.partition("/")[0])
+            if wanted(key):
+                state[key] = tensor.detach().to("cpu", torch.float32).clone().contiguous()
         return state
+
+    def state_sizes(self, frozen: bool = True) -> dict[str, int]:
+        """Return the bytes of each tensor that `training_state` gathers."""
+        return {key: 4 * getattr(p, "ds_numel", p.numel()) for key, p in self._state_keys(frozen)}
+
+    def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self.names.items():
+            if frozen or name in self.trained:
+                for key in self.keys_of(name, self.optimizer_steps):
+                    yield f"{key}/{name}", parameter
 
     def keys_of(self, name: str, optimizer_steps: int) -> tuple[str, ...]:
         """Return what the state holds of a parameter after `optimizer_steps`: `weight` and, if trained, moments."""

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 
-from megatron_tape.checkpoint import state as checkpoints
+from megatron_tape.checkpoint import saving as checkpoints
 from megatron_tape.checkpoint.directories import Source
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_tape.checkpoint import directories as files
+from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
 from megatron_tape.errors import CheckpointError
 from megatron_tape.files import sync_directory
 from megatron_tape.records import write_record
@@ -24,7 +25,7 @@ def save(root, step, value=None, keep=None):
     staging = files.staging_directory(home, step)
     value = float(step if value is None else value)
     for name in ("model", "optimizer"):
-        files.write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
+        write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
     (staging / "run.json").write_text(json.dumps({"value": value}))
     sync_directory(staging / "run.json")
     named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
@@ -41,7 +42,7 @@ def steps(root):
 def value_of(path):
     """Return the one value that every file of a complete checkpoint holds."""
     assert files.problems(path) == []
-    values = [files.read_tensors(path / f"{name}.safetensors")["weight"] for name in ("model", "optimizer")]
+    values = [read_tensors(path / f"{name}.safetensors")["weight"] for name in ("model", "optimizer")]
     value = json.loads((path / "run.json").read_text())["value"]
     assert all(torch.equal(tensor, torch.full((64,), value)) for tensor in values)
     return value
@@ -62,7 +63,7 @@ def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
     assert value_of(path) == 100.0
     assert files.read_manifest(path)["step"] == 100
     assert set(files.read_manifest(path)["files"]) == {"model.safetensors", "optimizer.safetensors", "run.json"}
-    assert files.read_metadata(path / "model.safetensors") == {"step": "100"}
+    assert read_metadata(path / "model.safetensors") == {"step": "100"}
     assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
 
 
@@ -74,8 +75,8 @@ def test_tensors_keep_their_type_shape_and_every_bit(tmp_path, dtype):
         "scalar": torch.tensor(1).to(dtype),
         "empty": torch.zeros(0, 3).to(dtype),
     }
-    files.write_tensors(tmp_path / "tensors", tensors)
-    read = files.read_tensors(tmp_path / "tensors")
+    write_tensors(tmp_path / "tensors", tensors)
+    read = read_tensors(tmp_path / "tensors")
     assert read.keys() == tensors.keys()
     assert all(read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors)
 
@@ -192,8 +193,8 @@ def change(path, name, **changes):
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_older_one(tmp_path):
     save(tmp_path, 1)
     newer = save(tmp_path, 2)
-    change(newer, MANIFEST, format_version=2, files=None, parts=["another layout"])
-    sentence = f"{newer} was written by a newer version of this project (checkpoint format 2; this one reads 1); update"
+    change(newer, MANIFEST, format_version=files.FORMAT_VERSION + 1, files=None, parts=["another layout"])
+    sentence = f"{newer} was written by a newer version of this project (checkpoint format 3; this one reads 2); update"
     assert files.problems(newer)[0].startswith(sentence)
     for search in (files.newest_whole, files.checkpointed_step):
         with pytest.raises(CheckpointError, match=re.escape(sentence)):

@@ -12,7 +12,10 @@ from models import build, random_tokens, small_model
 
 from megatron_tape.checkpoint import directories
 from megatron_tape.checkpoint import random_state as random_states
-from megatron_tape.checkpoint.state import Checkpoint, load_training_state, load_weights, save_checkpoint
+from megatron_tape.checkpoint.opening import Checkpoint
+from megatron_tape.checkpoint.saving import save_checkpoint
+from megatron_tape.checkpoint.state import load_training_state, load_weights
+from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -27,8 +30,21 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
 
 
-def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint():
-    result = run_group("full_disk_cases", 2)
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_group("full_disk_cases", 2)
+
+
+def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(two_ranks):
+    result = two_ranks["resumed"]
+    assert result["same"] and result["changed"]
+    assert result["opened"] == result["planned"]
+    assert sorted(sum(result["opened"], [])) == [f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)]
+    assert all(result["opened"])
+
+
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint(two_ranks):
+    result = two_ranks
     assert len(set(result["messages"])) == 1
     assert "checkpoint 2" in result["messages"][0] and "rank 1" in result["messages"][0]
     assert result["after_failure"] == "step-00000001"
@@ -50,7 +66,7 @@ def summed_gradient(precision, stage, micro_batches=64):
     engine = Engine(model, config, layout)
     tokens = [random_tokens(batch=1, length=17, seed=seed) for seed in range(micro_batches)]
     engine.train_step(({"tokens": t[:, :-1], "labels": t[:, 1:]} for t in tokens), lr=0.0)
-    state = engine.training_state(lambda index: True)
+    state = engine.training_state(lambda key: True)
     return torch.cat([value.flatten() for key, value in state.items() if key.startswith("exp_avg/")])
 
 
@@ -61,25 +77,34 @@ def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
     assert max(errors) < 1.05 * min(errors)
 
 
-TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random-00000.safetensors"
+TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random.safetensors"
+EARLIER_RANDOM = "random-00000.safetensors"
 NAME = "weight/gpt.output_layer.weight"
+
+
+def config_in(folder):
+    return RunConfig(
+        model=small_model(),
+        data=DataConfig(prefix="unused"),
+        train=TrainConfig(steps=2, global_batch_size=1, precision="fp32"),
+        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints")),
+    )
+
+
+def save(engine, folder):
+    return save_checkpoint(engine, config_in(folder), 1, {}, Attempt.claim(folder, folder / "checkpoints", {}))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """An engine after one step, and its checkpoint."""
     folder = tmp_path_factory.mktemp("saved")
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        train=TrainConfig(steps=2, global_batch_size=1, precision="fp32"),
-        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints")),
-    )
+    config = config_in(folder)
     model, layout = build(config.model)
     engine = Engine(model, config, layout)
     tokens = random_tokens(batch=1, length=17, seed=0)
     engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.0)
-    return engine, save_checkpoint(engine, config, 1, {}, Attempt.claim(folder, folder / "checkpoints", {}))
+    return engine, save(engine, folder)
 
 
 @pytest.fixture
@@ -89,7 +114,9 @@ def damaged(saved, tmp_path):
     shutil.copytree(saved[1], path)
 
     def rewrite(name, change=lambda tensors: None, metadata=None, content=None):
-        tensors, kept = directories.read_tensors(path / name), directories.read_metadata(path / name)
+        if name == EARLIER_RANDOM:
+            as_version_1_wrote_them(path)
+        tensors, kept = read_tensors(path / name), read_metadata(path / name)
         change(tensors)
         (path / name).write_bytes(content or safetensors.torch.save(tensors, kept | (metadata or {})))
         manifest = json.loads((path / "manifest.json").read_text())
@@ -101,10 +128,30 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
+def as_version_1_wrote_them(path):
+    """Put the random states into a file of this rank's own, and leave out the index."""
+    entry, _ = write_tensors(path / EARLIER_RANDOM, *random_states.random_state())
+    manifest = json.loads((path / "manifest.json").read_text()) | {"format_version": 1}
+    for name in (RANDOM, "index.json"):
+        (path / name).unlink()
+        del manifest["files"][name]
+    manifest["files"][EARLIER_RANDOM] = entry
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
-    checkpoint = damaged(TENSORS)
-    load_weights(checkpoint, saved[0].module, saved[0].layout)
-    load_training_state(checkpoint, saved[0])
+    for name in (TENSORS, EARLIER_RANDOM):
+        checkpoint = damaged(name)
+        load_weights(checkpoint, saved[0].module, saved[0].layout)
+        load_training_state(checkpoint, saved[0])
+
+
+def test_random_states_continue_where_they_were_saved(saved, tmp_path):
+    torch.manual_seed(11)
+    path = save(saved[0], tmp_path)
+    expected = torch.rand(3)
+    load_training_state(Checkpoint(path, directories.read_state(path)), saved[0])
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +192,27 @@ def test_a_file_that_is_not_safetensors_is_refused_despite_a_right_manifest(save
     ],
 )
 def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved, damaged, change, metadata):
-    checkpoint = damaged(RANDOM, change, metadata)
+    checkpoint = damaged(EARLIER_RANDOM, change, metadata)
+    with pytest.raises(
+        CheckpointError, match=f"{EARLIER_RANDOM} holds no random states that can be restored"
+    ) as caught:
+        load_training_state(checkpoint, saved[0])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop("lengths"),
+        lambda t: t.update(lengths=t["lengths"] - 1),
+        lambda t: t.update(lengths=t["lengths"] * 0 - 3),
+        lambda t: t.update(states=torch.zeros_like(t["states"])),
+        lambda t: t.update(states=t["states"][0].clone()),
+        lambda t: t.update(states=t["states"][:0].clone()),
+    ],
+)
+def test_a_damaged_table_of_random_states_is_refused_in_one_sentence(saved, damaged, change):
+    checkpoint = damaged(RANDOM, change)
     with pytest.raises(CheckpointError, match=f"{RANDOM} holds no random states that can be restored") as caught:
         load_training_state(checkpoint, saved[0])
     assert "\n" not in str(caught.value)
@@ -162,7 +229,7 @@ def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_o
             tensors[name] = state_of_a_gpu(1234)
         tensors["cuda"] = state_of_a_gpu(5678)
 
-    checkpoint = damaged(RANDOM, from_a_gpu)
+    checkpoint = damaged(EARLIER_RANDOM, from_a_gpu)
     seed_everything(7, saved[0].layout)
     streams = get_cuda_rng_tracker().get_states()
     before = torch.get_rng_state()

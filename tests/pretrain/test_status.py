@@ -136,7 +136,7 @@ def test_impossible_facts_are_shown_without_a_traceback(run, capsys, facts):
 def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):
     path = run / "checkpoints" / "step-00000010"
     path.mkdir()
-    write_record(path / "manifest.json", {"format_version": 2})
+    write_record(path / "manifest.json", {"format_version": 3})
     assert status.main([str(run)]) == 0
     assert "written by a newer version of this project" in capsys.readouterr().out
 

@@ -311,7 +311,7 @@ def test_a_request_to_stop_counts_whatever_its_file_contains(run, content):
 def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(run):
     first = claim(run)
     manifest = save(first, 5) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
     with pytest.raises(CheckpointError, match="newer version"):
         claim(run)
     assert first.is_owner() and len(read_attempts(run)) == 1

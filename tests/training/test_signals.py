@@ -15,7 +15,7 @@ from launch import environment, free_port
 from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint import state as checkpoint
+from megatron_tape.checkpoint import saving as checkpoint
 from megatron_tape.run import watch
 from megatron_tape.run.attempts import Attempt, read_attempts
 from megatron_tape.run.watch import EXIT_INTERRUPTED

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import CardFacts
+from megatron_tape.checkpoint.index import INDEX, tensor_file
 from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
@@ -25,7 +26,7 @@ from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
-TENSORS = "tensors-tp00-dp00000.safetensors"
+TENSORS = tensor_file(0, 0)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
 _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
@@ -122,6 +123,7 @@ def write_imported(
         progress, written = command_line.Progress(total), 0
         prefixed = {f"weight/{WRAPPED}{name}": shape for name, shape in shapes.items()}
         with TensorFile(directory / TENSORS, prefixed, torch.float32) as file:
+            write_record(directory / INDEX, {"files": {TENSORS: file.places()}})
             for name, shape in shapes.items():
                 file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
                 written += size_in_bytes(shape, torch.float32)
@@ -142,7 +144,7 @@ def write_imported(
         _write_settings(directory / "model.yaml", model)
         copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
         entries = {}
-        for name in (TENSORS, checkpoint_files.STATE, "model.yaml", *copied):
+        for name in (TENSORS, INDEX, checkpoint_files.STATE, "model.yaml", *copied):
             size, sha256 = checkpoint_files.digest(directory / name)
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}

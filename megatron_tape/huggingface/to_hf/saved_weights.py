@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.frozen import find_source
+from megatron_tape.checkpoint.index import tensor_files
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
@@ -93,13 +94,11 @@ def open_weights(path: Path) -> SavedWeights:
         raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = []
     shapes: list[dict[str, list[int]]] = []
+    listed = checkpoint_files.read_manifest(path)["files"]
     for rank in range(size):
-        paths = sorted(path.glob(f"tensors-tp{rank:02d}-*.safetensors"))
-        if len(paths) != state["data_parallel_size"]:
-            raise ValueError(
-                f"checkpoint {path} is not whole: {len(paths)} of {state['data_parallel_size']} files "
-                f"tensors-tp{rank:02d}-* are there; choose another step"
-            )
+        paths = [path / name for name in tensor_files(listed, rank)]
+        if not paths:
+            raise ValueError(f"checkpoint {path} holds no tensors of tensor-parallel rank {rank}; choose another step")
         files.append({})
         shapes.append({})
         for file_path in paths:

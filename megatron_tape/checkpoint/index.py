@@ -1,0 +1,102 @@
+"""Which file of a checkpoint holds which tensor, and which rank writes and reads which file. Imports no torch.
+
+A file belongs to one tensor-parallel rank. It is the unit of reading: one rank reads it whole, checks its sha256, and
+hands its tensors on, so that no byte is read twice.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from megatron_tape.records import read_record
+
+INDEX = "index.json"
+_TENSORS = re.compile(r"tensors-tp(\d{2,})-\w+\.safetensors")
+
+FILE_BYTES = 1 << 30
+"""Writers are added until a file has no more bytes than this."""
+MOST_FILES = 512
+"""The most files of tensors unless `checkpoint.writers` says otherwise."""
+
+
+class Place(TypedDict):
+    """Where a tensor is: its first byte, counted from the beginning of the file, and its shape."""
+
+    offset: int
+    shape: list[int]
+
+
+class Index(TypedDict):
+    """The contents of `index.json`: by file, then by a key such as `exp_avg/NAME`."""
+
+    files: dict[str, dict[str, Place]]
+
+
+def tensor_file(rank: int, number: int) -> str:
+    """Return the name of the file that writer `number` of tensor-parallel rank `rank` writes."""
+    return f"tensors-tp{rank:02d}-dp{number:05d}.safetensors"
+
+
+def shard_of(name: str) -> int | None:
+    """Return the tensor-parallel rank whose tensors a file holds; None if it is not a file of tensors."""
+    match = _TENSORS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def tensor_files(names: Iterable[str], rank: int) -> list[str]:
+    """Return those of a manifest's files that hold the tensors of tensor-parallel rank `rank`."""
+    return sorted(name for name in names if shard_of(name) == rank)
+
+
+def read_index(checkpoint: Path) -> dict[str, dict[str, Place]]:
+    """Read `index.json`. Raises ValueError in one sentence if it is malformed."""
+    return read_record(checkpoint / INDEX, Index)["files"]
+
+
+def share(sizes: Mapping[str, int], ranks: int, most: int | None = None) -> dict[str, int]:
+    """Return which of `ranks` ranks takes each item, such that their sums of `sizes` are about equal.
+
+    At most `most` ranks take part, spread evenly over all, and so over their nodes. The sums differ by at most the
+    largest item.
+    """
+    count = min(len(sizes), ranks if most is None else min(ranks, most))
+    loads = [(0, number) for number in range(count)]
+    chosen = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, number = heapq.heappop(loads)
+        heapq.heappush(loads, (load + sizes[name], number))
+        chosen[name] = number * ranks // count
+    return chosen
+
+
+def writers(sizes: Mapping[str, int], tensor_size: int, ranks: int, limit: int | None) -> dict[str, int]:
+    """Return which of `ranks` ranks with the same weights writes each tensor.
+
+    `sizes` are the bytes of this shard's tensors, of `tensor_size` alike; `limit` is `checkpoint.writers`.
+    """
+    if limit is None:
+        limit = min(MOST_FILES, tensor_size * math.ceil(sum(sizes.values()) / FILE_BYTES))
+    return share(sizes, ranks, max(1, limit // tensor_size))
+
+
+def readers(sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int) -> dict[str, int]:
+    """Return which of `tensor_size` * `replicas` ranks reads each file of a checkpoint; `sizes` are the files' bytes.
+
+    `saved_size` tensor-parallel ranks saved it. If that has not changed, the file is read by a rank that needs its
+    tensors and hands them to the ranks with the same weights; otherwise by any, which hands them to all.
+    """
+    groups: dict[int | None, dict[str, int]] = {}
+    for name, size in sizes.items():
+        shard = shard_of(name)
+        groups.setdefault(shard if saved_size == tensor_size else None, {})[name] = size
+    chosen = {}
+    for shard, files in groups.items():
+        if shard is None:
+            chosen |= share(files, tensor_size * replicas)
+        else:
+            # The tensor-parallel ranks are numbered first.
+            chosen |= {name: replica * tensor_size + shard for name, replica in share(files, replicas).items()}
+    return chosen

@@ -1,0 +1,187 @@
+"""Saves a run: a few ranks write the tensors, balanced by bytes, and rank 0 the rest; then all of it becomes visible.
+
+Writing needs nothing but a copy on the host, so that a thread can do it while training goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_tape.checkpoint import directories as files
+from megatron_tape.checkpoint.agreement import Agreement
+from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
+from megatron_tape.checkpoint.random_state import RANDOM, packed_random_state, table_of
+from megatron_tape.checkpoint.tensors import write_tensors
+from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.errors import CheckpointError
+from megatron_tape.records import write_record
+
+if TYPE_CHECKING:
+    from megatron_tape.run.attempts import Attempt
+    from megatron_tape.training.engine import Engine
+
+
+def save_checkpoint(
+    engine: Engine,
+    config: RunConfig,
+    step: int,
+    progress: dict,
+    attempt: Attempt,
+    frozen_from: files.Source | None = None,
+) -> Path:
+    """Save the run after `step` steps and return the checkpoint's directory; all ranks call this together.
+
+    See `Save`, whose errors this raises.
+    """
+    save = Save(engine, config, step, progress, attempt, frozen_from, in_thread=False)
+    while (path := save.advance()) is None:
+        pass
+    return path
+
+
+class Save:
+    """A checkpoint of the run after `step` steps that is being written; all ranks create one together.
+
+    `progress` (JSON) is stored in `state.json`. Frozen parameters are left out if `frozen_from` says which checkpoint
+    holds them. Everything that is saved is copied at once; training may go on when the constructor returns.
+
+    The constructor and `advance` raise the same error on every rank: StaleAttempt if a newer attempt has taken over the
+    run, CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: RunConfig,
+        step: int,
+        progress: dict,
+        attempt: Attempt,
+        frozen_from: files.Source | None = None,
+        *,
+        in_thread: bool,
+    ):
+        self._layout, self._config, self._step, self._attempt = engine.layout, config, step, attempt
+        self._root, self._staging = Path(config.checkpoint.directory), attempt.home / f"step-{step:08d}"
+        self._in_thread, self._thread = in_thread, None
+        self._entries: dict[str, files.Entry] = {}
+        self._index: dict[str, dict] = {}
+        self._begin(f"could not prepare a checkpoint in {self._root}", self._prepare, in_thread=False)
+        self._end()
+        self._copy(engine, progress, frozen_from)
+        self._begin(f"could not write checkpoint {step} in {self._root}", self._write, in_thread)
+        self._remaining: list[tuple[str, Callable[[], None]]] = [
+            (f"could not finish checkpoint {step} in {self._root}", self._publish)
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def advance(self) -> Path | None:
+        """Wait for what is being done and begin what comes next; return the checkpoint's directory at the end.
+
+        All ranks call it together: as soon as no rank is `busy`, or earlier to wait for them.
+        """
+        self._end()
+        if not self._remaining:
+            return self._root / self._staging.name
+        self._gather_entries()
+        self._begin(*self._remaining.pop(), self._in_thread)
+        return None
+
+    def _begin(self, what: str, action: Callable[[], None], in_thread: bool) -> None:
+        """Do something that may fail on this rank; `_end` lets all ranks know."""
+        self._what, self._agreement = what, Agreement(self._layout, self._attempt)
+
+        def run(agreement: Agreement = self._agreement) -> None:
+            with agreement:
+                action()
+
+        self._thread = threading.Thread(target=run, name="save", daemon=True) if in_thread else None
+        if self._thread is None:
+            run()
+        else:
+            self._thread.start()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            self._agreement.check(self._what)
+        except CheckpointError:
+            if self._layout.rank == 0:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            raise
+
+    def _prepare(self) -> None:
+        if self._layout.rank == 0:
+            files.staging_directory(self._attempt.home, self._step)
+
+    def _copy(self, engine: Engine, progress: dict, frozen_from: files.Source | None) -> None:
+        layout, frozen = self._layout, frozen_from is None
+        sizes = engine.state_sizes(frozen)
+        limit = self._config.checkpoint.writers
+        chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, limit)
+        self._tensors = engine.training_state(lambda key: chosen[key] == layout.replica_rank, frozen)
+        numbers = {rank: number for number, rank in enumerate(sorted(set(chosen.values())))}
+        self._number = numbers.get(layout.replica_rank)
+        self._state = _state(engine, self._config, self._step, progress, frozen_from)
+        is_rank_0 = layout.rank == 0
+        random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
+        dist.gather_object(packed_random_state(), random_states)
+        self._random = table_of(random_states) if is_rank_0 else None
+
+    def _write(self) -> None:
+        if self._number is not None:
+            name = tensor_file(self._layout.tensor_parallel_rank, self._number)
+            self._entries[name], self._index[name] = write_tensors(self._staging / name, self._tensors)
+        if self._random is not None:
+            self._entries[RANDOM], _ = write_tensors(self._staging / RANDOM, self._random)
+        self._tensors = self._random = None
+
+    def _gather_entries(self) -> None:
+        """Tell rank 0 which files there are."""
+        parts: list[Any] | None = [None] * self._layout.world_size if self._layout.rank == 0 else None
+        dist.gather_object((self._entries, self._index), parts)
+        for entries, index in parts or ():
+            self._entries |= entries
+            self._index |= index
+
+    def _publish(self) -> None:
+        if self._layout.rank != 0:
+            return
+        for name, record in ((INDEX, {"files": self._index}), (files.STATE, self._state)):
+            write_record(self._staging / name, record)
+            size, sha256 = files.digest(self._staging / name)
+            self._entries[name] = {"bytes": size, "sha256": sha256}
+        self._attempt.check_owner()
+        files.publish(self._staging, self._root, self._step, self._entries)
+        checkpoint = self._config.checkpoint
+        files.prune(self._root, checkpoint.keep, checkpoint.keep_every)
+
+
+def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: files.Source | None) -> dict:
+    sharded = {
+        name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
+        for name, parameter in engine.names.items()
+        if getattr(parameter, "tensor_model_parallel", False)
+    }
+    return {
+        "step": step,
+        "optimizer_steps": engine.optimizer_steps,
+        "consumed_samples": step * config.train.global_batch_size,
+        "progress": progress,
+        "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
+        "data_parallel_size": engine.layout.replica_size,
+        "sharded": sharded,
+        "frozen": [name for name in engine.names if name not in engine.trained],
+        "frozen_from": frozen_from,
+        "config": config_dict(config),
+    }

@@ -1,0 +1,93 @@
+"""Who writes and who reads which file of a checkpoint, counted for a large model without any tensors."""
+
+from collections import Counter
+
+import pytest
+
+from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.model.names import parameter_shapes
+from megatron_tape.parameters import parameter_count
+
+LARGE = ModelConfig(
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_attention_heads=64,
+    num_query_groups=8,
+    seq_length=8192,
+    vocab_size=128256,
+)
+CUT = (
+    "linear_qkv.weight",
+    "linear_proj.weight",
+    "linear_fc1.weight",
+    "linear_fc2.weight",
+    "embeddings",
+    "output_layer",
+)
+RANKS = 4096
+
+
+def checkpoint(tensor_size, ranks, limit=None):
+    """The bytes of each file that `ranks` ranks write, and those of all tensors."""
+    sizes = {}
+    for name, shape in parameter_shapes(LARGE).items():
+        count = 1
+        for length in shape:
+            count *= length
+        part = tensor_size if any(cut in name for cut in CUT) else 1
+        sizes |= {f"{kind}/{name}": 4 * count // part for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    chosen = writers(sizes, tensor_size, ranks // tensor_size, limit)
+    loads = Counter()
+    for key, rank in chosen.items():
+        loads[rank] += sizes[key]
+    files = {
+        tensor_file(shard, number): loads[rank] for shard in range(tensor_size) for number, rank in enumerate(loads)
+    }
+    return files, tensor_size * sum(sizes.values()), max(sizes.values())
+
+
+@pytest.mark.parametrize("limit", [None, 8, 64, 100, 4096])
+def test_a_large_checkpoint_is_spread_evenly_over_at_most_as_many_files_as_asked_for(limit):
+    files, total, largest = checkpoint(8, RANKS, limit)
+    assert parameter_count(LARGE) > 70e9 and total >= 12 * parameter_count(LARGE)
+    assert sum(files.values()) == total and len(files) <= (limit or 512)
+    assert len(files) >= min(limit or 512, 512) // 8 * 8
+    assert max(files.values()) <= total / len(files) + largest
+    if limit in (None, 8, 64):
+        assert max(files.values()) < 1.1 * total / len(files)
+
+
+def test_a_small_checkpoint_has_one_file_for_each_tensor_parallel_rank():
+    assert set(writers({"a": 100, "b": 50}, 2, 8, None).values()) == {0}
+    assert writers({"a": 100, "b": 50, "c": 49}, 2, 8, 4) == {"a": 0, "b": 4, "c": 4}
+    assert writers({}, 1, 4, None) == {}
+
+
+def test_shares_differ_by_at_most_the_largest_item_and_lie_far_apart():
+    sizes = {f"item {number}": 7 * number % 31 for number in range(100)}
+    loads = Counter()
+    for name, rank in share(sizes, 64, 8).items():
+        loads[rank] += sizes[name]
+    assert sorted(loads) == list(range(0, 64, 8))
+    assert max(loads.values()) - min(loads.values()) <= max(sizes.values())
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4, 8, 16, 64])
+def test_resuming_70_billion_parameters_on_4096_ranks_opens_few_files_and_reads_each_byte_once(tensor_size):
+    """Saved by 8 tensor-parallel ranks; `tests/full_disk_cases.py` shows that reading follows this plan."""
+    files, total, _ = checkpoint(8, RANKS)
+    small = {"state.json": 10_000, "index.json": 5 << 20, "random.safetensors": RANKS * 16_000}
+    plan = readers(files | small, 8, tensor_size, RANKS // tensor_size)
+    assert plan.keys() == files.keys() | small.keys() and set(plan.values()) <= set(range(RANKS))
+    # Rank 0 also reads the records, all others have them from it; every rank reads its row of the random states.
+    opened = len(plan) + 2 * len(small) + RANKS
+    read = sum(files.values()) + 3 * sum(small.values())
+    assert opened < 20_000 and read < 1.2 * total
+    loads = Counter()
+    for name, rank in plan.items():
+        loads[rank] += (files | small)[name]
+        if tensor_size == 8 and name in files:
+            assert rank % tensor_size == shard_of(name), "it is read by a rank that needs its tensors"
+    assert max(loads.values()) < 1.1 * max(files.values()), "no rank reads more than about one file"
