@@ -12,7 +12,7 @@ from bad_step_cases import batches, engine
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import readers, shard_of
 from megatron_tape.checkpoint.opening import find_checkpoint
-from megatron_tape.checkpoint.saving import save_checkpoint
+from megatron_tape.checkpoint.saving import Save, save_checkpoint
 from megatron_tape.checkpoint.state import load_training_state, load_weights
 from megatron_tape.config.schema import (
     CheckpointConfig,
@@ -82,6 +82,13 @@ def main(folder):
         save_checkpoint(e, config, 2, {}, attempt)
     except CheckpointError as error:
         message = str(error)
+    in_background = Save(e, config, 2, {}, attempt, in_thread=True)
+    e.train_step(batches(e, 1), 1e-2)
+    try:
+        in_background.advance()
+        message += " and none in the background"
+    except CheckpointError as error:
+        assert str(error) == message, error
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     messages = [None, None]
     dist.all_gather_object(messages, message)

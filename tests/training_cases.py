@@ -157,7 +157,8 @@ def main(folder, data, what):
             name = f"tp{tensor_size}_zero{stage}"
             results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
     bf16 = [prefix, zero(2), option("train.precision", "bf16")]
-    results["bf16"] = resumed_run(folder, "bf16", *bf16)
+    in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
+    results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
     offload = [prefix, zero(2), option("deepspeed.offload_optimizer", "true")]
     results["offload"] = resumed_run(folder, "offload", *offload)
     workers = [prefix, option("data.num_workers", 2)]

@@ -275,6 +275,9 @@ class CheckpointConfig:
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = None
     """Also keep, for good, the checkpoints of steps that this divides; a multiple of interval. null keeps no others."""
+    asynchronous: bool = False
+    """Train on while threads write a checkpoint from a copy in the host's memory, which every writer needs for its
+    share. At most one is on its way; the last one, and one on a signal, are waited for."""
     writers: int | None = None
     """The most processes that write tensors, a file each, balanced by bytes; null means one per GiB, at most 512. Every
     tensor-parallel rank needs one."""

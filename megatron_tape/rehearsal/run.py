@@ -107,6 +107,22 @@ class _RandomTokens(Dataset):
         return {key: torch.randint(self._vocabulary, self._shape) for key in ("tokens", "labels")}
 
 
+class _GatheredState:
+    """Gathers what the Trainer would save, and writes none of it."""
+
+    def __init__(self, engine: Engine, *_: object):
+        self._engine = engine
+
+    def save(self, *_: object, **__: object) -> bool:
+        return bool(self._engine.training_state(lambda key: True))
+
+    def look(self) -> None:
+        pass
+
+    def finish(self) -> bool:
+        return False
+
+
 class _ObservedRun:
     def __init__(self, config: RunConfig, trains: Trains):
         self.trains = trains
@@ -128,7 +144,7 @@ class _ObservedRun:
                     training,
                     build_batches=_random_batches,
                     Engine=self._engine,
-                    save=lambda engine, *_: bool(engine.training_state(lambda index: True)),
+                    Saves=_GatheredState,
                 ),
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(allow_non_fake_inputs=True),

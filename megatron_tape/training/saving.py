@@ -1,8 +1,10 @@
-"""Saving with retries: a failing disk may cost the run a checkpoint, but not the last one."""
+"""A run's saves, also in the background: a failing disk may cost the run a checkpoint, but not the last one."""
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 
 from megatron_tape.checkpoint import saving as checkpoints
 from megatron_tape.checkpoint.directories import Source
@@ -20,39 +22,86 @@ LAST_SAVE_WAIT = 30.0
 POLL_SECONDS = 1.0
 
 
-def save(
-    engine: Engine,
-    config: RunConfig,
-    step: int,
-    progress: dict,
-    watch: Watch,
-    frozen_from: Source | None = None,
-) -> bool:
-    """Save a checkpoint after `step` steps (see `save_checkpoint`); return whether that succeeded.
+class Saves:
+    """The checkpoints of a run; all ranks create it and call its methods together.
 
-    All ranks call it together.
+    With `checkpoint.asynchronous` files are written while the run trains on; at most one save is on its way.
 
-    If the disk fails, the next checkpoint is due as usual. At the last step, the save is tried again until `watch` is
-    asked to stop.
-
-    Raises StaleAttempt if a newer attempt has taken over the run, CheckpointError if the last step cannot be saved.
+    If the disk fails, that is logged, and the next checkpoint is due as usual. The methods raise StaleAttempt if a
+    newer attempt has taken over the run.
     """
-    last = step == config.train.steps
-    for tries_left in reversed(range(LAST_SAVE_TRIES if last else 1)):
-        watch.progress("saving")
-        try:
-            path = checkpoints.save_checkpoint(engine, config, step, progress, watch.attempt, frozen_from)
-        except CheckpointError as error:
-            if last and tries_left == 0:
-                raise
-            when = f"in {LAST_SAVE_WAIT:g} s, {counted(tries_left, 'time')} more" if last else "at the next interval"
-            logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, when)
-            if last and _asked_to_stop(engine, watch, LAST_SAVE_WAIT):
-                return False
-        else:
+
+    def __init__(self, engine: Engine, config: RunConfig, watch: Watch, frozen_from: Source | None = None):
+        self._engine, self._config, self._watch, self._frozen_from = engine, config, watch, frozen_from
+        self._current: checkpoints.Save | None = None
+
+    def save(self, step: int, progress: dict, wait: bool) -> bool:
+        """Save a checkpoint after `step` steps; return whether it is complete.
+
+        Without `wait`, an asynchronous one is only begun: `look` and `finish` complete it. At the last step, the save
+        is tried again until the watch is asked to stop. Raises CheckpointError if the last step cannot be saved.
+        """
+        self.finish()
+        if step == self._config.train.steps:
+            return self._save_last(step, progress)
+        self._watch.progress("saving")
+        in_thread = self._config.checkpoint.asynchronous and not wait
+        with self._failure_reported():
+            self._current = checkpoints.Save(*self._what(step, progress), in_thread=in_thread)
+        return False if in_thread else self.finish()
+
+    def look(self) -> None:
+        """Take a save that is on its way further if every rank is ready for that; called between steps."""
+        if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
+            self._advance()
+
+    def finish(self) -> bool:
+        """Wait for the save that is on its way, if there is one; return whether it is complete."""
+        complete = False
+        while self._current is not None:
+            self._watch.progress("saving")
+            complete = self._advance()
+        return complete
+
+    def _advance(self) -> bool:
+        path = None
+        with self._failure_reported():
+            path = self._current.advance()
+        if path is not None:
+            self._current = None
             logger.info("saved %s", path)
-            return True
-    return False
+        return path is not None
+
+    @contextlib.contextmanager
+    def _failure_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._current = None
+            _warn(error, "at the next interval")
+
+    def _save_last(self, step: int, progress: dict) -> bool:
+        for tries_left in reversed(range(LAST_SAVE_TRIES)):
+            self._watch.progress("saving")
+            try:
+                path = checkpoints.save_checkpoint(*self._what(step, progress))
+            except CheckpointError as error:
+                if tries_left == 0:
+                    raise
+                _warn(error, f"in {LAST_SAVE_WAIT:g} s, {counted(tries_left, 'time')} more")
+                if _asked_to_stop(self._engine, self._watch, LAST_SAVE_WAIT):
+                    return False
+            else:
+                logger.info("saved %s", path)
+                return True
+        return False
+
+    def _what(self, step: int, progress: dict) -> tuple:
+        return self._engine, self._config, step, progress, self._watch.attempt, self._frozen_from
+
+
+def _warn(error: CheckpointError, next_try: str) -> None:
+    logger.warning("warning: %s; the checkpoints before are whole, the next try is %s", error, next_try)
 
 
 def _asked_to_stop(engine: Engine, watch: Watch, seconds: float) -> bool:

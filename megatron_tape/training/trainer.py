@@ -33,7 +33,7 @@ from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Findings, build_hooks, joined
-from megatron_tape.training.saving import save
+from megatron_tape.training.saving import Saves
 from megatron_tape.training.schedule import learning_rate
 from megatron_tape.training.trained import Trains, everything, parameter_table, select_trained
 
@@ -91,6 +91,9 @@ class Trainer:
         self._build()
         try:
             stopped = self._train()
+        except TrainingStopped:  # on every rank alike
+            self.saves.finish()
+            raise
         finally:
             if self.writer is not None:
                 self.writer.close()
@@ -149,6 +152,7 @@ class Trainer:
         if self.tokenizer is not None:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
         self.hooks = build_hooks(config)
+        self.saves = Saves(self.engine, config, self.watch, self.frozen_from)
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:
@@ -202,13 +206,16 @@ class Trainer:
                 speed = timed_steps * config.train.global_batch_size * config.model.seq_length / seconds
                 self._log(result, rate, speed, found)
                 seconds, timed_steps = 0.0, 0
+            self.saves.look()
             stopping = layout.any_rank(watch.stop is not None)
             last, saved = step == config.train.steps, False
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
-                saved = save(self.engine, config, step, self.progress, watch, self.frozen_from)
+                saved = self.saves.save(step, self.progress, wait=last or stopping)
                 stopping = layout.any_rank(watch.stop is not None)
+                if stopping and not saved:
+                    saved = self.saves.finish()
             if stopping and not (last and saved):
                 return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"
             watch.progress("training")

@@ -299,6 +299,22 @@ def test_pruning_keeps_the_newest_and_clears_leftovers(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [HOME, "notes", "step-00000003", "step-00000004"]
 
 
+def test_milestones_stay_for_good_beside_the_newest(tmp_path):
+    for step in (2, 3, 4, 6, 7, 8, 9):
+        save(tmp_path, step)
+    files.prune(tmp_path, keep=2, keep_every=4)
+    assert steps(tmp_path) == [9, 8, 4]
+    save(tmp_path, 10)
+    os.truncate(tmp_path / "step-00000004" / "run.json", 0)
+    files.prune(tmp_path, keep=2, keep_every=4)
+    assert steps(tmp_path) == [10, 9, 8, 4]
+    (tmp_path / "step-00000008").rename(tmp_path / "step-00000008.replaced")
+    files.prune(tmp_path, keep=1, keep_every=4)
+    assert steps(tmp_path) == [10, 8, 4] and value_of(tmp_path / "step-00000008") == 8.0
+    files.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [10]
+
+
 def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)

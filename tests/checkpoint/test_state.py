@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import safetensors.torch
@@ -10,7 +11,7 @@ from launch import run_group
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 
-from megatron_tape.checkpoint import directories
+from megatron_tape.checkpoint import directories, saving
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.opening import Checkpoint
 from megatron_tape.checkpoint.saving import save_checkpoint
@@ -152,6 +153,29 @@ def test_random_states_continue_where_they_were_saved(saved, tmp_path):
     expected = torch.rand(3)
     load_training_state(Checkpoint(path, directories.read_state(path)), saved[0])
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_path, monkeypatch):
+    engine, written = saved[0], threading.Event()
+    before = engine.training_state(lambda key: True)
+    write = saving.write_tensors
+    monkeypatch.setattr(saving, "write_tensors", lambda *arguments: written.wait(60) and write(*arguments))
+    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {})
+    save = saving.Save(engine, config_in(tmp_path), 1, {}, attempt, in_thread=True)
+    tokens = random_tokens(batch=1, length=17, seed=1)
+    engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
+    assert save.busy and directories.list_checkpoints(tmp_path / "checkpoints") == []
+    written.set()
+    assert save.advance() is None
+    path = save.advance()
+    assert directories.problems(path) == [] and directories.read_state(path)["optimizer_steps"] == 1
+    held = read_tensors(path / TENSORS)
+    assert held.keys() == before.keys() and all(torch.equal(held[key], before[key]) for key in before)
+    assert not torch.equal(engine.training_state(lambda key: True)[NAME], held[NAME])
+    checkpoint = Checkpoint(path, directories.read_state(path))
+    load_training_state(checkpoint, engine)
+    again = engine.training_state(lambda key: True)
+    assert all(torch.equal(again[key], before[key]) for key in before)
 
 
 @pytest.mark.parametrize(

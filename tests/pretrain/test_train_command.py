@@ -246,9 +246,11 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
     command = [sys.executable, "-m", "pretrain.train", *arguments]
     metrics = run.folder / "metrics.jsonl"
     killed = 0
-    for delay in (0.0, 0.013, 0.029, 0.05, 0.1):
+    for number, delay in enumerate((0.0, 0.013, 0.029, 0.05, 0.1)):
+        in_background = number % 2 == 1
         count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        process = subprocess.Popen(command, env=environment(0, 1, free_port()), cwd=REPOSITORY)
+        chosen = [*command, f"--checkpoint.asynchronous={str(in_background).lower()}"]
+        process = subprocess.Popen(chosen, env=environment(0, 1, free_port()), cwd=REPOSITORY)
         while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < count + 3):
             time.sleep(0.002)
         time.sleep(delay)
@@ -256,7 +258,7 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
         killed += process.wait() == -signal.SIGKILL
         reached = rows_written(metrics)
         newest = checkpoint_files.newest_whole(run.folder / "checkpoints", print)
-        assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1
+        assert newest is not None and checkpoint_files.read_manifest(newest)["step"] >= reached - 1 - in_background
     assert killed == 5
     assert run("--train.steps=60", "--checkpoint.interval=1") == 0
     assert rows(run.folder) == rows(run.folder.parent / "whole")

@@ -91,6 +91,27 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
+def test_a_signal_waits_for_the_asynchronous_save_that_is_on_its_way(run, monkeypatch):
+    original = checkpoint_files.publish
+
+    def publish(staging, root, step, files):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        return original(staging, root, step, files)
+
+    monkeypatch.setattr(checkpoint_files, "publish", publish)
+    settings = ("--checkpoint.interval=4", "--checkpoint.asynchronous=true", "--train.steps=1000")
+    assert run(*settings) == EXIT_INTERRUPTED
+    (attempt,) = read_attempts(run.folder)
+    first, last = steps_saved(run.folder)
+    assert first == 4 and attempt.message == f"SIGTERM stopped the run after step {last}"
+    assert all(
+        checkpoint_files.problems(path) == []
+        for _, path in checkpoint_files.list_checkpoints(run.folder / "checkpoints")
+    )
+
+
 def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     attempt = Attempt.claim(folder, folder / "checkpoints", {"job": "7"})
@@ -111,7 +132,11 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
     assert read_attempts(folder)[0].message.startswith("USR1 stopped the run after step")
 
 
-def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd):
+WAYS = pytest.mark.parametrize("asynchronous", ["false", "true"])
+
+
+@WAYS
+def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd, asynchronous):
     original, calls = checkpoint.write_record, []
 
     def write_record(path, value):
@@ -122,7 +147,7 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
         return original(path, value)
 
     monkeypatch.setattr(checkpoint, "write_record", write_record)
-    assert run("--checkpoint.interval=2") == 0
+    assert run("--checkpoint.interval=2", f"--checkpoint.asynchronous={asynchronous}") == 0
     assert calls == [2, 4, 6, 8, 10]
     assert steps_saved(run.folder) == [6, 8, 10]
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
@@ -175,7 +200,8 @@ def test_a_run_whose_last_step_cannot_be_saved_is_not_finished(run, monkeypatch)
     assert read_attempts(run.folder)[0].outcome == "failed"
 
 
-def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch):
+@WAYS
+def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch, asynchronous):
     monkeypatch.setattr(watch, "POLL_SECONDS", 1000)  # its thread would end this process
     original = Engine.train_step
 
@@ -187,7 +213,7 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch)
         return result
 
     monkeypatch.setattr(Engine, "train_step", step)
-    assert run("--checkpoint.interval=2") == 76
+    assert run("--checkpoint.interval=2", f"--checkpoint.asynchronous={asynchronous}") == 76
     assert steps_saved(run.folder) == []
     assert read_attempts(run.folder)[0].outcome == "stale"
 
