@@ -75,7 +75,8 @@ class Estimate:
     checkpoint_bytes: int
     """One checkpoint: fp32 weights (without frozen ones, if they are left out) and moments, without the small rest."""
     checkpoints_bytes: int
-    """Disk space for the checkpoints kept and one more, as the oldest is removed only after a save."""
+    """Disk space for the checkpoints kept and one more, as the oldest is removed only after a save; those kept for good
+    are counted although the newest may be among them."""
     flops_per_step: int
     """Matmul FLOPs of forward and backward over the global batch; recomputation is not counted."""
     flops_per_gpu: int
@@ -145,7 +146,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         working=max(kept.working, kept.backward + apart, reducing, step - beside, built - beside),
         host=host,
         checkpoint_bytes=checkpoint,
-        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1 + config.checkpoint.milestones(train.steps)),
         flops_per_step=flops_per_step,
         flops_per_gpu=flops_per_step // world_size,
         tokens_per_step=tokens_per_step,

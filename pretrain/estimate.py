@@ -127,8 +127,10 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     yield "tokens per step", f"{result.tokens_per_step:,}"
     yield "tokens of the run", f"{result.tokens:,} in {counted(train.steps, 'step')}"
     yield "checkpoint", f"{result.checkpoint_bytes / 1e9:.2f} GB"
-    keep = config.checkpoint.keep
-    yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {keep} kept and 1 being written"
+    kept = f"{config.checkpoint.keep} kept, 1 being written"
+    if milestones := config.checkpoint.milestones(train.steps):
+        kept += f", {milestones} kept for good"
+    yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {kept}"
 
 
 def _memory(result: Estimate) -> list[tuple[str, int]]:

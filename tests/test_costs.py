@@ -252,6 +252,8 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     assert found.flops_per_gpu == found.flops_per_step // 4
     assert found.checkpoint_bytes == 12 * found.parameters
     assert found.checkpoints_bytes == 3 * found.checkpoint_bytes
+    config.checkpoint.keep_every = 2000
+    assert estimate(config, 4).checkpoints_bytes == (3 + 5) * found.checkpoint_bytes
     # Tensor-parallel ranks save the norms and TAPE's matrices each.
     assert 0 < estimate(recipe(), 8).checkpoint_bytes / (12 * estimate(recipe(), 8).parameters) - 1 < 0.01
 

@@ -290,6 +290,10 @@ class CheckpointConfig:
     directory holds no later ones; otherwise the path of a checkpoint. If that is not one of the run's own, the run
     begins with it, at its step and with its Adam state, and later continues from its own checkpoints."""
 
+    def milestones(self, steps: int) -> int:
+        """Return how many checkpoints of a run of `steps` steps are kept for good."""
+        return 0 if self.keep_every is None else steps // self.keep_every
+
 
 @dataclass(kw_only=True)
 class ExtensionConfig:

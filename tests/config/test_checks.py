@@ -162,6 +162,10 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("logging.sample_tokens is 64", 1, {"data__tokenizer": None}),
         ("checkpoint.keep is 0", 1, {"checkpoint__keep": 0}),
         ("checkpoint.resume is empty", 1, {"checkpoint__resume": ""}),
+        ("checkpoint.keep_every 300 is not a multiple of checkpoint.interval 200", 1,
+         {"checkpoint__keep_every": 300, "checkpoint__interval": 200}),
+        ("checkpoint.writers 1 is less than parallel.tensor_model_parallel_size 2", 2,
+         {"checkpoint__writers": 1, "parallel__tensor_model_parallel_size": 2}),
         ("data.prefix is []", 1, {"data__prefix": []}),
         ("data.prefix and data.generator are set together; keep one", 1, {"data__generator": {"task": "addition"}}),
         ("data.generator is {'digits': 3}; give it the key task, one of addition, selective_copy", 1,
@@ -214,7 +218,7 @@ POSITIVE = [
     "parallel tensor_model_parallel_size",
     "deepspeed reduce_bucket_size",
     "train steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps",
-    "checkpoint interval keep",
+    "checkpoint interval keep keep_every writers",
     "logging interval",
 ]
 
