@@ -32,7 +32,9 @@ def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) ->
     Only as much is held as fits this process's share of the memory; the rest will be read again.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    left = memory // HELD_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Slurm does not say how many processes a node has; each has a GPU to itself.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
+    left = memory // HELD_SHARE // processes
     held, problems = {}, []
     for name in names:
         keep = shard_of(name) is not None and files[name]["bytes"] <= left
