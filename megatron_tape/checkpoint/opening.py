@@ -51,6 +51,10 @@ class Checkpoint:
         """Where its tensors are, by file. Raises CheckpointError if that cannot be read."""
         return _index(self.path, self.files, self.state["tensor_model_parallel_size"])
 
+    def read_records(self) -> None:
+        """Read the manifest and the index now, so that ranks to which this object is sent need not."""
+        _ = self.files, self.index
+
     def weight_names(self) -> set[str]:
         """Return the names of the parameters whose weights it, or the checkpoint with what it leaves out, holds."""
         keys = places_by_key(self.index, self.state["tensor_model_parallel_size"])
@@ -157,7 +161,7 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
         return None, found
     try:
         checkpoint = Checkpoint(path, files.read_state(path))
-        assert checkpoint.files and checkpoint.index is not None  # read here, sent to the other ranks with the rest
+        checkpoint.read_records()
     except (CheckpointError, ValueError, OSError) as error:
         return None, [str(error)]
     return checkpoint, []
@@ -166,7 +170,7 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 def _index(path: Path, listed: Mapping[str, files.Entry], size: int) -> dict[str, dict[str, Place]]:
     """Read the index or, of a checkpoint that has none, every file's header."""
     if INDEX not in listed:
-        return {name: TensorFile(path / name).places() for name in sorted(listed) if shard_of(name) is not None}
+        return {name: TensorFile(path / name).places() for name in sorted(listed) if shard_of(name) in range(size)}
     index = read_index(path)
     for name in index:
         if name not in listed or shard_of(name) not in range(size):

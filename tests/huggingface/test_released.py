@@ -10,9 +10,13 @@ from models import build
 from released import FOLDER, load
 from safetensors.torch import load_file, save_file
 
+from megatron_tape.checkpoint.directories import problems
+from megatron_tape.checkpoint.index import read_index
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.from_hf import imported
 from megatron_tape.huggingface.from_hf.released import import_released
 from megatron_tape.huggingface.to_hf.export import export
+from megatron_tape.huggingface.to_hf.saved_weights import open_weights
 from megatron_tape.position import NoPosition
 
 
@@ -65,6 +69,19 @@ def test_released_baselines_keep_their_logits_through_import_and_export(tmp_path
         torch.testing.assert_close(built(rest["input_ids"]), rest["logits"].double(), atol=1e-5, rtol=0)
     assert not weights
     check_export(tmp_path, rest)
+
+
+def test_a_large_import_has_several_files_which_hold_the_same(tmp_path, monkeypatch):
+    write_released(tmp_path, "nope")
+    given = tmp_path / "model.safetensors", tmp_path / "config.json"
+    import_released(*given, tmp_path / "one")
+    monkeypatch.setattr(imported, "FILE_BYTES", 5000)
+    import_released(*given, tmp_path / "several")
+    assert problems(tmp_path / "several") == []
+    one, several = open_weights(tmp_path / "one"), open_weights(tmp_path / "several")
+    assert len({path for path, _ in several.files[0].values()}) > 3
+    assert read_index(tmp_path / "several").keys() == {path.name for path, _ in several.files[0].values()}
+    assert all(torch.equal(several.read(name), one.read(name)) for name in one.files[0])
 
 
 def test_a_released_fire_with_another_threshold_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import CardFacts
-from megatron_tape.checkpoint.index import INDEX, tensor_file
+from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
@@ -26,7 +26,6 @@ from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 from megatron_tape.records import write_record
 
-TENSORS = tensor_file(0, 0)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
 _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
@@ -121,14 +120,18 @@ def write_imported(
     with atomic_directory(output) as directory:
         total = sum(size_in_bytes(shape, torch.float32) for shape in shapes.values())
         progress, written = command_line.Progress(total), 0
-        prefixed = {f"weight/{WRAPPED}{name}": shape for name, shape in shapes.items()}
-        with TensorFile(directory / TENSORS, prefixed, torch.float32) as file:
-            write_record(directory / INDEX, {"files": {TENSORS: file.places()}})
-            for name, shape in shapes.items():
-                file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
-                written += size_in_bytes(shape, torch.float32)
-                progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
+        index = {}
+        for number, names in enumerate(_files(shapes)):
+            tensors = tensor_file(0, number)
+            prefixed = {f"weight/{WRAPPED}{name}": shapes[name] for name in names}
+            with TensorFile(directory / tensors, prefixed, torch.float32) as file:
+                index[tensors] = file.places()
+                for name in names:
+                    file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
+                    written += size_in_bytes(shapes[name], torch.float32)
+                    progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
         progress.end()
+        write_record(directory / INDEX, {"files": index})
         kept = {"origin": origin, "identity": identity, "card": card}
         state = {
             "step": 0,
@@ -144,11 +147,24 @@ def write_imported(
         _write_settings(directory / "model.yaml", model)
         copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
         entries = {}
-        for name in (TENSORS, INDEX, checkpoint_files.STATE, "model.yaml", *copied):
+        for name in (*index, INDEX, checkpoint_files.STATE, "model.yaml", *copied):
             size, sha256 = checkpoint_files.digest(directory / name)
             entries[name] = {"bytes": size, "sha256": sha256}
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         write_record(directory / checkpoint_files.MANIFEST, manifest)
+
+
+def _files(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Cut the parameters, in their order, into files of at most FILE_BYTES where no parameter is larger."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        size += (added := size_in_bytes(shape, torch.float32))
+        if size > FILE_BYTES and files[-1]:
+            files.append([])
+            size = added
+        files[-1].append(name)
+    return files
 
 
 def advise(output: str | Path) -> None:
