@@ -178,11 +178,13 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     yield _line("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB") + WHERE
     for layout in found.fitting:
         yield _described(layout, processes, hardware)
-    if not found.fitting:
-        yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free"
-    if found.too_large:
+    others = found.too_large
+    if found.fitting and others:
         yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
-    for layout in found.too_large[:5]:
+    elif not found.fitting:
+        others = sorted(others, key=lambda layout: layout.memory.peak)
+        yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
+    for layout in others[:5]:
         yield _described(layout, processes, hardware, largest=True)
     for why, times in found.refused.most_common(5):
         yield f"{counted(times, 'layout')} cannot run: {why}"

@@ -203,7 +203,10 @@ def test_the_command_lists_layouts_and_why_others_do_not_fit(capsys):
     assert 0 < len(others) <= 5 and all(float(row[3]) > 0.94 * 40 for row in others)
     assert "activations" in others[0][4] and "predicted for 16 GPUs, H100, rates assumed" in output
     assert command.main([*arguments, "1"]) == 0
-    assert "none fits in 1 GiB, of which 6% must stay free" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "none fits in 1 GiB, of which 6% must stay free; the smallest:\n" in output
+    sizes = [float(size) for size in re.findall(r"% +([\d.]+)  ", output.partition("smallest:")[2])]
+    assert len(sizes) == 5 and sizes == sorted(sizes)
     with pytest.raises(SystemExit):
         command.main([*arguments[:3]])
     assert "--search needs --processes" in capsys.readouterr().err
