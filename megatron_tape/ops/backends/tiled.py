@@ -70,8 +70,15 @@ class _Tiles:
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
         """Overwrite the scores (B*G, R*rows, columns) of keys that the query does not see."""
-        if self.starts is None and columns.stop <= rows.start + self.offset + 1:
-            return
+        if self.starts is None:
+            # The block's first query sees all keys before the next one, and so do the others.
+            first = max(columns.start, rows.start + self.offset + 1)
+            if first >= columns.stop:
+                return
+            if value == 0.0:  # in a whole tile, this takes a tenth of a mask's time
+                scores.unflatten(-2, (self.R, -1)).tril_(rows.start + self.offset - columns.start)
+                return
+            scores, columns = scores[..., first - columns.start :], slice(first, columns.stop)
         queries, keys = self.queries[rows, None], self.keys[columns]
         hidden = keys > queries
         if self.starts is not None:
