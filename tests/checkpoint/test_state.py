@@ -11,7 +11,7 @@ from launch import run_group
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 
-from megatron_tape.checkpoint import directories, saving
+from megatron_tape.checkpoint import directories, reading, saving
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.opening import Checkpoint
 from megatron_tape.checkpoint.saving import save_checkpoint
@@ -145,6 +145,23 @@ def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
         checkpoint = damaged(name)
         load_weights(checkpoint, saved[0].module, saved[0].layout)
         load_training_state(checkpoint, saved[0])
+
+
+@pytest.mark.parametrize("share, holds", [(reading.HELD_SHARE, [TENSORS]), (2**60, [])])
+def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damaged, monkeypatch, share, holds):
+    monkeypatch.setattr(reading, "HELD_SHARE", share)
+    checkpoint = damaged(TENSORS)
+    held, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    assert list(held) == holds and problems == []
+    checkpoint.held.update(held)
+    expected = saved[0].training_state(lambda key: True)
+    read = checkpoint.reader(saved[0].names, saved[0].layout)
+    assert all(torch.equal(read(key), expected[key]) for key in expected)
+    content = bytearray((checkpoint.path / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (checkpoint.path / TENSORS).write_bytes(content)
+    _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    assert problem.startswith(f"{TENSORS} has sha256 ")
 
 
 def test_random_states_continue_where_they_were_saved(saved, tmp_path):
