@@ -257,12 +257,15 @@ def shared_groups():
 
 
 def every_layout(of_both, of_tensor, of_context, layouts):
-    """The results of each case under each layout (tensor and context parallel), by their names."""
+    """The results of each case under each layout (tensor and context parallel), by their names.
+
+    `of_tensor` and `of_context` are those of one kind of parallelism without the other.
+    """
     for case in (of_both | of_tensor | of_context).values():
         case.alone()
     results = {}
     for tp, cp in layouts:
-        chosen = of_both | (of_tensor if cp == 1 else of_context)
+        chosen = of_both | (of_tensor if cp == 1 else of_context if tp == 1 else {})
         results |= {f"{name}_tp{tp}_cp{cp}": case.compared(tp, cp) for name, case in chosen.items()}
     return results
 
@@ -283,10 +286,8 @@ def main(folder):
 
 def of_four_processes():
     """For training_cases, whose group of four processes does these as well."""
-    some = {name: VARIANTS[name] for name in OF_FOUR}
-    found = {name: Case(changes) for name, changes in some.items()}
+    found = {name: Case(VARIANTS[name]) for name in OF_FOUR}
     found["tape_packed_recompute"] = Case(recompute="full", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
-    results = every_layout(found, {}, shared_groups(), [(2, 2), (1, 4), (1, 2)])
-    results["numbers"] = {name: count(COUNTED[name] | {"num_query_groups": 2}, 2, 2) for name in ("tape", "rope")}
-    return results
+    found["tape_shifted"] = Case(shifted_sparse=True)
+    return every_layout(found, {}, shared_groups(), [(2, 2), (1, 4), (1, 2)])

@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
+import tensor_parallel_cases
 import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
@@ -14,6 +15,8 @@ from pretrain import train
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 STEPS = 6
 RESUMED_STEPS = 4
+CONTEXT_LAYOUTS = {2: [(1, 2, 1), (1, 2, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 4, 3)]}
+"""Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
 
 
@@ -47,6 +50,10 @@ def tp(size):
     return option("parallel.tensor_model_parallel_size", size)
 
 
+def cp(size):
+    return option("parallel.context_parallel_size", size)
+
+
 def zero(stage):
     return option("deepspeed.zero_stage", stage)
 
@@ -77,6 +84,20 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
         rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "full"))
         rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
         rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
+    return rows
+
+
+def context_runs(folder, data, size):
+    """The same steps where ranks share the tokens of every sequence."""
+    prefix, rows = option("data.prefix", f"{data}/a"), {}
+    for tensor_size, context_size, stage in CONTEXT_LAYOUTS[size]:
+        name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
+        rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
+    accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
+    rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
+    if size == 2:
+        rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))
+        rows["context_evaluated"] = run(folder, "context-evaluated", prefix, cp(2), zero(3), *evaluated(data))
     return rows
 
 
@@ -150,7 +171,9 @@ def main(folder, data, what):
     size = int(__import__("os").environ["WORLD_SIZE"])
     prefix = option("data.prefix", f"{data}/a")
     if what == "equal":
-        return equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
+        rows = equal_runs(folder, data, {1: (1,), 2: (1, 2), 4: (2,)}[size])
+        rows |= context_runs(folder, data, size) if size > 1 else {}
+        return rows | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else rows
     results = {}
     for tensor_size in (1, 2):
         for stage in (0, 1, 2, 3):
@@ -168,4 +191,8 @@ def main(folder, data, what):
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
+    before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
+    results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
+    results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
+    results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     return results | frozen_runs(folder, prefix)

@@ -18,7 +18,7 @@ def without_speed(rows):
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "bf16", "offload", "workers", *FROZEN])
+@pytest.mark.parametrize("case", [*LAYOUTS, "context_parallel", "bf16", "offload", "workers", *FROZEN])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]
@@ -35,6 +35,9 @@ def test_saving_changes_nothing(resumed):
     assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
 
 
-@pytest.mark.parametrize("case", ["another_layout", "generated"])
+OTHER_LAYOUTS = ["another_layout", "from_context_to_tensor_parallel", "from_tensor_to_context_parallel"]
+
+
+@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated"])
 def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)

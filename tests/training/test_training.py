@@ -6,7 +6,8 @@ import math
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import LAYOUTS, assert_close
+from tensor_parallel_cases import assert_equal
+from training_cases import CONTEXT_LAYOUTS, LAYOUTS, assert_close
 
 VARIANTS = ["blend", "accumulation", "packed", "sampled", "epochs", "generated", "generated_zero3"]
 OF_TWO_PROCESSES = ["recompute", "tied", "rope"]
@@ -30,6 +31,26 @@ def test_two_processes_equal_one(equal, layout):
 @pytest.mark.parametrize("layout", LAYOUTS[4:])
 def test_four_processes_equal_one(equal, layout):
     assert_close(equal[4][layout], equal[1]["tp1_zero0"])
+
+
+@pytest.mark.parametrize(
+    "size, layout", [(size, layout) for size in CONTEXT_LAYOUTS for layout in CONTEXT_LAYOUTS[size]]
+)
+def test_ranks_that_share_sequences_equal_one_process(equal, size, layout):
+    assert_close(equal[size]["tp{}_cp{}_zero{}".format(*layout)], equal[1]["tp1_zero0"])
+
+
+@pytest.mark.parametrize("size, variant", [(2, "packed"), (2, "generated"), (4, "generated")])
+def test_variants_with_shared_sequences_equal_one_process(equal, size, variant):
+    assert_close(equal[size][f"context_{variant}"], equal[1][variant])
+
+
+def test_models_on_four_processes_that_share_sequences_equal_one_process(equal):
+    models = equal[4]["models"]
+    assert {name.rpartition("_tp")[2] for name in models} == {"2_cp2", "1_cp4", "1_cp2"}
+    for name, result in models.items():
+        print(name)  # shown if the next line fails
+        assert_equal(result)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -65,7 +86,8 @@ def test_evaluation_tasks_leave_every_bit_of_training_as_it_is(equal, size, tens
 @pytest.mark.parametrize("size, tensor_size", EVALUATED)
 def test_evaluation_tasks_find_the_same_under_every_layout(equal, size, tensor_size):
     alone = [of_tasks(row) for row in equal[1]["evaluated_tp1"]]
-    for row, expected in zip(equal[size][f"evaluated_tp{tensor_size}"], alone, strict=True):
+    found = [equal[size][f"evaluated_tp{tensor_size}"], *([equal[2]["context_evaluated"]] if size == 2 else [])]
+    for row, expected in itertools.chain(*(zip(rows, alone, strict=True) for rows in found)):
         assert of_tasks(row) == pytest.approx(expected, rel=1e-4)
     by_task = [{name.split("/")[1] for name in found} for found in alone]
     assert by_task == [
