@@ -17,7 +17,11 @@ logging: {sample_tokens: 0, directory: nowhere/run}
 """
 ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)}  # the command rehearses ZeRO 2
 EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", "--extension.lora_rank=4"]
-QUICK_CASES = {**ZERO, "extension": [*EXTENSION, "--deepspeed.zero_stage=2"]}
+QUICK_CASES = {
+    **ZERO,
+    "context": ["--parallel.context_parallel_size=2", "--deepspeed.zero_stage=2"],
+    "extension": [*EXTENSION, "--deepspeed.zero_stage=2"],
+}
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"

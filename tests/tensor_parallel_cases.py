@@ -212,6 +212,15 @@ def count(changes, tp, cp):
     return {"forward": forward.numbers, "backward": backward.numbers}
 
 
+@torch.no_grad()
+def moved_by_shifted_positions(tp, cp):
+    """How much the logits of TAPE change if all positions grow by 1000."""
+    built, _ = build(small_model(), tp, cp=cp)
+    ids = random_tokens(seed=1)
+    logits = [built(ids, positions=torch.arange(16) + first) for first in (0, 1000)]
+    return ((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item()
+
+
 def order_on_node(folder):
     """When each rank was in a block that the first of its node enters first."""
     _, layout = build(small_model(), tp=2)
@@ -273,6 +282,7 @@ def every_layout(of_both, of_tensor, of_context, layouts):
 def main(folder):
     importlib.import_module("toy_encodings.head_gate")
     results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
+    results["shifted"] = [moved_by_shifted_positions(tp, cp) for tp, cp in ((2, 1), (1, 2))]
     results["order_on_node"] = order_on_node(folder)
     results["partitions"] = {cp: partition_cases.begin(1, cp) for cp in (1, 2)}
     results["numbers"] = {

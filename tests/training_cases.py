@@ -1,6 +1,7 @@
 """Runs the training command again and again inside one process group, for test_training.py and test_resuming.py."""
 
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -90,9 +91,14 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
 def context_runs(folder, data, size):
     """The same steps where ranks share the tokens of every sequence."""
     prefix, rows = option("data.prefix", f"{data}/a"), {}
+    said = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_tape.training.trainer").addHandler(listener)
     for tensor_size, context_size, stage in CONTEXT_LAYOUTS[size]:
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
+    rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
     accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:

@@ -100,9 +100,13 @@ class TokenLayout:
         """Return what this rank has inside attention of a tensor whose axis `dim` holds all heads or groups."""
         return self.heads_in_attention(self.tensor_share(x_N, dim), dim)
 
+    def copies_of(self, groups: int) -> int:
+        """Return how often the context ranks hold each of a tensor-parallel rank's groups; 1 if they divide them."""
+        return math.lcm(groups, self.context_shards) // groups
+
     def _divisible(self, x_m: Tensor, dim: int) -> Tensor:
         """Repeat each head or group of axis `dim` until the context ranks can divide them."""
-        copies = math.lcm(x_m.shape[dim], self.context_shards) // x_m.shape[dim]
+        copies = self.copies_of(x_m.shape[dim])
         return x_m if copies == 1 else x_m.repeat_interleave(copies, dim)
 
     def to_heads(self, x_sBN: Tensor) -> Tensor:

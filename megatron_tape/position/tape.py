@@ -162,8 +162,7 @@ class TapePosition(RotaryPosition):
 
     def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
-        phases = super().initial_state(positions_SB, self._state_dtype(dtype))
-        return None if phases is None else self.tokens.local_tokens(phases)
+        return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
 
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch

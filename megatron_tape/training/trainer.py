@@ -280,6 +280,14 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
         logger.warning(
             "WARNING: %s does not read model.%s, which the configuration sets", encoding, ", model.".join(unread)
         )
+    groups = config.model.query_groups // layout.tensor_parallel_size
+    if (copies := layout.tokens.copies_of(groups)) > 1:
+        logger.info(
+            "%d context-parallel ranks cannot divide %s of keys and values: each group is held and sent %d times",
+            layout.context_parallel_size,
+            counted(groups, "group"),
+            copies,
+        )
     dtype = dtype_of(config)
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)

@@ -32,6 +32,10 @@ def test_two_processes_equal_one(results, layout, case):
     assert result["collectives"] == summed
 
 
+def test_shifting_positions_changes_no_logit(results):
+    assert all(0 < change < 1e-4 for change in results["shifted"])
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tape_moves_no_more_than_two_small_all_to_alls_a_layer(results, direction):
     """TAPE may add 2 * S*B*C/tp numbers a layer and direction to RoPE's collectives."""

@@ -40,6 +40,14 @@ def test_ranks_that_share_sequences_equal_one_process(equal, size, layout):
     assert_close(equal[size]["tp{}_cp{}_zero{}".format(*layout)], equal[1]["tp1_zero0"])
 
 
+def test_groups_that_ranks_cannot_divide_are_named_in_the_log(equal):
+    assert equal[2]["said_of_groups"] == []
+    assert equal[4]["said_of_groups"] == [
+        "2 context-parallel ranks cannot divide 1 group of keys and values: each group is held and sent 2 times",
+        "4 context-parallel ranks cannot divide 2 groups of keys and values: each group is held and sent 2 times",
+    ]
+
+
 @pytest.mark.parametrize("size, variant", [(2, "packed"), (2, "generated"), (4, "generated")])
 def test_variants_with_shared_sequences_equal_one_process(equal, size, variant):
     assert_close(equal[size][f"context_{variant}"], equal[1][variant])

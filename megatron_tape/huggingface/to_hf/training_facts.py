@@ -116,8 +116,10 @@ def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]
 def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
-    tensor, data = state["tensor_model_parallel_size"], state["data_parallel_size"]
-    processes = "1 process" if tensor * data == 1 else f"{tensor * data} processes"
+    tensor, replicas = state["tensor_model_parallel_size"], state["data_parallel_size"]
+    processes = "1 process" if tensor * replicas == 1 else f"{tensor * replicas} processes"
+    context = config.get("parallel", {}).get("context_parallel_size", 1)
+    shared = f"context parallel {context}, " if context > 1 else ""
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
@@ -126,7 +128,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
         "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
         "Arithmetic": train["precision"],
-        "Layout": f"{processes}: tensor parallel {tensor}, data parallel {data}, "
+        "Layout": f"{processes}: tensor parallel {tensor}, {shared}data parallel {replicas // context}, "
         f"ZeRO stage {config['deepspeed']['zero_stage']}",
         "Seed": train["seed"],
     }
