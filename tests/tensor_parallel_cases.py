@@ -140,6 +140,9 @@ class Case:
             tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
         )
         tokens = built.tokens
+        # Checkpoints and the all-to-alls count on Megatron's order of ranks.
+        assert layout.replica_rank == layout.rank // tp
+        assert tokens.sequence_group.rank() == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
         same_start = all(
             torch.equal(
                 parameter, shard(to_megatron(self.initial, name, self.model), parameter, tokens.model_group.rank(), tp)
