@@ -168,10 +168,14 @@ class Trainer:
             drawn = checkpoints.load_base_weights(self.base, self.model, layout)
             begins = f"; new are {counted(len(drawn), 'parameter')}, such as {drawn[0]}" if drawn else ""
             logger.info("beginning with the weights of %s%s", self.base.path, begins)
+            if not drawn:
+                return
         self.watch.progress("drawing the weights")
+        started = time.perf_counter()
         initials = initial_parameters(config.model, config.extension)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         draw_weights(self.model, initials, config.train.seed, rank, size, drawn)
+        logger.info("drew the weights in %.1f s", time.perf_counter() - started)
 
     def _open_writer(self) -> MetricsWriter:
         config, attempt = self.config, self.watch.attempt
