@@ -4,7 +4,7 @@ import copy
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -221,8 +221,15 @@ class _ObservedRun:
 
 
 def _first_chunk(chunks: Callable) -> Callable:
-    """Return `chunks` without those after the first, whose memory they would take again."""
-    return lambda *arguments: itertools.islice(chunks(*arguments), 1)
+    """Return `chunks` without those after the first of its size, whose memory they would take again."""
+    seen = set()
+
+    def first(rows: list[range], width: int, start: int, count: int, size: int) -> Iterator[tuple[range, int]]:
+        known = (width, count) in seen
+        seen.add((width, count))
+        return itertools.islice(chunks(rows, width, start, count, size), 0 if known else 1)
+
+    return first
 
 
 def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) -> Batches:

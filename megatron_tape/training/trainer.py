@@ -175,7 +175,8 @@ class Trainer:
         initials = initial_parameters(config.model, config.extension)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         draw_weights(self.model, initials, config.train.seed, rank, size, drawn)
-        logger.info("drew the weights in %.1f s", time.perf_counter() - started)
+        if (seconds := time.perf_counter() - started) > 1:
+            logger.info("drew the weights in %.0f s", seconds)
 
     def _open_writer(self) -> MetricsWriter:
         config, attempt = self.config, self.watch.attempt
