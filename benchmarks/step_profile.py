@@ -52,7 +52,6 @@ def _places(contestant: Any) -> Iterator[tuple[Any, str, AbstractContextManager]
     yield place(gpt.decoder.final_layernorm, "forward", "norms")
     yield place(gpt.embedding, "forward", "embedding")
     yield place(gpt.output_layer, "forward", "logits and loss")
-    yield place(gpt, "compute_language_model_loss", "logits and loss")
     yield place(contestant.engine._engine, "step", "optimizer")
 
 

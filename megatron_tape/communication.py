@@ -4,12 +4,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.parameters import (
     lora_targets,
     parameters_per_rank,
     replicated_parameters,
     trained_parts,
-    trains_output,
     weight_counts,
 )
 from megatron_tape.position import MicroBatch, encoding_of
@@ -78,12 +78,14 @@ def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[
     # layer do one of the two. The gate of attention's output has the same input as attention, and gathers it again.
     gate = layers * model.attention_output_gate
     summed = of_hidden_states(layers * (4 + 2 * again) + gate + 2)
-    # Maximum, sum and label's share of the softmax over the vocabulary, in fp32.
-    softmax = Traffic(micro_batches * 3 * 4 * tokens, micro_batches * 3)
+    # Of each chunk of the loss, first the softmax's maximum over the vocabulary, then its sum and the label's share, in
+    # fp32.
+    chunks = -(-tokens // chunk_size(model.vocab_size // tensor_size))
+    softmax = Traffic(micro_batches * 3 * 4 * tokens, micro_batches * 2 * chunks)
     if not config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
     # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
-    again_for_weights = (layers * 2 + gate) * ("matrices" in parts) + trains_output(model, extension)
+    again_for_weights = (layers * 2 + gate) * ("matrices" in parts)
     gathered = of_hidden_states(
         layers * (4 + 2 * again) + gate * (1 + again) + 1 + ("embeddings" in parts) + again_for_weights
     )

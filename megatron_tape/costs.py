@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
+from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.parameters import (
     lora_targets,
     parameter_count,
@@ -34,11 +35,11 @@ class Activations:
     layers: int
     """What the layers, the embedding and the last norm keep for the backward pass."""
     logits: int
-    """What the loss keeps: the probabilities of all next tokens in fp32."""
-    working: int
-    """Additional at the peak: the logits or their gradient in bf16, or one layer recomputed and run backward."""
+    """What the loss keeps: the gradient of the output layer."""
+    loss: int
+    """Additional while the loss is computed: the logits of a chunk, and the gradient of the output layer in fp32."""
     backward: int
-    """Additional in the backward pass when the logits are gone; below 0 where that is less than what was kept."""
+    """Additional in the backward pass, with one layer run backward; below 0 where that is less than what was kept."""
 
     @property
     def saved(self) -> int:
@@ -117,9 +118,8 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         extension=extension,
         context_size=config.parallel.context_parallel_size,
     )
-    # ZeRO 2 takes its buckets at the first gradient, when the softmax is gone: the larger of the two counts.
-    apart = min(buffers, kept.logits) if config.deepspeed.zero_stage == 2 else 0
-    buffers -= apart
+    # ZeRO 2 takes its buckets at the first gradient, when the logits are gone.
+    apart = buffers if config.deepspeed.zero_stage == 2 else 0
     if config.parallel.uses_sequence_parallel and {"matrices", "output"} & {*parts}:
         # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
         gathered = train.micro_batch_size * model.seq_length // config.parallel.context_parallel_size
@@ -127,7 +127,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
     # When the first bucket is full, what the layers above have kept is gone. A step begins when all activations and
     # most buffers are gone; ZeRO 3 is built from whole weights.
     left = 1 - min(1, config.deepspeed.reduce_bucket_size / trained)
-    reducing = copy + apart + int(left * (kept.layers + kept.working)) - kept.saved
+    reducing = copy + int(left * (kept.layers + max(0, kept.backward))) - kept.saved
     beside = kept.saved + buffers
     built = held * _width(config) - (weights + gradients + optimizer)
     checkpoint = tensor_size * (12 * trained + 4 * (held - trained) * config.checkpoint.frozen)
@@ -143,7 +143,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         layer_activations=kept.layers,
         logits=kept.logits,
         buffers=buffers,
-        working=max(kept.working, kept.backward + apart, reducing, step - beside, built - beside),
+        working=max(kept.loss - apart, kept.backward, reducing, step - beside, built - beside),
         host=host,
         checkpoint_bytes=checkpoint,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1 + config.checkpoint.milestones(train.steps)),
@@ -215,9 +215,10 @@ def activations(
 ) -> Activations:
     """Count what one micro-batch keeps on one GPU, tensor by tensor as autograd saves it.
 
-    Even in bf16, the softmax of the logits, attention's log-sums and the norms' scales are in fp32. `masked` adds the
-    mask of packed documents. GPUs run RMSNorm with `fused_norms`; without it, as on CPUs, RMSNorm keeps its input and a
-    normalised copy in fp32. A frozen matrix keeps no input, unless it has LoRA layers, as `extension` says.
+    Even in bf16, attention's log-sums and the norms' scales are in fp32. `masked` adds the
+    mask of packed documents. GPUs run RMSNorm with `fused_norms`; without it, as on CPUs, RMSNorm keeps its input and,
+    for the gradient of its weight, a normalised copy in fp32. A frozen matrix keeps no input, unless it has LoRA
+    layers, as `extension` says.
     """
     width = 4 if precision == "fp32" else 2
     whole_sequences = model.seq_length * micro_batch_size
@@ -226,7 +227,8 @@ def activations(
     encoding, batch = encoding_of(model), MicroBatch(whole_sequences, local, width, tensor_size, context_size)
     trained, lora = trained_parts(extension), lora_targets(extension)
     normed = local * model.hidden_size * width
-    norm = local * (model.hidden_size * (2 * width if fused_norms else 8 + width) + 4)
+    apart = 8 if "norms" in trained else 4
+    norm = local * (model.hidden_size * (2 * width if fused_norms else apart + width) + 4)
 
     def layer(index: int) -> int:
         only_encoding = not {*trained} - {OF_ENCODING, "output"}
@@ -237,7 +239,7 @@ def activations(
         averages = AVERAGE in encoding.needs and encoding.updates(index)
         kept_before = encoding.state_is_learned(index) and (index == 0 or not encoding.updates(index - 1))
         attention = _attention(model, batch, masked, moves, moves and not kept_before, averages, fused_norms)
-        mlp = tokens * (5 if "matrices" in trained else 4) * model.ffn_hidden_size // tensor_size * width
+        mlp = tokens * (3 if "matrices" in trained else 2) * model.ffn_hidden_size // tensor_size * width
         kept = 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
         if "matrices" not in trained:
             kept -= normed * (1 if set("qkv") & lora or encoding.learns_on_entry(index) else 2)
@@ -247,7 +249,9 @@ def activations(
     layers = [layer(i) for i in range(model.num_layers)]
     # Sequences share their positions, unless they are packs whose documents have their own.
     states = whole_sequences if masked and encoding.counts_in_documents else model.seq_length
-    inputs = tokens * 8 + states * encoding.state_size(0) * width
+    # What enters a recomputed layer is kept as it is; otherwise, as attention reads it.
+    state = encoding.state_bytes(0, width) if recompute == "full" else encoding.state_size(0) * width
+    inputs = tokens * 8 + states * state
     # The mask of packs is made once for all layers.
     inputs += whole_sequences * model.seq_length * width if masked and not _tiled(model) else 0
     backward = sum(layers)
@@ -259,13 +263,28 @@ def activations(
         ]
         # Each layer is run again when what those above it kept is gone.
         backward = max(below + layer for below, layer in zip(accumulate(layers), whole))
-    logits = tokens * model.vocab_size // tensor_size
-    softmax = 4 * logits + 9 * tokens
     # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
     backward += inputs + tokens * 5 * model.ffn_hidden_size // tensor_size * width
-    kept = sum(layers) + inputs + norm - (0 if trains_output(model, extension) else normed)
-    backward -= kept + softmax
-    return Activations(kept, softmax, working=max(2 * logits if width == 2 else 0, backward), backward=backward)
+    # Of the last norm's output the loss keeps the gradient.
+    kept = sum(layers) + inputs + norm
+    of_output = model.vocab_size // tensor_size * model.hidden_size * width if trains_output(model, extension) else 0
+    loss = _loss(model, tokens, local, width, tensor_size, of_output)
+    backward -= kept + of_output
+    return Activations(kept, of_output, loss, backward)
+
+
+def _loss(model: ModelConfig, tokens: int, local: int, width: int, tensor_size: int, of_output: int) -> int:
+    """Return the additional bytes while the loss is computed, which leaves `of_output` bytes of a gradient."""
+    vocabulary = model.vocab_size // tensor_size
+    chunk = min(tokens, chunk_size(vocabulary))
+    logits = chunk * vocabulary * 4
+    rounded = chunk * vocabulary * width if width == 2 else 0
+    # The gradient is added up over several chunks in fp32, while the next product is in the precision of the run.
+    total = 0 if chunk == tokens else 4 * of_output // width
+    product = of_output if chunk == tokens or width == 2 else 0
+    # Under sequence parallelism the states of all tokens are gathered; otherwise only their gradient is added.
+    states = (2 if local < tokens else 1) * tokens * model.hidden_size * width
+    return states + total + max(logits + rounded, (rounded or logits) + product) - of_output
 
 
 def _is_new(encoding: PositionEncoding, layer: int) -> bool:

@@ -1,5 +1,6 @@
 """The estimate against models that are built, tensors that are counted, and arithmetic by hand."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -115,6 +116,28 @@ def test_saved_activations_of_a_larger_model_are_those_counted(encoding):
     assert on_cpu(model, 2, "fp32") == pytest.approx(count, rel=0.01)
     # GPUs keep no normalised copy.
     assert activations(model, 2, "fp32").saved == pytest.approx(count, rel=0.15)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("name", ["tape_155m", "tape_1b"])
+def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(name, tensor_size, precision):
+    """Also where the MLP is as narrow as Llama's, unless the state also travels between ranks."""
+    model = recipe(name).model
+    widths = [model.ffn_hidden_size] + [8 * model.hidden_size // 3] * (tensor_size == 1)
+    for width in widths:
+        for groups in (model.num_attention_heads, model.num_attention_heads // 4):
+            same = dataclasses.replace(model, ffn_hidden_size=width, num_query_groups=groups)
+            tape, rope = (
+                activations(changed, 1, precision, "none", tensor_size, tensor_size > 1).layers
+                for changed in (same, dataclasses.replace(same, position_encoding="rope"))
+            )
+            assert rope < tape <= 1.25 * rope, (width, groups)
+
+
+def test_a_built_tape_keeps_at_most_a_quarter_more_than_rope():
+    tape, rope = (counted(build(model)[0], model) for model in map(middle_model, ("tape", "rope")))
+    assert rope < tape <= 1.25 * rope
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -315,8 +338,8 @@ def test_settings_that_the_encoding_does_not_read_are_a_warning(capsys):
 
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     _, error = outputs(capsys, "--gpu-memory", "1")
-    assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* not enough yet\n", error)
-    _, error = outputs(capsys, "--gpu-memory", "22", "--processes", "8")
+    assert re.fullmatch(r"warning: .*first raise parallel\.tensor_model_parallel_size to 4 .* not enough yet\n", error)
+    _, error = outputs(capsys, "--gpu-memory", "16", "--processes", "8")
     assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* GiB, which fits\n", error)
     _, error = outputs(capsys, "--gpu-memory", "80", "--processes", "8")
     assert error == ""

@@ -1,11 +1,10 @@
-"""The language model: Megatron-core's unmodified `GPTModel`, with a positional encoding plugged into its layers."""
+"""The language model: Megatron-core's `GPTModel`, with a positional encoding plugged into its layers."""
 
 from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import chosen_backend
+from megatron_tape.model.decoder import Decoder
 from megatron_tape.model.layers import LayerPosition
 from megatron_tape.model.specs import block_spec
 from megatron_tape.ops.packing import Packing
@@ -38,6 +38,7 @@ def transformer_config(
         kv_channels=model.head_dim,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=True,  # Megatron's name for taking the MLP's activation from the spec
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -87,7 +88,7 @@ class LanguageModel(torch.nn.Module):
         fused = self.attention_backend == "triton"
         self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
         with torch.device("meta"):
-            self.gpt = GPTModel(
+            self.gpt = Decoder(
                 config=config,
                 transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
                 vocab_size=model.vocab_size,
@@ -113,9 +114,9 @@ class LanguageModel(torch.nn.Module):
         """Return logits (B, S, V) for token ids (B, S) or, given `labels`, the scalar loss.
 
         This is the mean of all tokens' losses or, with `loss_weights` (B, S), their weighted sum; or, `by_token`, the
-        losses (B, S) themselves, in float32. All ranks that compute the same sequences are given the whole sequences.
-        With context parallelism the scalar is that of a rank's own tokens, and the mean over the context ranks is the
-        loss.
+        losses (B, S) themselves, in float32 and without a gradient. All ranks that compute the same sequences are given
+        the whole sequences. With context parallelism the scalar is that of a rank's own tokens, and the mean over the
+        context ranks is the loss.
 
         `documents` (B, S) numbers the documents of a pack: tokens attend only within their document. `positions` (S,)
         defaults to those that the encoding has outside training, mostly 0, 1, ...; with most encodings, shifting all of
@@ -147,8 +148,8 @@ class LanguageModel(torch.nn.Module):
         )
         if labels is None:
             return self.tokens.gather_context(forward(runtime_gather_output=True))
-        losses = forward(labels=labels)
-        return self.tokens.gather_context(losses.float()) if by_token else self.tokens.loss(losses, loss_weights)
+        loss, losses = forward(labels=labels, loss_mask=self.tokens.loss_weights(loss_weights))
+        return self.tokens.gather_context(losses) if by_token else loss
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """Return the positions (S,) of token ids (B, S), on their device; `random` is the stream of a training step."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
+from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel.tokens import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.base import NO_MEMORY
@@ -32,6 +33,17 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last axis."""
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """The activation of the gated MLP, which keeps nothing but its input for the backward pass."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """See `megatron_tape.ops.swiglu.swiglu`."""
+        return swiglu(gate_and_up)
 
 
 class CoreAttention(torch.nn.Module):

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.layers import CoreAttention, PositionSelfAttention, PositionTransformerLayer, RMSNorm
+from megatron_tape.model.layers import CoreAttention, PositionSelfAttention, PositionTransformerLayer, RMSNorm, SwiGLU
 from megatron_tape.position import PositionEncoding
 
 
@@ -40,7 +40,9 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "t
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -3,8 +3,8 @@
 Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. With g = silu(gate):
     z' = z + A u,    z'' = z' + M z',    M = W_down diag(g) W_up  in R^(G x G).
 Per token, forming M costs G*G*P and applying it G*G*D multiply-adds, compared with 2*P*G*D for projecting every
-frequency up and down; the backward pass keeps G x G numbers instead of P x D. One matrix product computes M for all
-tokens: that of g with the P x G*G table of the outer products of W_down's columns and W_up's rows.
+frequency up and down. One matrix product computes M for all tokens: that of g with the P x G*G table of the outer
+products of W_down's columns and W_up's rows. The backward pass keeps z, u and the gate, and computes z' and M again.
 
 The state may be in fp32 while everything else is in bf16. Its additions are then in fp32, so that increments which bf16
 would round away are kept; it is rounded only where it is a factor of a product.
@@ -13,6 +13,7 @@ would round away are kept; it is rounded only where it is a factor of a product.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 SHARED_MEMORY = 96 * 1024
 """Bytes of shared memory per program that all GPUs of compute capability 8.0 and newer have, with some to spare."""
@@ -30,8 +31,47 @@ def fits_fused(groups: int, heads: int, head_dim: int, inner: int, dtype: torch.
 def plain_update(
     z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
 ) -> Tensor:
-    """Return z'' (N, G, D)."""
+    """Return z'' (N, G, D), step by step: to compare with."""
     return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
+
+
+def compact_update(
+    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+) -> Tensor:
+    """Return the same, keeping only z, u and the gate for the backward pass; z rounded to the type of u."""
+    return _CompactUpdate.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+
+
+class _CompactUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, u, gate, mixing, up, down):
+        ctx.save_for_backward(z.to(u.dtype), u, gate, mixing, up, down)
+        return plain_update(z, u, gate, mixing, up, down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        z, u, gate, mixing, up, down = ctx.saved_tensors
+        (N, G, _), full = z.shape, mixing.dim() == 2
+        z, g, outer = mix_tokens(z, u, mixing), F.silu(gate), _outer_products(up, down)
+        M = (g @ outer).view(N, G, G)
+        rounded = dz.to(u.dtype)
+        dM = torch.bmm(rounded, z.mT).flatten(1)
+        d_outer = (g.T @ dM).view(-1, G, G)
+        d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
+        d_up, d_down = (down.T.unsqueeze(1) @ d_outer).squeeze(1), (d_outer @ up.unsqueeze(2)).squeeze(2).T
+        if dz.dtype == u.dtype:
+            dz = rounded = torch.baddbmm(dz, M.mT, rounded)
+        else:
+            dz = dz + torch.bmm(M.mT, rounded)
+            rounded = dz.to(u.dtype)
+        if full:
+            du = torch.matmul(mixing.T, rounded)
+            d_mixing = rounded.transpose(0, 1).flatten(1) @ u.transpose(0, 1).flatten(1).T
+        else:
+            du = rounded * mixing[:, None]
+            d_mixing = (rounded * u).sum((0, 2))
+        return dz, du, d_gate, d_mixing, d_up, d_down
 
 
 def fused_update(
@@ -56,8 +96,11 @@ def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
 def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return z + W_down diag(silu(gate)) W_up z."""
     G = z_NGD.shape[1]
-    outer = (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
-    M_NGG = (F.silu(gate_NP) @ outer).unflatten(1, (G, G))
+    M_NGG = (F.silu(gate_NP) @ _outer_products(up_PG, down_GP)).unflatten(1, (G, G))
     if z_NGD.dtype != M_NGG.dtype:
         return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)
+
+
+def _outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)

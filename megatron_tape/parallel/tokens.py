@@ -142,14 +142,13 @@ class TokenLayout:
         by_rank = all_to_all(self.context_group, x_SBn.unflatten(0, (self.context_shards, -1)).contiguous())
         return by_rank.movedim(0, 2).flatten(2, 3)
 
-    def loss(self, losses_Bc: Tensor, weights_Bc: Tensor | None = None) -> Tensor:
-        """Return the mean of next-token losses, or their sum weighted by `weights_Bc`, for this rank to differentiate.
+    def loss_weights(self, weights_Bc: Tensor | None) -> Tensor | None:
+        """Return the weights with which this rank adds up the losses of its context rank's tokens; None: their mean.
 
-        Both are of this context rank's tokens, and scaled such that the mean over the context ranks, as ZeRO takes it
-        of the gradients, is that of the whole sequences.
+        They are scaled such that the mean over the context ranks, as ZeRO takes it of the gradients, is the weighted
+        sum over whole sequences.
         """
-        losses_Bc = losses_Bc.float()
-        return losses_Bc.mean() if weights_Bc is None else (losses_Bc * weights_Bc).sum() * self.context_shards
+        return None if weights_Bc is None else weights_Bc * self.context_shards
 
     @property
     def data_shards(self) -> int:

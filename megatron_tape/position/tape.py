@@ -129,7 +129,9 @@ class TapePosition(RotaryPosition):
         return self.state_size(layer) * (4 if self.model.position_state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Count what the update keeps: the gate and its input, the states, M, and averages from other ranks.
+        """Count what the update keeps: the gate and its input, the state, and averages from other ranks.
+
+        Attention keeps the same state, unless it is rounded, one for all groups, or sent to other ranks.
 
         If increments are learned, the first layer also keeps them and the positions, in float64, and the phases, which
         are those of one group until other ranks get them.
@@ -140,9 +142,12 @@ class TapePosition(RotaryPosition):
         if not self.updates(layer):
             return increments
         received = model.num_attention_heads * model.head_dim if batch.head_shards > 1 else 0
-        per_token = received + model.hidden_size + 2 * inner + groups * groups + groups * model.head_dim
+        unrounded = batch.width == 4 or model.position_state_precision == "bf16"
+        shared = unrounded and batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
+        state = 0 if shared else groups * model.head_dim
+        per_token = received + model.hidden_size + inner + state
         normalized = self.state_bytes(layer + 1, batch.width) if model.position_state_norm == "unit" else 0
-        update = (batch.local_tokens * per_token + inner * groups * groups) * batch.width
+        update = batch.local_tokens * per_token * batch.width
         return increments + update + batch.local_tokens * normalized
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
@@ -226,7 +231,7 @@ class TapePosition(RotaryPosition):
         return with_modulus(new, self.attention_factor)
 
     def _update_function(self, dtype: "torch.dtype"):
-        from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
+        from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
             model = self.model
@@ -238,5 +243,5 @@ class TapePosition(RotaryPosition):
                     "plain torch computes the update",
                     *sizes,
                 )
-            self._update = fused_update if self.fused and fits else plain_update
+            self._update = fused_update if self.fused and fits else compact_update
         return self._update

@@ -202,9 +202,11 @@ class _ObservedRun:
     def _end_forward(self, model: LanguageModel) -> None:
         self.tracker.phase = "update"
         if self._steps == MEASURED:
-            # Not activations: weights that ZeRO 3 has gathered, and Megatron's permanent buffer for gathered inputs.
-            buffers = [*model.parameters(), *get_global_memory_buffer().buffer.values()]
-            self.outcome.activations = self.tracker.live["forward"] - self.tracker.bytes_of(buffers, "forward")
+            # Not activations: weights that ZeRO 3 has gathered, the output layer's gradient of the micro-batch before,
+            # and Megatron's permanent buffer for gathered inputs.
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            others = [*model.parameters(), *gradients, *get_global_memory_buffer().buffer.values()]
+            self.outcome.activations = self.tracker.live["forward"] - self.tracker.bytes_of(others, "forward")
 
     def _measure_state(self, engine: Engine) -> None:
         """Measure the weights and Adam's state, between two steps."""

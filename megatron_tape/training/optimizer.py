@@ -86,14 +86,12 @@ def build_optimizer(
     """
     groups = parameter_groups(model, config)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    on_gpu = torch.cuda.is_available()
-    if offload and zero_stage > 0 and on_gpu:
+    if offload and zero_stage > 0 and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
-    if on_gpu:
-        # One kernel that reads and writes everything once; otherwise there are a dozen, with temporaries of that size.
-        adam["fused"] = True
+    # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
+    adam["fused"] = True
     if zero_stage == 0:
         return ClippingAdamW(groups, config.clip_grad, group, **adam)
     return torch.optim.AdamW(groups, **adam)

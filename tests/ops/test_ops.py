@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from megatron_tape.model import reference
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.position_update import contextualize, mix_tokens
+from megatron_tape.ops.parity import inexact
+from megatron_tape.ops.position_update import compact_update, contextualize, mix_tokens, plain_update
 from megatron_tape.ops.rotation import rotate, rotate_groups
 
 
@@ -46,6 +47,26 @@ def test_collapsed_update_equals_the_literal_one(tokens, heads, groups, inner):
     mixed = z + torch.einsum("gh,nhd->ngd", mixing, u)
     literal = torch.einsum("gp,npd->ngd", down, F.silu(gate)[..., None] * torch.einsum("pg,ngd->npd", up, mixed))
     assert_equal_with_gradients(ours, mixed + literal, (z, u, gate, mixing, up, down))
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("heads, groups, inner, full", [(4, 4, 16, True), (6, 2, 5, True), (3, 3, 7, False)])
+def test_the_compact_update_is_the_plain_one_and_keeps_z_u_and_gate(tokens, heads, groups, inner, full):
+    z, u, gate = draw(tokens, groups, 8), draw(tokens, heads, 8, seed=1), draw(tokens, inner, seed=2)
+    mixing = draw(groups, heads, seed=3) if full else draw(heads, seed=3)
+    inputs, kept = (z, u, gate, mixing, draw(inner, groups, seed=4), draw(groups, inner, seed=5)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        ours = compact_update(*inputs)
+    assert kept == [x.data_ptr() for x in inputs]
+    assert_equal_with_gradients(ours, plain_update(*inputs), inputs)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_rounding_of_the_compact_update_of_an_fp32_state_is_at_most_twice_that_of_the_plain_one(full):
+    shapes = [(40, 4, 16), (40, 4, 16), (40, 9), (4, 4) if full else (4,), (9, 4), (4, 9)]
+    exact = [draw(*shape, seed=i).detach() for i, shape in enumerate(shapes)]
+    inputs = [x.float() if i == 0 else x.bfloat16() for i, x in enumerate(exact)]
+    assert inexact(lambda *x: [compact_update(*x)], lambda *x: [plain_update(*x)], inputs, torch.bfloat16) is None
 
 
 def test_mixing_per_head_is_a_diagonal_matrix():

@@ -52,8 +52,8 @@ def test_memory_and_collectives_are_those_estimated(quick, name):
 
 @pytest.mark.parametrize("name", ZERO)
 def test_gradients_of_replicated_parameters_take_one_collective_a_step(quick, name):
-    """In each of two micro-batches, the softmax takes three."""
-    assert quick[name]["rows"]["tensor parallel: all-reduce calls"] == [2 * 3 + 1, 2 * 3 + 1, True]
+    """In each of two micro-batches, the softmax takes two."""
+    assert quick[name]["rows"]["tensor parallel: all-reduce calls"] == [2 * 2 + 1, 2 * 2 + 1, True]
 
 
 def test_making_the_weights_takes_their_partitions_and_one_parameter(quick):
@@ -76,7 +76,7 @@ def test_memory_and_collectives_of_many_configurations_are_those_estimated(many,
     "name, fault",
     [
         ("frequencies_on_the_cpu", "position/rope.py:"),
-        ("labels_on_the_cpu", "GPU and the CPU at megatron/core/tensor_parallel/cross_entropy.py:"),
+        ("labels_on_the_cpu", "GPU and the CPU at megatron_tape/ops/linear_cross_entropy.py:"),
         ("a_wrong_type", "dtype"),
         (WAITS, "waits for the GPU in the forward pass: item at tests/rehearsal_cases.py:"),
         (WAITS, "copy from pageable memory at tests/rehearsal_cases.py:"),

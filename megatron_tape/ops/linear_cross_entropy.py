@@ -1,0 +1,145 @@
+"""The loss of the output layer, a chunk of tokens at a time: the logits of all tokens never exist at once.
+
+While a chunk's logits exist, its part of the gradient is computed as well, as in Liger's kernels (Hsu et al., 2024);
+the backward pass only multiplies by the gradient of the loss. Computing the logits again there would take a matrix
+product more. The vocabulary may be cut over a group of processes, and the tokens, too.
+
+Axes: S all tokens of a sequence, s those of this rank, B batch, C hidden size, V this rank's part of the vocabulary, n
+tokens of a chunk.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_tape.ops.chunks import chunk_size
+
+
+def linear_cross_entropy(
+    hidden_sBC: Tensor,
+    weight_VC: Tensor,
+    labels_BS: Tensor,
+    weights_BS: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    sharded_tokens: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, and each token's loss (B, S), which has no gradient.
+
+    The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum, in float32 or more.
+    The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. With
+    `sharded_tokens` each holds an equal stretch of the tokens, too; otherwise s is S. They get the gradient of
+    `hidden_sBC` summed over the group.
+    """
+    one = group is None or group.size() == 1
+    gradient = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(
+        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, gradient
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, gradient):
+        sharded_tokens = sharded_tokens and group is not None
+        whole = _gathered(hidden, group) if sharded_tokens else hidden
+        of_hidden, of_weight = (gradient and needed for needed in ctx.needs_input_grad[:2])
+        by_token = labels.T.flatten()
+        factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
+        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group)
+        losses, d_hidden, d_weight = sums.run(of_hidden, of_weight)
+        if d_hidden is not None:
+            d_hidden = d_hidden.view_as(whole)
+            if sharded_tokens:
+                d_hidden = _reduce_scattered(d_hidden, group)
+            elif group is not None:
+                dist.all_reduce(d_hidden, group=group)
+        ctx.save_for_backward(d_hidden, d_weight)
+        loss = losses.mean() if factors is None else (losses * factors).sum()
+        losses = losses.view(labels.T.shape).T.contiguous()
+        ctx.mark_non_differentiable(losses)
+        return loss, losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss, _):
+        # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
+        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), None, None, None, None, None)
+
+
+class _Sums:
+    """The losses of N tokens, and the gradients of the loss."""
+
+    def __init__(self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, factors_N: Tensor | None, group):
+        self._hidden, self._weight, self._factors, self._group = hidden_NC, weight_VC, factors_N, group
+        first = 0 if group is None else group.rank() * weight_VC.shape[0]
+        own = labels_N - first
+        self._elsewhere = (own < 0) | (own >= weight_VC.shape[0])
+        self._own = own.masked_fill(self._elsewhere, 0)
+
+    def run(self, of_hidden: bool, of_weight: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the losses (N,) and, where asked for, the gradients of the hidden states and of the weight."""
+        hidden, weight = self._hidden, self._weight
+        N, size = hidden.shape[0], chunk_size(weight.shape[0])
+        losses = hidden.new_empty(N, dtype=_wide(hidden))
+        d_hidden, d_weight = torch.empty_like(hidden) if of_hidden else None, None
+        for start in range(0, N, size):
+            chunk = slice(start, min(start + size, N))
+            logits = (hidden[chunk] @ weight.T).to(_wide(hidden))
+            losses[chunk], sums = self._losses(logits, chunk)
+            if not (of_hidden or of_weight):
+                continue
+            d_logits = self._d_logits(logits, sums, chunk).to(hidden.dtype)
+            del logits
+            if of_hidden:
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
+            if of_weight:
+                d_weight = _added(d_weight, d_logits.T, hidden[chunk], last=N <= size)
+        return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+    def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Return the losses (n,) and the sums of exponentials; turns `logits_nV` into the exponentials."""
+        largest = logits_nV.amax(-1)
+        if self._group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        logits_nV.sub_(largest[:, None])
+        of_label = logits_nV.gather(1, self._own[chunk, None])[:, 0].masked_fill(self._elsewhere[chunk], 0.0)
+        both = torch.stack([of_label, logits_nV.exp_().sum(-1)])
+        if self._group is not None:
+            dist.all_reduce(both, group=self._group)
+        return both[1].log() - both[0], both[1]
+
+    def _d_logits(self, exponentials_nV: Tensor, sums: Tensor, chunk: slice) -> Tensor:
+        """Return the gradient of the logits, in the place of their exponentials."""
+        if self._factors is None:
+            factors = torch.full_like(sums, 1 / self._hidden.shape[0])
+        else:
+            factors = self._factors[chunk]
+        exponentials_nV.mul_((factors / sums)[:, None])
+        of_label = -factors.masked_fill(self._elsewhere[chunk], 0.0)
+        return exponentials_nV.scatter_add_(1, self._own[chunk, None], of_label[:, None])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, last: bool) -> Tensor:
+    """Return total + left @ right, in float32 unless this is all."""
+    if total is None:
+        product = left @ right
+        return product if last else product.to(_wide(right))
+    # The product of bf16 matrices is rounded, the sum is not.
+    return total.addmm_(left, right) if total.dtype == right.dtype else total.add_(left @ right)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    share = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(share, x, group=group)
+    return share

@@ -1,0 +1,131 @@
+"""What keeps little for the backward pass, against plain torch in float64, and what exists of it at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_tape.ops import chunks
+from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
+from megatron_tape.ops.swiglu import swiglu
+
+S, B, C, V = 7, 3, 5, 11
+
+
+def draw(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def labels_of(vocabulary=V, length=S):
+    return torch.randint(vocabulary, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def plain(hidden, weight, labels, weights=None):
+    """Return the loss, and the losses by token, from the logits of all tokens."""
+    losses = F.cross_entropy((hidden @ weight.T).permute(1, 2, 0), labels, reduction="none")
+    return losses.mean() if weights is None else (losses * weights).sum(), losses
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operator returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0) if sizes else self.numbers
+        return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, S * B, 100])
+def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, weighted):
+    monkeypatch.setattr(chunks, "LOGITS", tokens * V + 3)
+    hidden, weight, labels = draw(S, B, C), draw(V, C, seed=2), labels_of()
+    weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
+    loss, by_token = linear_cross_entropy(hidden, weight, labels, weights)
+    expected, of_tokens = plain(hidden, weight, labels, weights)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(by_token, of_tokens.detach())
+    assert not by_token.requires_grad
+    ours = torch.autograd.grad(3.0 * loss, (hidden, weight))
+    for a, b in zip(ours, torch.autograd.grad(3.0 * expected, (hidden, weight))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    inputs = {"hidden": draw(S, B, C), "weight": draw(V, C, seed=2)}
+    inputs[frozen].requires_grad_(False)
+    linear_cross_entropy(*inputs.values(), labels_of())[0].backward()
+    gradients = {name: x.grad if x.grad is None else x.grad.clone() for name, x in inputs.items()}
+    assert gradients.pop(frozen) is None
+    plain(*inputs.values(), labels_of())[0].backward()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(2 * gradient, inputs[name].grad)
+
+
+def test_rounding_in_bf16_is_at_most_that_of_whole_logits(monkeypatch):
+    """In chunks, the gradient of the weight is added up in fp32, and rounded once."""
+    length, vocabulary = 64, 96
+    wide = draw(length, B, C, seed=5), draw(vocabulary, C, seed=6)
+    labels = labels_of(vocabulary, length)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    exact = [x.detach().double().requires_grad_() for x in narrow]
+    plain(*exact, labels)[0].backward()
+    logits = (narrow[0] @ narrow[1].T).float()
+    F.cross_entropy(logits.permute(1, 2, 0), labels).backward()
+    theirs = [x.grad.double() for x in narrow]
+    narrow = [x.detach().requires_grad_() for x in narrow]
+    monkeypatch.setattr(chunks, "LOGITS", 5 * vocabulary)
+    loss, _ = linear_cross_entropy(*narrow, labels)
+    loss.backward()
+    assert loss.dtype == torch.float32 and [x.grad.dtype for x in narrow] == [torch.bfloat16] * 2
+    for x, plain_gradient, of_exact in zip(narrow, theirs, exact):
+        ours, others = ((g.double() - of_exact.grad).norm() for g in (x.grad, plain_gradient))
+        assert ours <= 1.1 * others
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_the_logits_of_more_than_a_chunk_never_exist(monkeypatch, gradient):
+    tokens, vocabulary = 2, 50
+    hidden, weight, labels = draw(S, B, C), draw(vocabulary, C), labels_of(vocabulary)
+    monkeypatch.setattr(chunks, "LOGITS", tokens * vocabulary)
+    with Largest() as largest, torch.set_grad_enabled(gradient):
+        loss, _ = linear_cross_entropy(hidden, weight, labels)
+        assert loss.requires_grad == gradient
+        if gradient:
+            loss.backward()
+    assert largest.numbers == max(tokens * vocabulary, vocabulary * C) < S * B * vocabulary / 4
+
+
+def test_a_loss_that_is_not_finite_makes_every_gradient_so():
+    hidden, weight = draw(S, B, C), draw(V, C)
+    with torch.no_grad():
+        hidden[2, 1, 0] = float("inf")
+    loss, _ = linear_cross_entropy(hidden, weight, labels_of())
+    (loss * float("nan")).backward()
+    assert not loss.isfinite() and hidden.grad.isnan().all() and weight.grad.isnan().all()
+
+
+def test_a_second_backward_pass_is_refused():
+    hidden, weight = draw(S, B, C), draw(V, C)
+    loss, _ = linear_cross_entropy(hidden, weight, labels_of())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_swiglu_is_that_of_plain_torch_and_keeps_its_input_alone(dtype):
+    both, kept = draw(S, B, 2 * C, dtype=dtype), []
+    gate, up = both.chunk(2, dim=-1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        ours = swiglu(both)
+    assert [x.data_ptr() for x in kept] == [both.data_ptr()]
+    theirs, direction = F.silu(gate) * up, draw(S, B, C, dtype=dtype, seed=8).detach()
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(x, both, direction) for x in (ours, theirs)))
