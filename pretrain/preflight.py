@@ -175,7 +175,8 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     needed = estimate(config, size)
     problems = nodes.differences(by_node)
     if home is not None:
-        problems += nodes.directory_problems(by_node, home, token, needed.checkpoint_bytes, config.checkpoint.keep)
+        kept = config.checkpoint.keep, config.checkpoint.keep_every
+        problems += nodes.directory_problems(by_node, home, token, needed.checkpoint_bytes, *kept)
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
     if options.gpus:

@@ -38,7 +38,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
     """Return rank 0's plan on every rank; all call it together, if there are several. Only rank 0 reads the indices.
 
     A dataset of a blend that is too small for a split is left out of it, with a warning. Raises ConfigError, on all
-    ranks, if a split that is needed does not contain a whole sequence.
+    ranks, if a split that is needed does not contain a whole sequence, or a dataset cannot be read.
     """
     found: list[Plan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -46,6 +46,8 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
             found[0] = _plan(config, evaluates)
         except ConfigError as error:
             found[0] = error
+        except (OSError, ValueError) as error:
+            found[0] = ConfigError(f"data.prefix: the datasets cannot be read any more ({error}); check their files")
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], ConfigError):
         raise found[0]

@@ -24,8 +24,8 @@ def check_once(
 ) -> str | None:
     """Return what `find` finds wrong with the files, or None if it found nothing in the same files before.
 
-    They are the same if their sizes, modification times and digests of evenly spaced blocks are. What has passed is
-    remembered in `directory`, if that is given and can be written, under `check`, which names a version of the check.
+    They are the same if their sizes, times of change (which copying cannot preserve) and digests of evenly spaced
+    blocks are. What has passed is remembered in `directory`, if that is given and can be written, under `check`, which names a version of the check.
     """
     if directory is None:
         return find()
@@ -48,4 +48,4 @@ def check_once(
 
 def _state(path: str | Path) -> list[Any]:
     status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns, fingerprint(path, _BLOCKS)]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, fingerprint(path, _BLOCKS)]

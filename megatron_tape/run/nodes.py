@@ -118,12 +118,18 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
 
 
 def directory_problems(
-    nodes: dict[str, dict[str, Any]], home: Path, token: str, checkpoint_bytes: int, keep: int
+    nodes: dict[str, dict[str, Any]],
+    home: Path,
+    token: str,
+    checkpoint_bytes: int,
+    keep: int,
+    keep_every: int | None = None,
 ) -> list[Problem]:
     """Return a problem for each node where the checkpoint directory is not shared or writable, or if it lacks space.
 
     If there are several other nodes and none of them sees rank 0's directory, it was never shared, which is a mistake.
-    There must be room for two checkpoints, or for one if `keep` exist already, since the oldest is then removed.
+    There must be room for two checkpoints, or for one if the next save will remove one, that is, if `keep` exist and
+    the older ones are not all kept for good as those of every `keep_every`-th step.
     """
     root, found = home.parent, []
     blind = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
@@ -136,7 +142,9 @@ def directory_problems(
         elif directory["token"] != token or not (home / directory["wrote"]).is_file():
             sentence = f"{node}: checkpoint.directory {root} is another directory there; choose a shared one"
             found.append(Problem(sentence, (node,), local))
-    needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
+    older = list_checkpoints(root)[keep - 1 :]
+    removes = any(keep_every is None or step % keep_every for step, _ in older)
+    needed = (1 if removes else 2) * checkpoint_bytes
     free = shutil.disk_usage(root).free
     if free < needed:
         found.append(

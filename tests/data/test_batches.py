@@ -1,5 +1,6 @@
 """Batches: which datasets of a blend they are drawn from, in which order, and what loader processes live through."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -131,6 +132,16 @@ def test_only_rank_0_decides_what_the_splits_are_drawn_from(folder, build, monke
     del planned[1:]
     found = plan.plan_for_all(config, True)
     assert found.splits == [([f"{folder}/a"], found.splits[0][1])] * 2 and len(found.identity) == 4
+
+
+def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentence(folder, build, monkeypatch):
+    config = build(f"{folder}/a").config
+    sent = []
+    monkeypatch.setattr(plan.dist, "broadcast_object_list", lambda values, src: sent.append(values[0]))
+    gone = dataclasses.replace(config, data=dataclasses.replace(config.data, prefix=f"{folder}/gone"))
+    with pytest.raises(ConfigError, match="the datasets cannot be read any more"):
+        plan.plan_for_all(gone, False)
+    assert isinstance(sent[0], ConfigError)
 
 
 def test_documents_end_with_their_end_mark(folder, build):

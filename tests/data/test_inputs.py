@@ -84,7 +84,7 @@ def test_a_dataset_that_passed_is_checked_again_only_after_it_has_changed(tmp_pa
         path = tmp_path / f"a.{ending}"
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
         assert [checks(), checks()] == [1, 0]
-    # With the size and time of before: the digest shows it.
+    # With the size and modification time of before.
     path, status = tmp_path / "a.bin", (tmp_path / "a.bin").stat()
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

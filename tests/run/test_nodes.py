@@ -91,6 +91,9 @@ def test_two_checkpoints_must_fit_or_one_if_the_others_already_exist(home, monke
     assert nodes.directory_problems({"a": node()}, home, "t", 700, 1) == []
     (home.parent / "step-00000010").mkdir()
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1) == []
+    assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1, keep_every=4) == []
+    # What is kept for good makes no room.
+    assert len(nodes.directory_problems({"a": node()}, home, "t", 1000, 1, keep_every=10)) == 1
 
 
 def test_missing_and_small_gpus_are_named():
