@@ -3,7 +3,8 @@
 `step-00000100` holds files and a `manifest.json` that lists each of them with its size and sha256. Everything is
 written into a staging directory, flushed to disk, and only then renamed; nothing is deleted under a checkpoint's name.
 A process may therefore be killed at any moment. While a checkpoint of the same step is being replaced, the old one is
-called `step-00000100.replaced`, which readers also accept, so one of the two always exists.
+called `step-00000100.replaced`, which readers also accept, so one of the two always exists. `step-00000100.abandoned`
+was damaged, and the run went on from an earlier one (see `prune`).
 
 A checkpoint may be a symbolic link to a directory elsewhere: it is read like any other, and only the link is ever
 removed. Names that start with a dot and end in `.partial` are leftovers that `prune` removes. Files that the manifest
@@ -26,6 +27,7 @@ FORMAT_VERSION = 2
 """Version 1 had no `index.json`, a file of tensors per rank, and a file of random states per rank."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
+ABANDONED = ".abandoned"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
@@ -245,12 +247,16 @@ def what_to_resume(resume: str, root: str | Path) -> str:
     return "auto" if elsewhere and list_checkpoints(root) else resume
 
 
-def prune(root: str | Path, keep: int, keep_every: int | None = None) -> None:
+def prune(root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None) -> None:
     """Remove checkpoints and leftovers of killed processes, but not the newest `keep` whose files have the right sizes.
 
     Checkpoints of every `keep_every`-th step are never removed. Broken checkpoints do not count towards `keep`, and
     stay while they are newer than the oldest one kept. A replaced checkpoint whose successor is missing or broken gets
     its name back.
+
+    `published` is the step of the checkpoint that the run has just saved. A run that has later ones skipped them
+    because they were damaged: they are set aside as `step-00000100.abandoned`, which no reader accepts, and removed
+    once the run has come as far again.
 
     Raises:
         ValueError: if `keep` is below 1.
@@ -258,6 +264,8 @@ def prune(root: str | Path, keep: int, keep_every: int | None = None) -> None:
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
     root = Path(root)
+    if published is not None:
+        _set_aside_later(root, published)
     kept: list[int] = []
     for step, path in list_checkpoints(root):
         stays = len(kept) < keep or (keep_every is not None and step % keep_every == 0)
@@ -270,6 +278,18 @@ def prune(root: str | Path, keep: int, keep_every: int | None = None) -> None:
                 os.rename(path, root / _name(step))
     for path in root.glob(".step-*.partial"):
         remove(path)
+
+
+def _set_aside_later(root: Path, published: int) -> None:
+    for path in root.glob(f"step-*{ABANDONED}"):
+        name = _NAME.fullmatch(path.name.removesuffix(ABANDONED))
+        if name and int(name[1]) <= published:
+            remove(path)
+    for step, path in list_checkpoints(root):
+        if step > published:
+            aside = path.with_name(path.name + ABANDONED)
+            remove(aside)
+            os.rename(path, aside)
 
 
 def _name(step: int) -> str:

@@ -164,7 +164,7 @@ class Save:
         self._attempt.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint
-        files.prune(self._root, checkpoint.keep, checkpoint.keep_every)
+        files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
 def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: files.Source | None) -> dict:

@@ -315,6 +315,23 @@ def test_milestones_stay_for_good_beside_the_newest(tmp_path):
     assert steps(tmp_path) == [10]
 
 
+def test_what_was_just_saved_outlives_later_checkpoints_that_the_run_skipped(tmp_path):
+    for step in (50, 58, 59):
+        save(tmp_path, step)
+    (tmp_path / "step-00000058").rename(tmp_path / "step-00000058.replaced")
+    save(tmp_path, 51)
+    files.prune(tmp_path, keep=2, keep_every=10, published=51)
+    assert steps(tmp_path) == [51, 50] and files.checkpointed_step(tmp_path) == 51
+    aside = ["step-00000058.replaced.abandoned", "step-00000059.abandoned"]
+    assert sorted(os.listdir(tmp_path))[-2:] == aside
+    save(tmp_path, 58)
+    files.prune(tmp_path, keep=2, keep_every=10, published=58)
+    assert sorted(os.listdir(tmp_path))[1:] == ["step-00000050", "step-00000051", "step-00000058", aside[1]]
+    save(tmp_path, 60)
+    files.prune(tmp_path, keep=2, keep_every=10, published=60)
+    assert steps(tmp_path) == [60, 58, 50] and not list(tmp_path.glob("*.abandoned"))
+
+
 def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
