@@ -28,6 +28,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
+START_AGAIN = "start again, or move this checkpoint away to continue from the one before"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
@@ -206,7 +207,7 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
     """Return, file by file, why a checkpoint is not complete; empty if it is. Only `deep` reads the files' bytes."""
     try:
         return _problems(Path(path), deep)
-    except NewerFormat as error:
+    except (NewerFormat, OSError) as error:
         return [str(error)]
 
 
@@ -215,17 +216,24 @@ def newest_whole(
     warn: Callable[[str], None] = lambda message: None,
     deep: bool = True,
     but: Collection[Path] = (),
+    strict: bool = False,
 ) -> Path | None:
     """Return the path of the newest complete checkpoint; `warn` is called for each broken one that is skipped.
 
     `deep` reads every byte; otherwise the right file sizes are enough. Those in `but` are skipped without a word.
     Raises NewerFormat rather than skip a checkpoint that a newer version wrote: a run that continues from an older one
-    would replace it.
+    would replace it. If `strict`, also raises CheckpointError rather than skip one that a failing disk does not let us
+    judge.
     """
     for _, path in list_checkpoints(root):
         if path in but:
             continue
-        found = _problems(path, deep)
+        try:
+            found = _problems(path, deep)
+        except OSError as error:
+            if strict:
+                raise CheckpointError(f"{path} cannot be read ({error}); {START_AGAIN}") from None
+            found = [str(error)]
         if not found:
             return path
         warn(f"checkpoint {path} is skipped: {'; '.join(found)}")
@@ -297,6 +305,7 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
+    """Raises NewerFormat, or OSError if the disk fails; a file that is missing is a problem."""
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:
@@ -307,7 +316,7 @@ def _problems(path: Path, deep: bool) -> list[str]:
             found.append(f"{STATE} says step {step}, and {MANIFEST} says {manifest['step']}")
     except NewerFormat:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError) as error:
         return [str(error)]
     return found
 

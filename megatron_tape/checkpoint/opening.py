@@ -77,7 +77,7 @@ def find_checkpoint(config: RunConfig, layout: ParallelLayout) -> Checkpoint | N
 
     `auto` takes the newest complete checkpoint and warns about broken ones that it skips; so does a path outside the
     run's directory once the run has checkpoints of its own. Raises CheckpointError if a given path is not a complete
-    checkpoint, or if every checkpoint in the directory is broken.
+    checkpoint, if every checkpoint in the directory is broken, or if a file of the newest cannot be read.
     """
     directory = Path(config.checkpoint.directory)
     resume = files.what_to_resume(config.checkpoint.resume, directory)
@@ -132,6 +132,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     """Return a checkpoint, or what is wrong with it; all ranks call it together, and read it together.
 
     Rank 0 reads the records. What it finds wrong about them or the files' sizes spares the others their reading.
+    Raises CheckpointError on all ranks if one cannot read a file.
     """
     facts: list = [None, []]
     with Agreement(layout) as agreement:
@@ -148,11 +149,15 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     saved_size = checkpoint.state["tensor_model_parallel_size"]
     chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size)
     mine = [name for name, rank in chosen.items() if rank == layout.rank]
-    held, problems = check_files(path, checkpoint.files, mine)
-    checkpoint.held.update(held)
+    problems: list[str] = []
+    with Agreement(layout) as agreement:
+        checkpoint.held, problems = check_files(path, checkpoint.files, mine)
+    agreement.check("cannot read a checkpoint")
     of_ranks: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(of_ranks, problems)
-    return checkpoint, [problem for of_rank in of_ranks for problem in of_rank]
+    if found := [problem for of_rank in of_ranks for problem in of_rank]:
+        return None, found
+    return checkpoint, []
 
 
 def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -162,7 +167,7 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     try:
         checkpoint = Checkpoint(path, files.read_state(path))
         checkpoint.read_records()
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
         return None, [str(error)]
     return checkpoint, []
 
@@ -206,7 +211,7 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
         warned.add(message)
 
     if resume == "auto":
-        path = files.newest_whole(directory, warn, deep=False, but=broken)
+        path = files.newest_whole(directory, warn, deep=False, but=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(f"no checkpoint in {directory} is whole; move them away to start afresh")
         return path

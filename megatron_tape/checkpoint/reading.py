@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
-from megatron_tape.checkpoint.directories import Entry
+from megatron_tape.checkpoint.directories import START_AGAIN, Entry
 from megatron_tape.checkpoint.index import Place, readers, shard_of
 from megatron_tape.checkpoint.tensors import TensorFile, read_whole
 from megatron_tape.errors import CheckpointError
@@ -29,7 +29,8 @@ HELD_SHARE = 4
 def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) -> tuple[dict[str, bytearray], list[str]]:
     """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
 
-    Only as much is held as fits this process's share of the memory; the rest will be read again.
+    Only as much is held as fits this process's share of the memory; the rest will be read again. Raises CheckpointError
+    if a file cannot be read: that may be the fault of a disk or a network, and says nothing about the checkpoint.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Slurm does not say how many processes a node has; each has a GPU to itself.
@@ -41,8 +42,7 @@ def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) ->
         try:
             sha256, content = read_whole(path / name, keep)
         except OSError as error:
-            problems.append(f"{name} cannot be read ({error})")
-            continue
+            raise CheckpointError(f"{path / name} cannot be read ({error}); {START_AGAIN}") from None
         if sha256 != files[name]["sha256"]:
             problems.append(f"{name} has sha256 {sha256} instead of {files[name]['sha256']}")
         if content is not None:

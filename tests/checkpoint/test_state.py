@@ -1,5 +1,6 @@
 """Saves that fail on one rank, and sums of many micro-batches; continued runs are in test_resuming.py."""
 
+import errno
 import json
 import shutil
 import threading
@@ -13,7 +14,7 @@ from models import build, random_tokens, small_model
 
 from megatron_tape.checkpoint import directories, reading, saving
 from megatron_tape.checkpoint import random_state as random_states
-from megatron_tape.checkpoint.opening import Checkpoint
+from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
 from megatron_tape.checkpoint.saving import save_checkpoint
 from megatron_tape.checkpoint.state import load_training_state, load_weights
 from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
@@ -162,6 +163,21 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     (checkpoint.path / TENSORS).write_bytes(content)
     _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert problem.startswith(f"{TENSORS} has sha256 ")
+
+
+@pytest.mark.parametrize("module, function", [(reading, "read_whole"), (directories, "read_record")])
+def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkpoint(
+    saved, tmp_path, monkeypatch, module, function
+):
+    def fail(*arguments):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    config = config_in(tmp_path)
+    shutil.copytree(saved[1], tmp_path / "checkpoints" / saved[1].name)
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="Stale file handle.*; start again"):
+        patched.setattr(module, function, fail)
+        find_checkpoint(config, saved[0].layout)
+    assert find_checkpoint(config, saved[0].layout).step == 1
 
 
 def test_random_states_continue_where_they_were_saved(saved, tmp_path):
