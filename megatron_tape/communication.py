@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.parameters import (
     lora_targets,
@@ -128,6 +128,15 @@ def _between_tokens_and_heads(config: RunConfig, micro_batches: int) -> dict[tup
     return {(CONTEXT, ALL_TO_ALL): Traffic(together, None if exchanged else of_attention.calls)}
 
 
+def gathered_parameters(
+    model: ModelConfig, tensor_size: int, extension: ExtensionConfig | None
+) -> list[tuple[int, int]]:
+    """Return the sizes on a tensor-parallel rank, and the numbers, of parameters that ZeRO 3 gathers for each pass."""
+    found = weight_counts(model, extension).items()
+    sizes = ((weight.size // (tensor_size if weight.is_cut else 1), count) for weight, count in found)
+    return [(size, count) for size, count in sizes if size > PERSISTENT]
+
+
 def _of_zero(config: RunConfig, tensor_size: int, micro_batches: int) -> Counter[str]:
     """Count what DeepSpeed 0.19.8 sends among the ranks that hold different sequences."""
     stage, width = config.deepspeed.zero_stage, 2 if config.train.precision == "bf16" else 4
@@ -137,9 +146,7 @@ def _of_zero(config: RunConfig, tensor_size: int, micro_batches: int) -> Counter
     if stage == 3:
         # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
         # it; small ones after each step.
-        found = weight_counts(config.model, config.extension).items()
-        sizes = [(weight.size // (tensor_size if weight.is_cut else 1), count) for weight, count in found]
-        large = sum(count * size for size, count in sizes if size > PERSISTENT)
+        large = sum(size * count for size, count in gathered_parameters(config.model, tensor_size, config.extension))
         gathered = micro_batches * (large + max(0, large - REUSED // 2)) + held - large
         return Counter({ALL_GATHER: width * gathered, REDUCE_SCATTER: sent * trained * micro_batches})
     found = Counter({ALL_REDUCE: sent * trained * (micro_batches if stage == 2 else 1)})

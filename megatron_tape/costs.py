@@ -125,11 +125,10 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         gathered = train.micro_batch_size * model.seq_length // config.parallel.context_parallel_size
         buffers += gathered * model.hidden_size * _width(config)
     # When the first bucket is full, what the layers above have kept is gone. A step begins when all activations and
-    # most buffers are gone; ZeRO 3 is built from whole weights.
+    # most buffers are gone.
     left = 1 - min(1, config.deepspeed.reduce_bucket_size / trained)
     reducing = copy + int(left * (kept.layers + max(0, kept.backward))) - kept.saved
     beside = kept.saved + buffers
-    built = held * _width(config) - (weights + gradients + optimizer)
     checkpoint = tensor_size * (12 * trained + 4 * (held - trained) * config.checkpoint.frozen)
     tokens_per_step = train.global_batch_size * model.seq_length
     flops_per_step = flops_per_token(model, extension) * tokens_per_step
@@ -143,7 +142,7 @@ def estimate(config: RunConfig, world_size: int) -> Estimate:
         layer_activations=kept.layers,
         logits=kept.logits,
         buffers=buffers,
-        working=max(kept.loss - apart, kept.backward, reducing, step - beside, built - beside),
+        working=max(kept.loss - apart, kept.backward, reducing, step - beside),
         host=host,
         checkpoint_bytes=checkpoint,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1 + config.checkpoint.milestones(train.steps)),

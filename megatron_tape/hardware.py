@@ -105,6 +105,11 @@ def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
     for name, value in found["rates"].items():
         refuse(name not in RATES, f"--rates: {path} gives {name}; choose from {', '.join(RATES)}")
         refuse(not is_positive(value), f"--rates: {path} gives {name} {value}; it must be a number above 0")
+    measured = {name for name in KINDS if name.split("-")[0] in found["gpu"]}
+    refuse(
+        bool(measured) and hardware.name not in measured,
+        f"--rates: {path} was measured on {found['gpu']}, but --gpu is {hardware.name}; give what was measured",
+    )
     return dataclasses.replace(hardware, **found["rates"], measured=tuple(found["rates"]))
 
 

@@ -12,11 +12,21 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import NamedTuple
 
-from megatron_tape.communication import ALL_GATHER, CONTEXT, DATA, PERSISTENT, SEQUENCE, TENSOR, communication
+from megatron_tape.communication import (
+    ALL_GATHER,
+    CONTEXT,
+    DATA,
+    REUSED,
+    SEQUENCE,
+    TENSOR,
+    communication,
+    gathered_parameters,
+)
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.costs import layer_works
 from megatron_tape.errors import refuse
 from megatron_tape.hardware import Group, Hardware
+from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts, trains_output, weight_counts
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
@@ -25,6 +35,8 @@ NORMS, ACTIVATION, HEADS = 10, 5, 2
 norms, two residuals), per unit of the MLP (its activation), and per unit of queries, keys and values (rotation)."""
 LOGIT_BYTES = 40
 """Bytes read and written for each logit, forward and backward: in bf16 and, several times, in fp32."""
+CHUNK_BYTES = 12
+"""Bytes read and written to add one chunk's gradient of one weight of the output layer to the fp32 sum."""
 GRADIENT_BYTES = 10
 """Bytes read and written to add a micro-batch's bf16 gradient of one parameter to the fp32 sum."""
 UPDATE_BYTES = 50
@@ -111,6 +123,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware) -> StepTim
         phase: load.seconds(hardware.attention if phase == "attention" else hardware.matmul, hardware)
         for phase, load in loads(config).items()
     }
+    taken["loss"] = taken["loss"][0], taken["loss"][1] + _bytes_of_chunks(config) / hardware.memory_bandwidth
     again = sum(taken[phase][0] for phase in RECOMPUTED[train.recompute])
     forward, backward = map(sum, zip(*taken.values()))
     sent = _communication(config, world_size, hardware, micro_batches, forward, backward + again)
@@ -175,6 +188,15 @@ def loads(config: RunConfig) -> dict[str, Load]:
     }
 
 
+def _bytes_of_chunks(config: RunConfig) -> float:
+    """Return what the loss of a micro-batch reads and writes to add up its chunks' gradients of the output layer."""
+    if not trains_output(config.model, config.extension):
+        return 0.0
+    parallel, vocabulary = config.parallel, config.model.vocab_size // config.parallel.tensor_model_parallel_size
+    tokens = config.train.micro_batch_size * config.model.seq_length // parallel.context_parallel_size
+    return CHUNK_BYTES * vocabulary * config.model.hidden_size * (ceil(tokens / chunk_size(vocabulary)) - 1)
+
+
 def product_flops(config: RunConfig, world_size: int) -> float:
     """Return the FLOPs of one GPU's matrix products in a step: of all but attention, recomputation included."""
     found = loads(config)
@@ -223,8 +245,10 @@ def _communication(
         if calls is None and name == DATA:
             calls = _calls_of_zero(config, kind, micro_batches)
         elif calls is None:
-            # State and averages, there and back; again where layers are recomputed.
-            calls = micro_batches * config.model.num_layers * (4 + 2 * (config.train.recompute != "none"))
+            # State and averages, there and back; again where layers are recomputed. In a group of context ranks alone
+            # as often queries, keys and values, and attention's output.
+            exchanges = 2 if name == CONTEXT else 1
+            calls = exchanges * micro_batches * config.model.num_layers * (4 + 2 * (config.train.recompute != "none"))
         seconds = group.seconds(kind, traffic.bytes, calls, hardware)
         if name == DATA and config.deepspeed.overlap_comm:
             seconds -= _hidden(config.deepspeed.zero_stage, kind, seconds, micro_batches, forward, backward)
@@ -251,6 +275,7 @@ def _calls_of_zero(config: RunConfig, kind: str, micro_batches: int) -> int:
         return ceil(trained / config.deepspeed.reduce_bucket_size) * (micro_batches if stage > 1 else 1)
     if stage < 3:
         return ceil(trained / GATHERED_AT_ONCE)
-    return micro_batches * sum(
-        count for weight, count in weight_counts(config.model, config.extension).items() if weight.size > PERSISTENT
-    )
+    large = gathered_parameters(config.model, tensor_size, config.extension)
+    # Most are gathered for the backward pass, too, if not all of them stay.
+    passes = 2 if sum(size * count for size, count in large) > REUSED // 2 else 1
+    return micro_batches * passes * sum(count for _, count in large)

@@ -372,6 +372,14 @@ def test_where_tensor_parallelism_cannot_grow_context_parallelism_is_named(capsy
     assert "first raise parallel.context_parallel_size to 2: " in error
 
 
+def test_zero_3_needs_less_than_whole_weights_from_the_start(capsys):
+    sharded = ["--parallel.tensor_model_parallel_size=1", "--deepspeed.zero_stage=3", "--train.recompute=full"]
+    small = ["--train.micro_batch_size=1", "--train.global_batch_size=512"]
+    # Its weights take 129 GiB in bf16.
+    _, error = outputs(capsys, "--processes=512", "--gpu-memory=80", *sharded, *small, name="tape_70b")
+    assert error == ""
+
+
 def test_a_model_that_does_not_fit_any_gpu_is_a_warning(capsys):
     output, error = outputs(capsys, "--model.seq_length=131072", "--train.micro_batch_size=8")
     assert re.search(r"^fits on GPUs of +none of 24 GB", output, re.M)

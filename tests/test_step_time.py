@@ -140,6 +140,7 @@ def test_the_benchmark_writes_rates_that_can_be_read(tmp_path, capsys, monkeypat
         ('{"gpu": "x", "rates": {"matmul": "fast"}}', "rates.matmul is 'fast'"),
         ('{"gpu": "x", "rates": {"matmull": 1.0}}', "gives matmull; choose from matmul"),
         ('{"gpu": "x", "rates": {"matmul": 0.0}}', "gives matmul 0.0; it must be a number above 0"),
+        ('{"gpu": "NVIDIA A100-SXM4-80GB", "rates": {}}', "was measured on NVIDIA A100-SXM4-80GB, but --gpu is H100"),
     ],
 )
 def test_rates_that_cannot_be_used_end_in_one_sentence(tmp_path, text, named):

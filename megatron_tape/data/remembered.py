@@ -25,7 +25,8 @@ def check_once(
     """Return what `find` finds wrong with the files, or None if it found nothing in the same files before.
 
     They are the same if their sizes, times of change (which copying cannot preserve) and digests of evenly spaced
-    blocks are. What has passed is remembered in `directory`, if that is given and can be written, under `check`, which names a version of the check.
+    blocks are. What has passed is remembered in `directory`, if that is given and can be written, under `check`, which
+    names a version of the check.
     """
     if directory is None:
         return find()

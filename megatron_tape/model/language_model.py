@@ -131,12 +131,12 @@ class LanguageModel(torch.nn.Module):
             positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
-        added, embedded = self.encoding.embedding(positions_SB, self.dtype), None
+        added, embedded = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype), None
         tokens, labels, loss_weights = (
             None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
         )
         if added is not None:
-            embedded = self.gpt.embedding(tokens, None) + self.tokens.local_tokens(added)
+            embedded = self.gpt.embedding(tokens, None) + added
         forward = partial(
             self.gpt,
             tokens,

@@ -226,8 +226,8 @@ class PositionEncoding:
     def check_cached(self, length: int) -> None:
         """Raise NotImplementedError if a sequence that is computed a few tokens at a time cannot grow to `length`."""
 
-    def embedding(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the embedded tokens, (S, B or 1, C), or None, given positions as `initial_state`."""
+    def embedding(self, positions_sB: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the embedded tokens of this rank, (s, B or 1, C), or None, given their positions."""
         return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -23,11 +23,11 @@ class SinusoidalPosition(PositionEncoding):
         size = self.model.hidden_size
         refuse(size % 2 == 1, f"model.hidden_size is {size}, but sincos needs pairs of numbers; choose an even size")
 
-    def embedding(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the sines and cosines of each token, (S, B or 1, C), computed in float32."""
+    def embedding(self, positions_sB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""
         import torch
 
         size = self.model.hidden_size
-        wavelengths = _BASE ** (torch.arange(0, size, 2, device=positions_SB.device).float() / size)
-        angles = positions_SB.float()[..., None] / wavelengths
+        wavelengths = _BASE ** (torch.arange(0, size, 2, device=positions_sB.device).float() / size)
+        angles = positions_sB.float()[..., None] / wavelengths
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2).to(dtype)
