@@ -17,7 +17,7 @@ from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.checkpoint.index import INDEX, Place, read_index, readers, shard_of
 from megatron_tape.checkpoint.reading import Reader, check_files, places_by_key
 from megatron_tape.checkpoint.settings import check_same_model, problem_of_resume
-from megatron_tape.checkpoint.tensors import TensorFile
+from megatron_tape.checkpoint.tensors import Content, TensorFile
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -33,7 +33,7 @@ class Checkpoint:
     state: dict
     source: Checkpoint | None = None
     """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
-    held: dict[str, bytearray] = field(default_factory=dict, repr=False)
+    held: dict[str, Content] = field(default_factory=dict, repr=False)
     """The bytes of files that this rank has read to check them; whoever has loaded everything clears it."""
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.directories import START_AGAIN, Entry
+from megatron_tape.checkpoint.host_memory import memory_of_job, processes_of_host
 from megatron_tape.checkpoint.index import Place, readers, shard_of
-from megatron_tape.checkpoint.tensors import TensorFile, read_whole
+from megatron_tape.checkpoint.tensors import Content, TensorFile, read_whole
 from megatron_tape.errors import CheckpointError
 from megatron_tape.model.weights import current_name, shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
@@ -23,19 +23,16 @@ if TYPE_CHECKING:
     from megatron_tape.checkpoint.opening import Checkpoint
 
 HELD_SHARE = 4
-"""Files are held from their check to their use in at most one part in so many of the host's memory."""
+"""Files are held from their check to their use in at most one part in so many of the job's memory on a host."""
 
 
-def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) -> tuple[dict[str, bytearray], list[str]]:
+def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) -> tuple[dict[str, Content], list[str]]:
     """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
 
     Only as much is held as fits this process's share of the memory; the rest will be read again. Raises CheckpointError
     if a file cannot be read: that may be the fault of a disk or a network, and says nothing about the checkpoint.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Slurm does not say how many processes a node has; each has a GPU to itself.
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
-    left = memory // HELD_SHARE // processes
+    left = memory_of_job() // HELD_SHARE // processes_of_host(torch.cuda.device_count())
     held, problems = {}, []
     for name in names:
         keep = shard_of(name) is not None and files[name]["bytes"] <= left

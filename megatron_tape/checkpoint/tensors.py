@@ -7,6 +7,7 @@ tensors' bytes.
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ _TYPES = {
 }
 BLOCK = 1 << 22
 """Bytes that are read and hashed at once."""
+Content = bytearray | mmap.mmap
+"""All bytes of a file."""
 
 
 class Stored(TypedDict):
@@ -101,7 +104,7 @@ class TensorFile:
     Raises CheckpointError if it is not a safetensors file.
     """
 
-    def __init__(self, path: Path, content: bytearray | None = None):
+    def __init__(self, path: Path, content: Content | None = None):
         self.path, self._content = path, content
         try:
             if content is None:
@@ -147,20 +150,35 @@ class TensorFile:
         return aligned.view(torch.float32).view(stored["shape"])
 
 
-def read_whole(path: Path, keep: bool) -> tuple[str, bytearray | None]:
-    """Return the sha256 of a file, and its bytes if `keep`; it is opened once and read once."""
+def read_whole(path: Path, keep: bool) -> tuple[str, Content | None]:
+    """Return the sha256 of a file, and its bytes if `keep` and there is memory; it is opened once and read once."""
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        if not keep:
+        content = _memory(os.fstat(file.fileno()).st_size) if keep else None
+        if content is None:
             while block := file.read(BLOCK):
                 hasher.update(block)
             return hasher.hexdigest(), None
-        content = bytearray(os.fstat(file.fileno()).st_size)
         view, end = memoryview(content), 0
         while count := file.readinto(view[end : end + BLOCK]):
             hasher.update(view[end : end + count])
             end += count
     return hasher.hexdigest(), content
+
+
+def _memory(size: int) -> Content | None:
+    """Return so many bytes, or None if there is no room for them.
+
+    Processes that are forked do not get them: data loaders would keep them for as long as the run lasts.
+    """
+    if size == 0:
+        return bytearray()
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError):
+        return None
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 def _header_length(first: bytes | bytearray, size: int) -> int:

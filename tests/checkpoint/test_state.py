@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ from launch import run_group
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 
-from megatron_tape.checkpoint import directories, reading, saving
+from megatron_tape.checkpoint import directories, reading, saving, tensors
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
 from megatron_tape.checkpoint.saving import save_checkpoint
@@ -163,6 +164,31 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     (checkpoint.path / TENSORS).write_bytes(content)
     _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert problem.startswith(f"{TENSORS} has sha256 ")
+
+
+def test_what_is_held_does_not_live_on_in_forked_data_loaders(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    sha256, content = tensors.read_whole(path, keep=True)
+    assert sha256 == directories.digest(path)[1] and bytes(content) == path.read_bytes()
+    address = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    mappings = Path("/proc/self/smaps").read_text()
+    start = mappings.index(f"\n{address:x}-")
+    flags = next(line for line in mappings[start:].splitlines() if line.startswith("VmFlags:"))
+    assert "dc" in flags.split()  # "do not copy on fork"
+    path.write_bytes(b"")
+    assert tensors.read_whole(path, keep=True) == (directories.digest(path)[1], b"")
+
+
+def test_where_there_is_no_memory_files_are_checked_without_being_held(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(tensors.mmap, "mmap", fail)
+    assert tensors.read_whole(path, keep=True) == (directories.digest(path)[1], None)
 
 
 @pytest.mark.parametrize("module, function", [(reading, "read_whole"), (directories, "read_record")])

@@ -1,0 +1,62 @@
+"""The memory and the number of processes of a host, as kernels, containers and launchers tell them."""
+
+import os
+
+import pytest
+
+from megatron_tape.checkpoint.host_memory import memory_of_job, processes_of_host
+
+MIB = 1 << 20
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "own, files, mib",
+    [
+        (
+            "0::/job/step/task\n",
+            {"job/memory.max": 24, "job/step/memory.max": 32, "job/step/task/memory.max": "max"},
+            24,
+        ),
+        ("0::/job/step/task\n", {"job/memory.max": 24, "job/step/task/memory.max": 8}, 8),
+        ("0::/\n", {"memory.max": 24}, 24),
+        ("2:cpu,cpuacct:/x\n1:cpuset,memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": 24}, 24),
+        ("1:memory:/docker/not/visible/inside\n", {"memory/memory.limit_in_bytes": 24}, 24),
+        ("1:memory:/\n0::/\n", {"memory/memory.limit_in_bytes": 2**40}, 40),
+        (None, {}, 40),
+    ],
+)
+def test_the_memory_of_a_job_is_what_is_available_within_its_cgroups(tmp_path, own, files, mib):
+    write(tmp_path / "meminfo", f"MemTotal:       999999 kB\nMemFree:        1 kB\nMemAvailable:   {40 * 1024} kB\n")
+    if own is not None:
+        write(tmp_path / "self" / "cgroup", own)
+    for name, limit in files.items():
+        write(tmp_path / "cgroups" / name, f"{limit if limit == 'max' else limit * MIB}\n")
+    assert memory_of_job(tmp_path, tmp_path / "cgroups") == mib * MIB
+
+
+def test_the_memory_of_this_host_is_known():
+    assert MIB < memory_of_job() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    "variables, gpus, processes",
+    [
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NTASKS_PER_NODE": "2"}, 1, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,8(x12),4"}, 1, 8),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 1, 4),
+        ({}, 8, 8),
+        ({}, 0, 1),
+    ],
+)
+def test_processes_are_counted_by_torchrun_or_slurm_or_gpus(monkeypatch, variables, gpus, processes):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert processes_of_host(gpus) == processes
