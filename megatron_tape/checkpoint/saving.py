@@ -105,10 +105,13 @@ class Save:
                 action()
 
         self._thread = threading.Thread(target=run, name="save", daemon=True) if in_thread else None
-        if self._thread is None:
-            run()
-        else:
-            self._thread.start()
+        try:
+            if self._thread is not None:
+                self._thread.start()
+                return
+        except RuntimeError:  # the system's limit of threads; the other ranks need this rank's part nonetheless
+            self._thread = None
+        run()
 
     def _end(self) -> None:
         if self._thread is not None:

@@ -237,6 +237,17 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
     assert all(torch.equal(again[key], before[key]) for key in before)
 
 
+def test_a_save_in_the_background_that_gets_no_thread_is_written_at_once(saved, tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    save = saving.Save(saved[0], config_in(tmp_path), 1, {}, attempt, in_thread=True)
+    assert not save.busy and save.advance() is None
+    assert directories.problems(save.advance()) == []
+
+
 @pytest.mark.parametrize(
     "change, sentence",
     [
