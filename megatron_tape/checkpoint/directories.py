@@ -133,11 +133,14 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Entr
     """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; return its path.
 
     `files` maps names to `{"bytes": ..., "sha256": ...}` (see `digest`). When this returns, the checkpoint
-    survives a power cut.
+    survives a power cut. Raises CheckpointError if this process does not see all files with their sizes.
     """
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
     write_record(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
     sync_directory(staging)
+    for name, entry in files.items():
+        if problem := _file_problem(staging / name, name, entry, deep=False):
+            raise CheckpointError(f"{problem} in {staging}; all nodes must write to the same file system")
     root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
     if os.path.lexists(final):
@@ -275,11 +278,13 @@ def prune(root: str | Path, keep: int, keep_every: int | None = None, published:
     if published is not None:
         _set_aside_later(root, published)
     kept: list[int] = []
-    for step, path in list_checkpoints(root):
-        stays = len(kept) < keep or (keep_every is not None and step % keep_every == 0)
-        if step in kept or not stays:
+    found = list_checkpoints(root)
+    in_doubt = {step for step, path in found if path != root / _name(step)}
+    for step, path in found:
+        enough, for_good = len(kept) >= keep, keep_every is not None and step % keep_every == 0
+        if step in kept or (enough and not for_good):
             _discard(path)
-        elif not problems(path, deep=False):
+        elif (not enough or step in in_doubt) and not problems(path, deep=False):
             kept.append(step)
             if path != root / _name(step):
                 _discard(root / _name(step))
