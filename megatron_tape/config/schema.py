@@ -274,7 +274,8 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = None
-    """Also keep, for good, the checkpoints of steps that this divides; a multiple of interval. null keeps no others."""
+    """Also keep the checkpoints of steps that this divides; a multiple of interval. null keeps no others. They stay as
+    long as the setting does: a continued run without it removes them at its next save."""
     asynchronous: bool = False
     """Train on while threads write a checkpoint from a copy in the host's memory, which every writer needs for its
     share. At most one is on its way; the last one, and one on a signal, are waited for."""
