@@ -1,5 +1,6 @@
 """A save during which the disk of one of two ranks is full, and what ranks read to resume; see test_state.py."""
 
+import errno
 import resource
 import signal
 import sys
@@ -14,6 +15,7 @@ from megatron_tape.checkpoint.index import readers, shard_of
 from megatron_tape.checkpoint.opening import find_checkpoint
 from megatron_tape.checkpoint.saving import Save, save_checkpoint
 from megatron_tape.checkpoint.state import load_training_state, load_weights
+from megatron_tape.checkpoint.tensors import TensorFile
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -56,6 +58,26 @@ def resumed(e, config):
         "opened": [opened for opened, _ in of_ranks],
         "planned": [planned for _, planned in of_ranks],
     }
+
+
+def unreadable(e, config):
+    """Return each rank's error when rank 1 can no longer read the file that it checked and did not keep."""
+
+    def fail(file, key):
+        raise OSError(errno.EIO, "Input/output error")
+
+    checkpoint = find_checkpoint(config, e.layout)
+    checkpoint.release()
+    if e.layout.rank == 1:
+        TensorFile.read = fail
+    message = "no error"
+    try:
+        load_weights(checkpoint, e.module, e.layout)
+    except CheckpointError as error:
+        message = str(error)
+    messages = [None, None]
+    dist.all_gather_object(messages, message)
+    return messages
 
 
 def main(folder):
@@ -105,5 +127,6 @@ def main(folder):
         "left": sorted(path.name for path in root.iterdir()),
     }
     results["resumed"] = resumed(e, config)
+    results["unreadable"] = unreadable(e, config)
     end_process_groups()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,8 @@ class Reader:
     All ranks create one together, and call it together for the same keys in the same order. If the tensor-parallel size
     is the one that the checkpoint was saved with, a share goes unchanged to the ranks with the same weights; otherwise
     all of them go to every rank, which cuts its own from the whole tensor.
+
+    If a rank cannot read a tensor, all get NaN in its place, so that none waits for it; `check` then raises an error.
     """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout):
@@ -63,6 +66,7 @@ class Reader:
         sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
         self._readers = readers(sizes, self._size, layout.tensor_parallel_size, layout.replica_size)
         self._files: dict[str, TensorFile] = {}
+        self._error: CheckpointError | None = None
         with Agreement(layout) as agreement:
             for name in checkpoint.index:
                 if self._readers[name] == layout.rank:
@@ -119,12 +123,30 @@ class Reader:
     def _receive(self, key: str, file: str, shape: list[int], group: dist.ProcessGroup) -> Tensor:
         source, device = self._readers[file], self._layout.device
         if source == self._layout.rank:
-            tensor = self._files[file].read(key).to(device)
+            tensor = self._read(key, file, shape).to(device)
         else:
             tensor = torch.empty(shape, dtype=torch.float32, device=device)
         if group.size() > 1:
             dist.broadcast(tensor, source, group)
         return tensor
+
+    def _read(self, key: str, file: str, shape: list[int]) -> Tensor:
+        try:
+            return self._files[file].read(key)
+        except OSError as error:
+            self._error = CheckpointError(f"{self._checkpoint.path / file} cannot be read ({error}); {START_AGAIN}")
+        except CheckpointError as error:
+            self._error = error
+        return torch.full(shape, math.nan)
+
+    def check(self) -> None:
+        """Raise CheckpointError on every rank if one could not read a tensor; all call it together after the last."""
+        with Agreement(self._layout) as agreement:
+            if self._error is not None:
+                raise self._error
+        agreement.check("cannot load a checkpoint")
+        if self._left_out is not None:
+            self._left_out.check()
 
 
 def places_by_key(index: Mapping[str, Mapping[str, Place]], size: int) -> dict[str, list[tuple[str, list[int]] | None]]:

@@ -39,6 +39,7 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
     read = checkpoint.reader(parameters, layout)
     for name, parameter in parameters.items():
         write_share(parameter, read(f"weight/{name}"))
+    read.check()
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
@@ -64,6 +65,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     for name, parameter in parameters.items():
         if name in held:
             write_share(parameter, read(f"weight/{name}"))
+    read.check()
     base.release()
     return new
 
@@ -80,7 +82,9 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
             f"{checkpoint.path} has no moments of {without[0]}, which was frozen there and is trained now; train what "
             "it trained, or choose another checkpoint"
         )
-    engine.load_training_state(checkpoint.reader(engine.trained, engine.layout), updates)
+    read = checkpoint.reader(engine.trained, engine.layout)
+    engine.load_training_state(read, updates)
+    read.check()
     with Agreement(engine.layout) as agreement:
         restore_random_state(checkpoint.path, engine.layout.rank)
     agreement.check("cannot continue")

@@ -46,6 +46,12 @@ def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(two_ranks)
     assert all(result["opened"])
 
 
+def test_a_file_that_one_rank_cannot_read_any_more_is_reported_on_all(two_ranks):
+    assert len(set(two_ranks["unreadable"])) == 1
+    message = two_ranks["unreadable"][0]
+    assert "(rank 1): " in message and ".safetensors cannot be read ([Errno 5]" in message
+
+
 def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint(two_ranks):
     result = two_ranks
     assert len(set(result["messages"])) == 1
