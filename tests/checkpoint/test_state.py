@@ -100,8 +100,8 @@ def config_in(folder):
     )
 
 
-def save(engine, folder):
-    return save_checkpoint(engine, config_in(folder), 1, {}, Attempt.claim(folder, folder / "checkpoints", {}))
+def save(engine, folder, step=1):
+    return save_checkpoint(engine, config_in(folder), step, {}, Attempt.claim(folder, folder / "checkpoints", {}))
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +210,20 @@ def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkp
         patched.setattr(module, function, fail)
         find_checkpoint(config, saved[0].layout)
     assert find_checkpoint(config, saved[0].layout).step == 1
+
+
+def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next_save(saved, tmp_path, caplog):
+    engine = saved[0]
+    paths = [save(engine, tmp_path, step) for step in (1, 3)]
+    content = bytearray((paths[1] / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (paths[1] / TENSORS).write_bytes(content)
+    checkpoint = find_checkpoint(config_in(tmp_path), engine.layout)
+    assert checkpoint.path == paths[0] and list(checkpoint.held) == [TENSORS]
+    assert f"checkpoint {paths[1]} is skipped: {TENSORS} has sha256 " in caplog.text
+    save(engine, tmp_path, 2)
+    assert [step for step, _ in directories.list_checkpoints(tmp_path / "checkpoints")] == [2, 1]
+    assert find_checkpoint(config_in(tmp_path), engine.layout).step == 2
 
 
 def test_random_states_continue_where_they_were_saved(saved, tmp_path):
