@@ -219,7 +219,11 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, gpu, ca
         parity.check_fused_kernels(shapes, torch.float32, CPU, "flex")
 
     layout = SimpleNamespace(
-        device="cuda", tensor_parallel_size=1, any_rank=lambda value: value, first_on_node=nullcontext
+        device="cuda",
+        tensor_parallel_size=1,
+        context_parallel_size=1,
+        any_rank=lambda value: value,
+        first_on_node=nullcontext,
     )
     check = parity.check_fused_kernels
     monkeypatch.setattr(

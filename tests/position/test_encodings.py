@@ -42,7 +42,7 @@ def built_and_moved(name, **settings):
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             if ".position." in key:
-                parameter.add_(torch.randn(parameter.shape, generator=generator))
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     return built
 
 
@@ -148,7 +148,8 @@ def test_tiles_recomputation_and_whole_scores_give_the_same_gradients(name):
     """Across the edges of the tiles of 128 queries and 256 keys."""
     ids, gradients, sizes = random_tokens(1, 300), [], {"num_layers": 2, "seq_length": 300}
     for backend, recompute in (("tiled", "none"), ("tiled", "full"), ("naive", "none")):
-        built = built_and_moved(name, changes={"attention_backend": backend, **sizes}, recompute=recompute)
+        changes = {"attention_backend": backend, **sizes}
+        built = built_and_moved(name, changes=changes, recompute=recompute, dtype=torch.float64)
         built(ids, ids.roll(-1, 1)).backward()
         gradients.append({key: parameter.grad for key, parameter in built.named_parameters()})
     tiled, recomputed, naive = gradients

@@ -204,9 +204,11 @@ def attention_arguments(positions):
 def test_w_and_beta_are_those_of_the_authors_layer():
     """Low-rank projection, convolution with SiLU, unit length; beta up to 2: fla/layers/path_attn.py."""
     encoding, p = moved_layer("path")
-    hidden, keys = torch.randn(20, 2, 32), torch.randn(2, 2, 20, 8)
+    p = {name: weight.double() for name, weight in p.items()}
+    torch.manual_seed(2)
+    hidden, keys = (torch.randn(shape, dtype=torch.float64) for shape in ((20, 2, 32), (2, 2, 20, 8)))
     rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, Memory()).rescore
-    found = rescore.prepared(torch.zeros(2, 4, 20, 8), keys)
+    found = rescore.prepared(torch.zeros(2, 4, 20, 8, dtype=torch.float64), keys)
     w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
     w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])
     w = torch.nn.functional.normalize(w.unflatten(1, (2, 8)).mT, dim=-1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets_for_tests import write_all
-from launch import environment, free_port
+from launch import environment
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed
@@ -244,13 +244,16 @@ def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(
     arguments = ["--config", str(RECIPE), option("data.prefix", f"{data}/a"), "--train.steps=60"]
     arguments += [f"--logging.directory={run.folder}", "--checkpoint.interval=1"]
     command = [sys.executable, "-m", "pretrain.train", *arguments]
+    # A process alone needs no port, which another test could take first.
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = {name: value for name, value in environment(0, 1, 0).items() if name not in launcher}
     metrics = run.folder / "metrics.jsonl"
     killed = 0
     for number, delay in enumerate((0.0, 0.013, 0.029, 0.05, 0.1)):
         in_background = number % 2 == 1
         count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         chosen = [*command, f"--checkpoint.asynchronous={str(in_background).lower()}"]
-        process = subprocess.Popen(chosen, env=environment(0, 1, free_port()), cwd=REPOSITORY)
+        process = subprocess.Popen(chosen, env=alone, cwd=REPOSITORY)
         while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < count + 3):
             time.sleep(0.002)
         time.sleep(delay)
