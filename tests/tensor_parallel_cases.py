@@ -63,17 +63,12 @@ SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
 """Encodings with something by group."""
 OF_FOUR = (
     "tape",
-    "tape_tied",
     "tape_gated_output",
-    "tape_biased_qk_norm",
     "tape_learned_increments_unit",
     "rope",
-    "alibi",
     "t5",
     "fire",
-    "sincos",
     "path_fox",
-    "cope",
     "repo",
 )
 
@@ -307,4 +302,4 @@ def of_four_processes():
     found["tape_packed_recompute"] = Case(recompute="full", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
     found["tape_shifted"] = Case(shifted_sparse=True)
-    return every_layout(found, {}, shared_groups(), [(2, 2), (1, 4), (1, 2)])
+    return every_layout(found, {}, shared_groups(), [(2, 2), (1, 4)])

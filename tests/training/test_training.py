@@ -55,7 +55,7 @@ def test_variants_with_shared_sequences_equal_one_process(equal, size, variant):
 
 def test_models_on_four_processes_that_share_sequences_equal_one_process(equal):
     models = equal[4]["models"]
-    assert {name.rpartition("_tp")[2] for name in models} == {"2_cp2", "1_cp4", "1_cp2"}
+    assert {name.rpartition("_tp")[2] for name in models} == {"2_cp2", "1_cp4"}
     for name, result in models.items():
         print(name)  # shown if the next line fails
         assert_equal(result)
