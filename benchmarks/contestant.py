@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.weights import kind_of
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
+from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
@@ -54,7 +56,8 @@ class Contestant:
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
-        self.model = LanguageModel(settings, translated, layout.groups, layout.device)
+        keep_attention = config.train.recompute == "selective"
+        self.model = LanguageModel(settings, translated, layout.groups, layout.device, keep_attention=keep_attention)
         allocate(self.model, layout.device)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
         draw_weights(self.model, initial_parameters(settings), config.train.seed, rank, size)
@@ -107,7 +110,8 @@ class Contestant:
             # The result of an operation that saves it would otherwise refer to itself, and never be freed.
             return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, mock.patch.object(KeptAttention, "observer", pack):
             loss = self.model(**self.batches[0])
         del loss
         return sum(kept.values())

@@ -96,7 +96,7 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     how = parser.add_argument_group("training")
     how.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
     how.add_argument("--zero-stage", type=int, choices=range(4), help="default: 1 in bf16, 0 in fp32")
-    how.add_argument("--recompute", choices=("none", "full"), default="none", help="default: %(default)s")
+    how.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
     how.add_argument("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
     backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
     how.add_argument("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")

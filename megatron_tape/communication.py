@@ -68,7 +68,7 @@ def _of_layers(config: RunConfig, tensor_size: int, micro_batches: int) -> dict[
     """Count what Megatron's layers send among the tensor-parallel ranks."""
     model, width = config.model, 2 if config.train.precision == "bf16" else 4
     tokens = config.train.micro_batch_size * model.seq_length // config.parallel.context_parallel_size
-    layers, again = model.num_layers, config.train.recompute == "full"
+    layers, again = model.num_layers, config.train.recompute != "none"
     extension, parts = config.extension, trained_parts(config.extension)
 
     def of_hidden_states(calls: int) -> Traffic:
@@ -109,7 +109,7 @@ def _between_tokens_and_heads(config: RunConfig, micro_batches: int) -> dict[tup
     shards = parallel.ranks_per_sequence
     if context_size == 1 and not parallel.uses_sequence_parallel:
         return {}
-    layers, forwards = model.num_layers, 1 + (config.train.recompute == "full")
+    layers, forwards = model.num_layers, 1 + (config.train.recompute != "none")
     tokens = config.train.micro_batch_size * model.seq_length
     encoding, batch = encoding_of(model), MicroBatch(tokens, tokens // shards, width, tensor_size, context_size)
     exchanged = 0

@@ -239,7 +239,7 @@ def activations(
         kept_before = encoding.state_is_learned(index) and (index == 0 or not encoding.updates(index - 1))
         attention = _attention(model, batch, masked, moves, moves and not kept_before, averages, fused_norms)
         mlp = tokens * (3 if "matrices" in trained else 2) * model.ffn_hidden_size // tensor_size * width
-        kept = 2 * norm + attention + mlp + encoding.saved_bytes(index, batch)
+        kept = 2 * norm + attention + _averages(model, batch, index) + mlp + encoding.saved_bytes(index, batch)
         if "matrices" not in trained:
             kept -= normed * (1 if set("qkv") & lora or encoding.learns_on_entry(index) else 2)
         narrow = tokens * len(lora) * extension.lora_rank * width if lora else 0
@@ -249,19 +249,21 @@ def activations(
     # Sequences share their positions, unless they are packs whose documents have their own.
     states = whole_sequences if masked and encoding.counts_in_documents else model.seq_length
     # What enters a recomputed layer is kept as it is; otherwise, as attention reads it.
-    state = encoding.state_bytes(0, width) if recompute == "full" else encoding.state_size(0) * width
+    state = encoding.state_size(0) * width if recompute == "none" else encoding.state_bytes(0, width)
     inputs = tokens * 8 + states * state
     # The mask of packs is made once for all layers.
     inputs += whole_sequences * model.seq_length * width if masked and not _tiled(model) else 0
     backward = sum(layers)
-    if recompute == "full":
+    if recompute != "none":
         whole = layers
+        selects = recompute == "selective" and not _by_rows(model)
+        attended = [_averages(model, batch, i) if selects else 0 for i in range(len(layers))]
         layers = [
-            local * (model.hidden_size * width + (encoding.state_bytes(i, width) if _is_new(encoding, i) else 0))
-            for i in range(len(layers))
+            local * (model.hidden_size * width + (encoding.state_bytes(i, width) if _is_new(encoding, i) else 0)) + kept
+            for i, kept in enumerate(attended)
         ]
         # Each layer is run again when what those above it kept is gone.
-        backward = max(below + layer for below, layer in zip(accumulate(layers), whole))
+        backward = max(below + layer - kept for below, layer, kept in zip(accumulate(layers), whole, attended))
     # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
     backward += inputs + tokens * 5 * model.ffn_hidden_size // tensor_size * width
     # Of the last norm's output the loss keeps the gradient.
@@ -306,7 +308,7 @@ def _attention(
     averages: bool,
     fused_norms: bool,
 ) -> int:
-    """Return the bytes that one layer's attention keeps.
+    """Return the bytes that one layer's attention keeps, without its `_averages`.
 
     `moves`: the position state needs a gradient, so the rotation keeps its inputs. `own`: it is counted neither with an
     earlier layer nor by the encoding. `averages`: the state is averaged as a second value.
@@ -331,23 +333,34 @@ def _attention(
         # Keys and values are repeated for every head; the projection's output is kept if parts of it are views.
         keys, values = heads, heads + (heads if averages else 0) + (groups if own else 0)
         projected = projected if read or not queries else 0
-    calls = 2 if averages else 1
-    by_rows, widened = bool({SCORES, REFLECTIONS} & encoding_of(model).needs), 0
-    if by_rows and width == 2:
+    widened = 0
+    if _by_rows(model) and width == 2:
         # Blocks of rows read copies in fp32.
         projected, queries, keys = (projected, copied, 0) if read else (0, 0, 0)
-        widened = 4 * (heads + (1 + calls) * groups) * dim
+        widened = 4 * (heads + (3 if averages else 2) * groups) * dim
     # Of the output's gate, its sigmoid and the product.
     gate = 2 * heads if model.attention_output_gate else 0
     # What comes back from the other context ranks is what the output's projection or gate keeps.
     returned = heads if batch.context_size > 1 else 0
-    numbers = projected + queries + keys + values + normed + calls * heads + returned + gate
+    numbers = projected + queries + keys + values + normed + returned + gate
     norms = 0
     if model.qk_norm:
         # Without a fused kernel, a normalised copy in fp32, and one of its input where that is bf16.
         norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
-    sums = 0 if by_rows else calls * 4 * heads
-    return tokens * (numbers * dim * width + widened + sums + norms)
+    return tokens * (numbers * dim * width + widened + norms)
+
+
+def _averages(model: ModelConfig, batch: MicroBatch, layer: int) -> int:
+    """Return the bytes of what one layer's attention returns, and of its log-sums."""
+    encoding = encoding_of(model)
+    calls = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
+    heads = model.num_attention_heads // batch.head_shards
+    return batch.tokens * calls * heads * (model.head_dim * batch.width + (0 if _by_rows(model) else 4))
+
+
+def _by_rows(model: ModelConfig) -> bool:
+    """Return whether scores come in blocks of whole rows, which keep no log-sums and are always computed again."""
+    return bool({SCORES, REFLECTIONS} & encoding_of(model).needs)
 
 
 def _width(config: RunConfig) -> int:

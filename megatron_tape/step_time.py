@@ -49,6 +49,7 @@ SLICES = 5
 (docs/rehearsal.md)."""
 RECOMPUTED = {
     "none": (),
+    "selective": ("projections", "position", "elementwise"),
     "full": ("projections", "attention", "position", "elementwise"),
 }
 """The phases whose forward pass the backward pass repeats, by `train.recompute`."""

@@ -6,12 +6,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, get_args, get_type_hints
 
 from megatron_tape.command_line import counted, duration
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.config.schema import RunConfig, is_positive
+from megatron_tape.config.schema import RunConfig, TrainConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
@@ -250,9 +250,8 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
         return changed
 
     train, stage = config.train, config.deepspeed.zero_stage
-    smaller = []
-    if train.recompute == "none":
-        smaller.append(("set", "train.recompute", "full"))
+    levels = get_args(get_type_hints(TrainConfig)["recompute"])
+    smaller = [("set", "train.recompute", more) for more in levels[levels.index(train.recompute) + 1 :]]
     if train.micro_batch_size > 1:
         smaller.append(("lower", "train.micro_batch_size", train.micro_batch_size // 2))
     smaller += [("raise", "deepspeed.zero_stage", higher) for higher in range(stage + 1, 4)]

@@ -50,7 +50,7 @@ def build(
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     translated = transformer_config(model, tp, sp, dtype, recompute)
-    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse)
+    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse, recompute == "selective")
     if lora is not None:
         add_lora(built, model, lora)
     begin(built, model, layout, seed, lora)

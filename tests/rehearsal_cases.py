@@ -30,7 +30,7 @@ DRAWN_AT_ONCE = 4096
 MANY = {
     "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
     "zero_1_recomputed": [FULL, "--model.attention_output_gate=true"],
-    "zero_2_recomputed": ["--deepspeed.zero_stage=2", FULL],
+    "zero_2_recomputed": ["--deepspeed.zero_stage=2", "--train.recompute=selective"],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
     "zero_2_overlapping_in_bf16": [
         "--deepspeed.zero_stage=2",

@@ -242,7 +242,7 @@ def cases():
     found = {name: Case(changes) for name, changes in VARIANTS.items()}
     found |= {name: Case(**settings) for name, settings in LORA_VARIANTS.items()}
     found["tape_recompute"] = Case(recompute="full")
-    found["increments_recompute"] = Case(VARIANTS["tape_learned_increments_unit"], recompute="full")
+    found["increments_recompute"] = Case(VARIANTS["tape_learned_increments_unit"], recompute="selective")
     found["tape_packed"] = Case(inputs={"documents": DOCUMENTS})
     found["tape_shifted"] = Case(recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS})
     found["tape_weighted"] = Case(inputs={"loss_weights": weights})
@@ -299,7 +299,7 @@ def main(folder):
 def of_four_processes():
     """For training_cases, whose group of four processes does these as well."""
     found = {name: Case(VARIANTS[name]) for name in OF_FOUR}
-    found["tape_packed_recompute"] = Case(recompute="full", inputs={"documents": DOCUMENTS})
+    found["tape_packed_recompute"] = Case(recompute="selective", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
     found["tape_shifted"] = Case(shifted_sparse=True)
     return every_layout(found, {}, shared_groups(), [(2, 2), (1, 4)])

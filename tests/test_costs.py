@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.costs import activations, estimate, flops_per_token
 from megatron_tape.model.weights import shard
+from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts
 from megatron_tape.training.trained import select_trained, trained_by
 from pretrain import estimate as command
@@ -73,7 +75,8 @@ def counted(built, model, batch=2, packed=False):
 
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, mock.patch.object(KeptAttention, "observer", pack):
         loss = built(tokens[:, :-1], tokens[:, 1:], documents=documents)
     del loss
     return sum(kept.values())
@@ -92,7 +95,7 @@ def test_parameters_are_those_of_the_built_model_and_of_its_shards(shape):
         assert parameters_per_rank(model, 2) == sum(shard(p, p, 0, 2).numel() for p in parameters)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_activations_are_those_counted(shape, precision, recompute):
@@ -135,12 +138,27 @@ def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(name, ten
             assert rope < tape <= 1.25 * rope, (width, groups)
 
 
+def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
+    """The shares that docs/training.md names."""
+    shares = {"rope": [], "tape": []}
+    for name in ("tape_155m", "tape_1b", "tape_7b"):
+        for size in (1, 2):
+            models = {key: dataclasses.replace(recipe(name).model, position_encoding=key) for key in shares}
+            whole = activations(models["rope"], 1, "bf16", "none", size, size > 1).layers
+            for key, model in models.items():
+                shares[key].append(activations(model, 1, "bf16", "selective", size, size > 1).layers / whole)
+    assert {key: (round(min(found), 2), round(max(found), 2)) for key, found in shares.items()} == {
+        "rope": (0.10, 0.11),
+        "tape": (0.18, 0.28),
+    }
+
+
 def test_a_built_tape_keeps_at_most_a_quarter_more_than_rope():
     tape, rope = (counted(build(model)[0], model) for model in map(middle_model, ("tape", "rope")))
     assert rope < tape <= 1.25 * rope
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "encoding, trains",
     [
@@ -182,7 +200,7 @@ def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(s
     assert extended == whole - 2 * matrices + 6 * lora
 
 
-TWO = [("tape", "none", True), ("tape", "full", True), ("rope", "none", True), ("rope", "none", False)]
+TWO = [("tape", "none", True), ("tape", "selective", True), ("rope", "none", True), ("rope", "none", False)]
 
 
 def main(folder):
@@ -340,7 +358,7 @@ def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     _, error = outputs(capsys, "--gpu-memory", "1")
     assert re.fullmatch(r"warning: .*first raise parallel\.tensor_model_parallel_size to 4 .* not enough yet\n", error)
     _, error = outputs(capsys, "--gpu-memory", "16", "--processes", "8")
-    assert re.fullmatch(r"warning: .*first set train\.recompute to full: .* GiB, which fits\n", error)
+    assert re.fullmatch(r"warning: .*first set train\.recompute to selective: .* GiB, which fits\n", error)
     _, error = outputs(capsys, "--gpu-memory", "80", "--processes", "8")
     assert error == ""
 

@@ -92,6 +92,11 @@ def test_settings_change_the_phases_that_they_should():
     forward = sum(load.forward for name, load in loads(recipe()).items() if name not in ("loss", "elementwise"))
     assert full.recomputation > 16 * forward / KINDS["H100"].matmul and plain.recomputation == 0
     assert full.projections == plain.projections and full.tensor_parallel > plain.tensor_parallel
+    # Attention is not computed again, but what is sent in a layer is sent again.
+    selective, attention = found("--train.recompute=selective"), loads(recipe())["attention"]
+    spared = 16 * attention.seconds(KINDS["H100"].attention, KINDS["H100"])[0]
+    assert full.recomputation - selective.recomputation == pytest.approx(spared)
+    assert selective.tensor_parallel == full.tensor_parallel and selective.attention == full.attention
     overlapping = found("--deepspeed.overlap_comm=true")
     assert overlapping.zero < plain.zero and overlapping.projections == plain.projections
     rope = found("--model.position_encoding=rope")

@@ -247,8 +247,9 @@ class TrainConfig:
     deterministic: bool = False
     """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
     same GPUs then gives the same losses. On a CPU, runs do so in any case."""
-    recompute: Literal["none", "full"] = "none"
-    """Recompute every layer in the backward pass: a third more computation, but far fewer activations."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again, so that fewer activations are kept: with full, every layer, a third more
+    computation; with selective, all of a layer but attention, whose outputs are kept."""
     eval_interval: int | None = None
     """Steps between evaluations; null means never."""
     evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.decoder import Decoder
-from megatron_tape.model.layers import LayerPosition
+from megatron_tape.model.layers import LayerPosition, Shared
 from megatron_tape.model.specs import block_spec
+from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.parallel.tokens import TokenLayout
@@ -54,9 +55,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor_model_parallel_size,
         sequence_parallel=sequence_parallel,
-        recompute_granularity="full" if recompute == "full" else None,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        # What Megatron calls selective recomputes nothing but attention; ours recomputes all but attention.
+        recompute_granularity=None if recompute == "none" else "full",
+        recompute_method=None if recompute == "none" else "uniform",
+        recompute_num_layers=None if recompute == "none" else 1,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -71,6 +73,7 @@ class LanguageModel(torch.nn.Module):
     Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
     `model.initial.draw_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
+    With `keep_attention`, layers that `config` recomputes do not compute attention again.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class LanguageModel(torch.nn.Module):
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
         shifted_sparse: bool = False,
+        keep_attention: bool = False,
     ):
         super().__init__()
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
@@ -99,6 +103,7 @@ class LanguageModel(torch.nn.Module):
             )
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
+        self.keep_attention = keep_attention
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
 
@@ -143,7 +148,7 @@ class LanguageModel(torch.nn.Module):
             None,
             None,
             decoder_input=embedded,
-            packed_seq_params=packing,
+            packed_seq_params=Shared(packing, KeptAttention() if self.keep_attention and self.training else None),
             extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )
         if labels is None:

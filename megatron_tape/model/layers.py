@@ -1,6 +1,8 @@
 """Megatron-core modules whose attention carries a position state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.kept import KeptAttention, run_now
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
 from megatron_tape.ops.swiglu import swiglu
@@ -46,6 +49,15 @@ class SwiGLU(torch.nn.Module):
         return swiglu(gate_and_up)
 
 
+class Shared(NamedTuple):
+    """What all layers get in one forward pass; Megatron hands it on unchanged, as its `packed_seq_params`."""
+
+    packing: Packing | ShiftedSegments | None = None
+    """The documents of a pack, or the segments of shifted sparse attention."""
+    kept: KeptAttention | None = None
+    """Where layers are recomputed, what is kept of their attention."""
+
+
 class CoreAttention(torch.nn.Module):
     """The parameter-free middle of attention, built by Megatron's `SelfAttention` from its spec."""
 
@@ -54,12 +66,19 @@ class CoreAttention(torch.nn.Module):
         self.backend = backend
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions,
+        packing: Packing | ShiftedSegments | None,
+        run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
         """See `megatron_tape.ops.attention.attention`, or `ops.shifted.shifted_attention` where segments are given."""
+        given = {"backend": self.backend, "run": run, **vars(positions)}
         if isinstance(packing, ShiftedSegments):
-            return shifted_attention(query, key, value, segments=packing, backend=self.backend, **vars(positions))
-        return attention(query, key, value, packing=packing, backend=self.backend, **vars(positions))
+            return shifted_attention(query, key, value, segments=packing, **given)
+        return attention(query, key, value, packing=packing, **given)
 
 
 class PositionSelfAttention(SelfAttention):
@@ -83,7 +102,7 @@ class PositionSelfAttention(SelfAttention):
             )
 
     def forward(
-        self, hidden_states: Tensor, positions: Positions, packing: Packing | ShiftedSegments | None
+        self, hidden_states: Tensor, positions: Positions, shared: Shared
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from this rank's normalised hidden states (s, B, C).
 
@@ -91,7 +110,9 @@ class PositionSelfAttention(SelfAttention):
         (S, B, h, D), of all tokens and this rank's heads, or None if it is not averaged.
         """
         projected = self.get_query_key_value_tensors(hidden_states)
-        output, averaged = self.core_attention(*self.tokens.enter_attention(*projected), positions, packing)
+        run = run_now if shared.kept is None else partial(shared.kept.run, self.layer_number)
+        entered = self.tokens.enter_attention(*projected)
+        output, averaged = self.core_attention(*entered, positions, shared.packing, run)
         output = self.tokens.leave_attention(output).flatten(2)
         if self.linear_gate is not None:
             output = output * self.linear_gate(hidden_states)[0].sigmoid()
@@ -195,14 +216,11 @@ class PositionTransformerLayer(TransformerLayer):
         hidden_states: Tensor,
         attention_mask: None = None,
         context: Tensor | None = None,
-        packed_seq_params: Packing | ShiftedSegments | None = None,
+        *,
+        packed_seq_params: Shared,
         **_,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map this rank's hidden states (s, B, C) and the position state (`context`) to those of the next layer.
-
-        The documents of a pack, or the segments of shifted sparse attention, arrive as Megatron's `packed_seq_params`,
-        which Megatron passes to every layer unchanged.
-        """
+        """Map this rank's hidden states (s, B, C) and the position state (`context`) to those of the next layer."""
         normed = self.input_layernorm(hidden_states)
         context, positions = self.position.enter(context, normed)
         attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)

@@ -9,7 +9,7 @@ compare with.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from megatron_tape.ops.backends import (
 )
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.kept import run_now
 from megatron_tape.ops.measured import Heads, nearest, read_table
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
@@ -58,6 +59,7 @@ def attention(
     log_gate_TBH: Tensor | None = None,
     rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
+    run: Callable[..., tuple[Tensor, ...]] = run_now,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
 
@@ -73,6 +75,10 @@ def attention(
 
     With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
+
+    Where layers are recomputed, `run` calls the backend's function or returns what is kept of it (`ops.kept`). naive,
+    fla, and tiled for whole rows of scores do not use it.
+
     Raises ValueError if shapes or types do not fit, if `rotate` is true with a cache, if there is no state to average,
     or if the backend cannot do what is requested.
     """
@@ -118,7 +124,7 @@ def attention(
             raise ValueError(f"backend is triton, which {why}")
     module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
     inputs = AttentionInputs(
-        q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, packing, rotate, bias, rescore, log_gate_TBH
+        q_SBHD, k_TBGD, v_TBGD, z_TBGD, average_state, packing, rotate, bias, rescore, log_gate_TBH, run
     )
     o, *u = module.attend(inputs)
     return o, u[0] if u else None

@@ -8,6 +8,7 @@ alone.
 Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.kept import run_now
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 
@@ -75,6 +77,7 @@ def shifted_attention(
     log_gate_TBH: Tensor | None = None,
     rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
+    run: Callable[..., tuple[Tensor, ...]] = run_now,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
 
@@ -100,6 +103,7 @@ def shifted_attention(
             bias=None if bias is None else bias.of_heads(heads),
             log_gate_TBH=None if log_gate_TBH is None else log_gate_TBH[:, :, heads],
             factor_TB1D=factor_TB1D,
+            run=run,
         )
         outputs.append(own)
     o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))

@@ -298,9 +298,10 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
+    keep_attention = config.train.recompute == "selective"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(settings, translated, layout.groups, layout.device, shifted_sparse)
+    model = LanguageModel(settings, translated, layout.groups, layout.device, shifted_sparse, keep_attention)
     if config.extension.adds_lora:
         add_lora(model, config.model, config.extension)
     return model

@@ -147,21 +147,21 @@ def test_documents_of_a_pack_are_as_if_alone(name, recompute):
 def test_tiles_recomputation_and_whole_scores_give_the_same_gradients(name):
     """Across the edges of the tiles of 128 queries and 256 keys."""
     ids, gradients, sizes = random_tokens(1, 300), [], {"num_layers": 2, "seq_length": 300}
-    for backend, recompute in (("tiled", "none"), ("tiled", "full"), ("naive", "none")):
+    for backend, recompute in (("tiled", "none"), ("tiled", "full"), ("tiled", "selective"), ("naive", "none")):
         changes = {"attention_backend": backend, **sizes}
         built = built_and_moved(name, changes=changes, recompute=recompute, dtype=torch.float64)
         built(ids, ids.roll(-1, 1)).backward()
         gradients.append({key: parameter.grad for key, parameter in built.named_parameters()})
-    tiled, recomputed, naive = gradients
+    tiled, recomputed, selected, naive = gradients
     for key, expected in naive.items():
-        assert torch.equal(tiled[key], recomputed[key]), key
+        assert torch.equal(tiled[key], recomputed[key]) and torch.equal(tiled[key], selected[key]), key
         assert expected.norm() > 0 and (tiled[key] - expected).norm() <= 1e-4 * expected.norm(), key
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_costs_are_those_of_the_model(name):
     model, nope = model_of(name), small_model(position_encoding="nope")
-    for recompute in ("none", "full"):
+    for recompute in ("none", "selective", "full"):
         built, _ = build(model, recompute=recompute)
         assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())

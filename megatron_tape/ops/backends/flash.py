@@ -1,5 +1,8 @@
 """flash-attn, called once for each value, as its kernels require values to have the width of the keys."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,8 +18,15 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q, k, *values = (y.transpose(0, 1) for y in (q, k, *x.values()))
     settings = {"causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
     if x.packing is None:
-        return tuple(flash_attn_func(q, k, value, **settings).transpose(0, 1) for value in values)
-    lengths = x.packing.lengths(S)
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    averages = (flash_attn_varlen_func(q, k, value.flatten(0, 1), *lengths, **settings) for value in values)
+        kernel = partial(flash_attn_func, **settings)
+        averages = x.run(partial(_averages, kernel), q, k, *values)
+        return tuple(average.transpose(0, 1) for average in averages)
+    q_ends, k_ends, q_longest, k_longest = x.packing.lengths(S)
+    settings |= {"cu_seqlens_q": q_ends, "cu_seqlens_k": k_ends, "max_seqlen_q": q_longest, "max_seqlen_k": k_longest}
+    kernel = partial(flash_attn_varlen_func, **settings)
+    averages = x.run(partial(_averages, kernel), *(y.flatten(0, 1) for y in (q, k, *values)))
     return tuple(average.unflatten(0, (B, S)).transpose(0, 1) for average in averages)
+
+
+def _averages(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(kernel(q, k, value) for value in values)

@@ -24,16 +24,20 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.kept(("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device))
-    score = None
-    if x.bias is not None:
-        of_pair, tensors, offset = x.bias.score, x.bias.tensors, T - S
-
-        def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + of_pair(b, h, query + offset, key, *tensors)
-
     function = _compiled() if q.is_cuda else flex_attention
-    q_BHSD, k_BGTD, v_BGTD = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
-    averaged = function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=q.shape[2] != k.shape[2])
+
+    def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+        score = None
+        if x.bias is not None:
+            of_pair, offset = x.bias.score, T - S
+
+            def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return score + of_pair(b, h, query + offset, key, *tensors)
+
+        return (function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=q_BHSD.shape[1] != k_BGTD.shape[1]),)
+
+    tensors = () if x.bias is None else x.bias.tensors
+    (averaged,) = x.run(average, *(y.permute(1, 2, 0, 3) for y in (q, k, *x.values())), *tensors)
     return (averaged.permute(2, 0, 1, 3),)
 
 

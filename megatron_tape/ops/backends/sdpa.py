@@ -20,16 +20,21 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         # SDPA's kernels that take a mask do not support groups; its fallback would hold all S x S scores.
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
+    averages = x.run(_averages, q, k, mask, *(value.permute(1, 2, 0, 3) for value in values))
+    return tuple(average.permute(2, 0, 1, 3) for average in averages)
+
+
+def _averages(q_BHSD: Tensor, k_BGTD: Tensor, mask: Tensor | None, *values_BGTD: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         F.scaled_dot_product_attention(
-            q,
-            k,
-            value.permute(1, 2, 0, 3),
+            q_BHSD,
+            k_BGTD,
+            value,
             attn_mask=mask,
-            is_causal=mask is None and q.shape[2] > 1,
-            enable_gqa=q.shape[1] != k.shape[1],
-        ).permute(2, 0, 1, 3)
-        for value in values
+            is_causal=mask is None and q_BHSD.shape[2] > 1,
+            enable_gqa=q_BHSD.shape[1] != k_BGTD.shape[1],
+        )
+        for value in values_BGTD
     )
 
 

@@ -1,5 +1,7 @@
 """Our kernels for GPUs: all values in one pass, with rotation in a kernel of its own."""
 
+from functools import partial
+
 from torch import Tensor
 
 from megatron_tape.ops.inputs import AttentionInputs
@@ -10,4 +12,5 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     from megatron_tape.ops.kernels.attention import attention
 
     starts, ends = (None, None) if x.packing is None else x.packing.bounds_2BT
-    return attention(x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD, x.average_state, starts, ends, x.rotate)
+    kernel = partial(attention, average_state=x.average_state, starts=starts, ends=ends, rotate=x.rotate)
+    return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD)

@@ -1,0 +1,108 @@
+"""Attention that a recomputed layer runs only once."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.kept import KeptAttention
+from megatron_tape.ops.packing import Packing
+
+S, B, H, G, D = 20, 2, 4, 2, 8
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 15, [0] * 20])
+
+
+def inputs(seed=0):
+    """Queries, keys, values and a state that all need gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((S, B, H, D), *[(S, B, G, D)] * 3)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def gradients(outputs, tensors):
+    weights = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) for y in outputs]
+    sum((y * w).sum() for y, w in zip(outputs, weights)).backward()
+    return [x.grad for x in tensors]
+
+
+def slopes(distance):
+    """A bias, added pair by pair, whose slopes (H,) need a gradient."""
+    slope = torch.linspace(0.1, 0.4, H, dtype=torch.float64).requires_grad_()
+    return slope, Bias(
+        tile=lambda rows, columns, slope: (-slope[:, None, None] * distance[rows, columns])[None],
+        tensors=(slope,),
+        score=lambda b, h, query, key, slope: -slope[h] * (query - key),
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
+    found = []
+    for kept in (None, KeptAttention()):
+        q, k, v, z = inputs()
+        given = {"backend": backend, "average_state": True}
+        tensors = [q, k, v, z]
+        if packed:
+            given["packing"] = Packing.of(DOCUMENTS)
+        if biased:
+            tokens = torch.arange(S, dtype=torch.float64)
+            slope, given["bias"] = slopes((tokens[:, None] - tokens).clamp(min=0))
+            tensors.append(slope)
+        if kept is not None:
+            given["run"] = partial(kept.run, "layer")
+            with torch.no_grad():
+                first = attention(q, k, v, z, **given)
+        outputs = [y for y in attention(q, k, v, z, **given) if y is not None]
+        if kept is not None:
+            assert all(torch.equal(a, b) for a, b in zip(outputs, first))
+        found.append([*outputs, *gradients(outputs, tensors)])
+    for kept, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_inputs_are_not_kept_and_attention_runs_once():
+    calls, kept = [], KeptAttention()
+
+    def function(q, k, v):
+        calls.append(torch.is_grad_enabled())
+        return (scaled_dot_product_attention(q, k, v),)
+
+    q, k, v = (x.detach()[:, :, :G].permute(1, 2, 0, 3) for x in inputs()[:3])
+    alive = [StorageWeakRef(x.untyped_storage()) for x in (q, k, v)]
+    values = [x.clone() for x in (q, k, v)]
+    with torch.no_grad():
+        (output,) = kept.run(0, function, q, k, v)
+    del q, k, v
+    gc.collect()
+    assert all(ref.expired() for ref in alive)
+    again = [x.requires_grad_() for x in values]
+    (second,) = kept.run(0, function, *again)
+    assert second.data_ptr() == output.data_ptr()  # what is kept is not copied
+    found = gradients([second], again)
+    assert calls == [True]
+    expected = [x.detach().clone().requires_grad_() for x in again]
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(function(*expected), expected)))
+
+
+def test_each_call_of_a_layer_gets_its_own_graph_back():
+    """Shifted sparse attention calls attention twice in a layer; layers run again from the last to the first."""
+    kept, tensors = KeptAttention(), [inputs(seed)[:3] for seed in range(4)]
+
+    def run(layer, i):
+        return attention(*tensors[i], None, backend="tiled", run=partial(kept.run, layer))[0]
+
+    with torch.no_grad():
+        first = [run(layer, i) for layer, i in ((0, 0), (0, 1), (1, 2), (1, 3))]
+    second = {i: run(layer, i) for layer, i in ((1, 2), (1, 3), (0, 0), (0, 1))}
+    for i in (3, 0, 1, 2):
+        assert torch.equal(second[i], first[i])
+        plain = [x.detach().clone().requires_grad_() for x in tensors[i]]
+        expected = gradients([attention(*plain, None, backend="tiled")[0]], plain)
+        assert all(torch.equal(a, b) for a, b in zip(gradients([second[i]], tensors[i]), expected))
