@@ -82,7 +82,7 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     if sizes != (2,):  # on four processes only what data parallelism has to do with
-        rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "full"))
+        rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))
         rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))
         rows["rope"] = run(folder, "rope", prefix, tp(last), option("model.position_encoding", "rope"))
     return rows
