@@ -107,6 +107,8 @@ class Case:
     lora: ExtensionConfig | None = None
     trained: tuple | None = None
     shifted_sparse: bool = False
+    fused_loss: bool = False
+    """Whether the ranks, but not the process alone, compute the loss with Liger's kernels."""
     inputs: dict = field(default_factory=dict)
     """Of the model's forward, beside tokens and labels."""
 
@@ -137,6 +139,7 @@ class Case:
             tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
         )
         tokens = built.tokens
+        built.gpt.output_layer.fused = self.fused_loss
         # Checkpoints and the all-to-alls count on Megatron's order of ranks.
         assert layout.replica_rank == layout.rank // tp
         assert tokens.sequence_group.rank() == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
@@ -245,7 +248,7 @@ def cases():
     found["increments_recompute"] = Case(VARIANTS["tape_learned_increments_unit"], recompute="selective")
     found["tape_packed"] = Case(inputs={"documents": DOCUMENTS})
     found["tape_shifted"] = Case(recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS})
-    found["tape_weighted"] = Case(inputs={"loss_weights": weights})
+    found["tape_weighted"] = Case(fused_loss=True, inputs={"loss_weights": weights})
     return found
 
 

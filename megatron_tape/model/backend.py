@@ -9,7 +9,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import Choice, choose_backend
 from megatron_tape.ops.backends import AVERAGE, REFLECTIONS
 from megatron_tape.ops.measured import Heads
-from megatron_tape.ops.parity import Shapes, check_fused_kernels
+from megatron_tape.ops.parity import Shapes, check_fused_kernels, loss_disagrees
 from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,23 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_spa
             logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention runs as %s, %s", *chosen)
     return chosen.backend
+
+
+def verified_loss(model: ModelConfig, layout, dtype: torch.dtype) -> bool:
+    """Return whether Liger's kernels compute the loss on all ranks of `layout`, which call this together, and log it.
+
+    They do so in bf16 on GPUs where the package liger-kernel is installed and agrees with plain torch.
+    """
+    device = torch.device(layout.device)
+    if device.type != "cuda" or dtype is torch.float32:
+        return False
+    with layout.first_on_node():
+        why = loss_disagrees(model.vocab_size // layout.tensor_parallel_size, dtype, device)
+    if not layout.any_rank(why is not None):
+        logger.info("the loss runs with Liger's kernels, which agree with plain torch here")
+        return True
+    logger.info("the loss runs in plain torch, since %s", why or "Liger's kernels do not work on another rank")
+    return False
 
 
 def _instead(model: ModelConfig, backend: str, error: ConfigError | None) -> Choice:

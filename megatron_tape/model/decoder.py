@@ -10,6 +10,9 @@ from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 class OutputLayer(ColumnParallelLinear):
     """Megatron's output layer, which returns losses if it is given labels."""
 
+    fused = False
+    """Whether Liger's kernels compute the loss."""
+
     def forward(
         self,
         input_: Tensor,
@@ -22,7 +25,9 @@ class OutputLayer(ColumnParallelLinear):
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
-        return linear_cross_entropy(input_, weight, labels, loss_weights, self.tp_group, self.sequence_parallel)
+        return linear_cross_entropy(
+            input_, weight, labels, loss_weights, self.tp_group, self.sequence_parallel, self.fused
+        )
 
 
 class Decoder(GPTModel):

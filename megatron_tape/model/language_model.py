@@ -73,7 +73,8 @@ class LanguageModel(torch.nn.Module):
     Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
     `model.initial.draw_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
-    With `keep_attention`, layers that `config` recomputes do not compute attention again.
+    With `keep_attention`, layers that `config` recomputes do not compute attention again. With `fused_loss`, Liger's
+    kernels compute the loss.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class LanguageModel(torch.nn.Module):
         device: torch.device | str = "cpu",
         shifted_sparse: bool = False,
         keep_attention: bool = False,
+        fused_loss: bool = False,
     ):
         super().__init__()
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
@@ -101,6 +103,7 @@ class LanguageModel(torch.nn.Module):
                 position_embedding_type="none",
                 pg_collection=groups,
             )
+        self.gpt.output_layer.fused = fused_loss
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.keep_attention = keep_attention

@@ -2,7 +2,8 @@
 
 While a chunk's logits exist, its part of the gradient is computed as well, as in Liger's kernels (Hsu et al., 2024);
 the backward pass only multiplies by the gradient of the loss. Computing the logits again there would take a matrix
-product more. The vocabulary may be cut over a group of processes, and the tokens, too.
+product more. The vocabulary may be cut over a group of processes, and the tokens, too. On GPUs, Liger's kernels replace
+the elementwise operations.
 
 Axes: S all tokens of a sequence, s those of this rank, B batch, C hidden size, V this rank's part of the vocabulary, n
 tokens of a chunk.
@@ -23,6 +24,7 @@ def linear_cross_entropy(
     weights_BS: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     sharded_tokens: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, and each token's loss (B, S), which has no gradient.
 
@@ -30,23 +32,25 @@ def linear_cross_entropy(
     The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. With
     `sharded_tokens` each holds an equal stretch of the tokens, too; otherwise s is S. They get the gradient of
     `hidden_sBC` summed over the group.
+
+    `fused` takes Liger's kernels, which compute in float32; they need a GPU and the package liger-kernel.
     """
     one = group is None or group.size() == 1
     gradient = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(
-        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, gradient
+        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, fused, gradient
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, gradient):
+    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, fused, gradient):
         sharded_tokens = sharded_tokens and group is not None
         whole = _gathered(hidden, group) if sharded_tokens else hidden
         of_hidden, of_weight = (gradient and needed for needed in ctx.needs_input_grad[:2])
         by_token = labels.T.flatten()
         factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
-        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group)
+        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group, fused)
         losses, d_hidden, d_weight = sums.run(of_hidden, of_weight)
         if d_hidden is not None:
             d_hidden = d_hidden.view_as(whole)
@@ -64,16 +68,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_loss, _):
         # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
-        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), None, None, None, None, None)
+        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 6)
 
 
 class _Sums:
     """The losses of N tokens, and the gradients of the loss."""
 
-    def __init__(self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, factors_N: Tensor | None, group):
-        self._hidden, self._weight, self._factors, self._group = hidden_NC, weight_VC, factors_N, group
-        first = 0 if group is None else group.rank() * weight_VC.shape[0]
-        own = labels_N - first
+    def __init__(
+        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, factors_N: Tensor | None, group, fused: bool
+    ):
+        self._hidden, self._weight, self._labels, self._group = hidden_NC, weight_VC, labels_N, group
+        N, wide = hidden_NC.shape[0], _wide(hidden_NC)
+        self._factors = torch.full_like(labels_N, 1 / N, dtype=wide) if factors_N is None else factors_N
+        self._kernels = None
+        if fused:
+            from megatron_tape.ops.kernels import liger
+
+            self._kernels = liger
+        self._first = 0 if group is None else group.rank() * weight_VC.shape[0]
+        own = labels_N - self._first
         self._elsewhere = (own < 0) | (own >= weight_VC.shape[0])
         self._own = own.masked_fill(self._elsewhere, 0)
 
@@ -85,36 +98,43 @@ class _Sums:
         d_hidden, d_weight = torch.empty_like(hidden) if of_hidden else None, None
         for start in range(0, N, size):
             chunk = slice(start, min(start + size, N))
-            logits = (hidden[chunk] @ weight.T).to(_wide(hidden))
-            losses[chunk], sums = self._losses(logits, chunk)
+            logits = hidden[chunk] @ weight.T
+            if self._kernels is None:
+                logits = logits.to(_wide(hidden))
+            losses[chunk], exponentials, sums = self._losses(logits, chunk)
+            del logits
             if not (of_hidden or of_weight):
                 continue
-            d_logits = self._d_logits(logits, sums, chunk).to(hidden.dtype)
-            del logits
+            d_logits = self._d_logits(exponentials, sums, chunk).to(hidden.dtype)
+            del exponentials
             if of_hidden:
                 torch.mm(d_logits, weight, out=d_hidden[chunk])
             if of_weight:
                 d_weight = _added(d_weight, d_logits.T, hidden[chunk], last=N <= size)
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
-    def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Return the losses (n,) and the sums of exponentials; turns `logits_nV` into the exponentials."""
-        largest = logits_nV.amax(-1)
+    def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses (n,), the exponentials, in the place of wide logits, and their sums."""
+        largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        logits_nV.sub_(largest[:, None])
-        of_label = logits_nV.gather(1, self._own[chunk, None])[:, 0].masked_fill(self._elsewhere[chunk], 0.0)
-        both = torch.stack([of_label, logits_nV.exp_().sum(-1)])
+        if self._kernels is not None:
+            found, sums, of_label = self._kernels.exponentials(logits_nV, largest, self._labels[chunk], self._first)
+        else:
+            logits_nV.sub_(largest[:, None])
+            of_label = logits_nV.gather(1, self._own[chunk, None])[:, 0].masked_fill(self._elsewhere[chunk], 0.0)
+            found = logits_nV.exp_()
+            sums = found.sum(-1)
+        both = torch.stack([of_label, sums])
         if self._group is not None:
             dist.all_reduce(both, group=self._group)
-        return both[1].log() - both[0], both[1]
+        return both[1].log() - both[0], found, both[1]
 
     def _d_logits(self, exponentials_nV: Tensor, sums: Tensor, chunk: slice) -> Tensor:
         """Return the gradient of the logits, in the place of their exponentials."""
-        if self._factors is None:
-            factors = torch.full_like(sums, 1 / self._hidden.shape[0])
-        else:
-            factors = self._factors[chunk]
+        factors = self._factors[chunk]
+        if self._kernels is not None:
+            return self._kernels.to_gradients(exponentials_nV, sums, self._labels[chunk], factors, self._first)
         exponentials_nV.mul_((factors / sums)[:, None])
         of_label = -factors.masked_fill(self._elsewhere[chunk], 0.0)
         return exponentials_nV.scatter_add_(1, self._own[chunk, None], of_label[:, None])

@@ -1,5 +1,6 @@
 """Check kernels on the device that runs them: their errors against float64, compared with plain torch's rounding."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import BACKENDS, POINTWISE
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.householder import through_reflections
+from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 
@@ -253,6 +255,31 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
                 f"the {'fused' if triton else backend} kernel of the {name} does not work here ({where}; {why}); set "
                 f"model.attention_backend to {'torch' if triton else 'tiled'}, and please report this"
             )
+
+
+def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, tokens: int = 70) -> str | None:
+    """Return why the loss cannot run with Liger's kernels on `device`, as a clause, or None if it can.
+
+    `vocabulary` is this rank's part, which decides how the kernels are compiled. They are compared with plain torch.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, vocabulary, (2, tokens // 2), generator=generator).to(device)
+    weights = torch.rand(labels.shape, generator=generator).to(device)
+    shapes = (tokens // 2, 2, 16), (vocabulary, 16)
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+    def loss(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        return [linear_cross_entropy(hidden, weight, labels, weights, fused=fused)[0][None]]
+
+    try:
+        why = inexact(partial(loss, True), partial(loss, False), inputs, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler may raise anything
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+    return why and f"Liger's kernels do not work here ({why})"
 
 
 def _attention(

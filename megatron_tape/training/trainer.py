@@ -20,7 +20,7 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.files import atomic_output
-from megatron_tape.model.backend import chosen_backend, verified_backend
+from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
 from megatron_tape.model.initial import draw_weights, initial_parameters
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
@@ -300,8 +300,11 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     shifted_sparse = config.extension.attention == "shifted_sparse"
     keep_attention = config.train.recompute == "selective"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse)
+    fused_loss = verified_loss(config.model, layout, dtype)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(settings, translated, layout.groups, layout.device, shifted_sparse, keep_attention)
+    model = LanguageModel(
+        settings, translated, layout.groups, layout.device, shifted_sparse, keep_attention, fused_loss
+    )
     if config.extension.adds_lora:
         add_lora(model, config.model, config.extension)
     return model

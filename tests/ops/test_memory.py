@@ -1,16 +1,21 @@
 """What keeps little for the backward pass, against plain torch in float64, and what exists of it at once."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_tape.ops import chunks
+from megatron_tape.model import backend
+from megatron_tape.ops import chunks, parity
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.swiglu import swiglu
 
 S, B, C, V = 7, 3, 5, 11
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def draw(*shape, dtype=torch.float64, seed=0):
@@ -54,6 +59,60 @@ def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, weighted)
     ours = torch.autograd.grad(3.0 * loss, (hidden, weight))
     for a, b in zip(ours, torch.autograd.grad(3.0 * expected, (hidden, weight))):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tokens", [4, 100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted):
+    monkeypatch.setattr(chunks, "LOGITS", tokens * V)
+    weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
+    found = []
+    for fused in (True, False):
+        hidden, weight = (draw(*shape, dtype=torch.float32).to(DEVICE).detach() for shape in ((S, B, C), (V, C)))
+        inputs = hidden.requires_grad_(), weight.requires_grad_()
+        given = None if weights is None else weights.to(DEVICE)
+        loss, by_token = linear_cross_entropy(*inputs, labels_of().to(DEVICE), given, fused=fused)
+        found.append((loss.detach(), by_token, *torch.autograd.grad(3.0 * loss, inputs)))
+    for ours, plain_torch in zip(*found):
+        torch.testing.assert_close(ours, plain_torch, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_stays_in_plain_torch_where_ligers_kernels_are_missing_or_wrong(monkeypatch, caplog):
+    device, kernels = torch.device(DEVICE), pytest.importorskip("megatron_tape.ops.kernels.liger")
+    assert parity.loss_disagrees(V, torch.float32, device) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "to_gradients", lambda exponentials, *_: exponentials)
+        assert "Liger's kernels do not work here (tensor 1" in parity.loss_disagrees(V, torch.float32, device)
+        patch.setattr(kernels, "exponentials", lambda *_: 1 / 0)
+        assert "(ZeroDivisionError: division by zero)" in parity.loss_disagrees(V, torch.float32, device)
+    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
+    assert parity.loss_disagrees(V, torch.float32, device) == "liger-kernel is not installed"
+
+
+def test_the_ranks_agree_on_the_kernels_of_the_loss(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    answers = {"here": None, "elsewhere": False}
+    layout = SimpleNamespace(
+        device="cuda",
+        tensor_parallel_size=2,
+        first_on_node=contextlib.nullcontext,
+        any_rank=lambda flag: flag or answers["elsewhere"],
+    )
+    asked = []
+    monkeypatch.setattr(backend, "loss_disagrees", lambda *given: asked.append(given) or answers["here"])
+    model = SimpleNamespace(vocab_size=64)
+    assert backend.verified_loss(model, layout, torch.bfloat16)
+    assert asked == [(32, torch.bfloat16, torch.device("cuda"))]
+    answers["elsewhere"] = True
+    assert not backend.verified_loss(model, layout, torch.bfloat16)
+    answers["here"] = "liger-kernel is not installed"
+    assert not backend.verified_loss(model, layout, torch.bfloat16)
+    assert not backend.verified_loss(model, layout, torch.float32) and len(asked) == 3
+    assert [record.message.split(", ", 1)[1] for record in caplog.records] == [
+        "which agree with plain torch here",
+        "since Liger's kernels do not work on another rank",
+        "since liger-kernel is not installed",
+    ]
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

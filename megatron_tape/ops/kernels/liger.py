@@ -1,0 +1,49 @@
+"""Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), for one chunk of the loss.
+
+They read the logits in their own precision, compute in float32, and leave sums over ranks to the caller. Imports the
+package liger-kernel.
+
+Axes: n tokens of a chunk, V this rank's part of the vocabulary.
+"""
+
+import torch
+import triton
+from liger_kernel.ops.vocab_parallel_cross_entropy import (
+    liger_vocab_parallel_ce_backward_kernel,
+    liger_vocab_parallel_ce_forward_kernel,
+)
+from torch import Tensor
+
+BLOCK = 32768
+"""Logits that a program reads at once, at most; with 32 warps, as in Liger's own calls."""
+NOTHING_IGNORED = -1
+
+
+def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,), all in float32.
+
+    `labels_n` number the whole vocabulary, of which this part begins with `first`; labels elsewhere give 0.
+    """
+    (n, V), kind = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
+    found, sums, of_label = torch.empty(n, V, **kind), torch.empty(n, **kind), torch.empty(n, **kind)
+    with torch.cuda.device_of(logits_nV):
+        liger_vocab_parallel_ce_forward_kernel[(n,)](
+            logits_nV, logits_nV.stride(0), found, found.stride(0), largest_n, labels_n, of_label, sums,
+            first, V, NOTHING_IGNORED, BLOCK_SIZE=_block(V), num_warps=32,
+        )  # fmt: skip
+    return found, sums, of_label
+
+
+def to_gradients(exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int) -> Tensor:
+    """Turn exponentials into the gradient of the logits, in place, given their sums over the whole vocabulary."""
+    n, V = exponentials_nV.shape
+    with torch.cuda.device_of(exponentials_nV):
+        liger_vocab_parallel_ce_backward_kernel[(n,)](
+            exponentials_nV, exponentials_nV.stride(0), sums_n, labels_n, factors_n,
+            first, V, NOTHING_IGNORED, 0.0, 0.0, HAS_LABEL_SMOOTHING=False, BLOCK_SIZE=_block(V), num_warps=32,
+        )  # fmt: skip
+    return exponentials_nV
+
+
+def _block(V: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(V))
