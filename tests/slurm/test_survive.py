@@ -20,6 +20,8 @@ from megatron_tape.run.attempts import read_attempts
 STEPS, INTERVAL = 60, 5
 INJECTED = Path(__file__).parent / "injected"
 slow = pytest.mark.slow
+IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
+"""Saves of the tests that interrupt runs in most ways; the others save as by default."""
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +124,7 @@ def finish(cluster, job, timeout=300):
 @slow
 def test_kills_of_a_rank_at_ten_random_moments(cluster, start, whole):
     moments = random.Random(20261121)
-    job = start()
+    job = start(overrides=IN_BACKGROUND)
     for kill in range(1, 11):
         wait_for_attempt(cluster, job, start.run, kill)
         record = read_attempts(start.run)[-1]
@@ -194,7 +196,7 @@ def test_usr1_to_the_ranks_or_the_script_saves_and_requeues_with_the_copy_of_the
 
 @slow
 def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, whole):
-    job = start(options=("--partition=low",))
+    job = start(options=("--partition=low",), overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 12)
     reached = step_of(start.run)
     other = cluster.run(
@@ -245,7 +247,7 @@ def test_the_death_of_either_node_costs_the_steps_since_the_last_checkpoint(clus
 @slow
 @pytest.mark.parametrize("cluster", [{"nodes": "n1 n2 n3", "mode": "net"}], indirect=True)
 def test_a_partition_leaves_an_old_attempt_that_ends_and_writes_nothing(cluster, start, whole):
-    job = start(inject={"sleep": 0.3})
+    job = start(inject={"sleep": 0.3}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 12)
     assert read_attempts(start.run)[-1].facts["nodes"] == ["n1", "n2"]
     cluster.control("cut-node", "n1")
@@ -282,7 +284,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cluster, start, whole)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], check=True)
     try:
         cluster.control("start")
-        job = start()
+        job = start(overrides=IN_BACKGROUND)
         wait_for_step(cluster, job, start.run, 11)
         filler = disk / "filler"
         with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
