@@ -83,11 +83,12 @@ def verified_loss(model: ModelConfig, layout, dtype: torch.dtype) -> bool:
         return False
     with layout.first_on_node():
         why = loss_disagrees(model.vocab_size // layout.tensor_parallel_size, dtype, device)
-    if not layout.any_rank(why is not None):
-        logger.info("the loss runs with Liger's kernels, which agree with plain torch here")
-        return True
-    logger.info("the loss runs in plain torch, since %s", why or "Liger's kernels do not work on another rank")
-    return False
+    elsewhere = layout.any_rank(why is not None)
+    if why or elsewhere:
+        logger.info("the loss runs in plain torch, since %s", why or "Liger's kernels do not work on another rank")
+        return False
+    logger.info("the loss runs with Liger's kernels, which agree with plain torch here")
+    return True
 
 
 def _instead(model: ModelConfig, backend: str, error: ConfigError | None) -> Choice:
