@@ -98,7 +98,7 @@ class Comparison:
         """Train on the same sequences in smaller micro-batches; ConfigError if they already are as small as can be."""
         before, sequences = self.shape.micro_batch, self.shape.micro_batch * self.shape.accumulate
         if before == 1:
-            raise ConfigError(f"{why}; try --recompute full, fewer --layers or a shorter --seq-length")
+            raise ConfigError(f"{why}; try --recompute selective or full, fewer --layers or a shorter --seq-length")
         size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
         self.too_large.append({"micro_batch": before, "why": why})
         self.shape = dataclasses.replace(self.shape, micro_batch=size, accumulate=sequences // size)

@@ -256,7 +256,7 @@ def activations(
     backward = sum(layers)
     if recompute != "none":
         whole = layers
-        selects = recompute == "selective" and not _by_rows(model)
+        selects = recompute == "selective" and keeps_attention(model)
         attended = [_averages(model, batch, i) if selects else 0 for i in range(len(layers))]
         layers = [
             local * (model.hidden_size * width + (encoding.state_bytes(i, width) if _is_new(encoding, i) else 0)) + kept
@@ -356,6 +356,11 @@ def _averages(model: ModelConfig, batch: MicroBatch, layer: int) -> int:
     calls = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
     heads = model.num_attention_heads // batch.head_shards
     return batch.tokens * calls * heads * (model.head_dim * batch.width + (0 if _by_rows(model) else 4))
+
+
+def keeps_attention(model: ModelConfig) -> bool:
+    """Return whether selective recomputation keeps what attention returns."""
+    return not _by_rows(model) and model.attention_backend != "naive"
 
 
 def _by_rows(model: ModelConfig) -> bool:

@@ -23,7 +23,7 @@ from megatron_tape.communication import (
     gathered_parameters,
 )
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.costs import layer_works
+from megatron_tape.costs import keeps_attention, layer_works
 from megatron_tape.errors import refuse
 from megatron_tape.hardware import Group, Hardware
 from megatron_tape.ops.chunks import chunk_size
@@ -47,12 +47,6 @@ OPERATIONS = 80
 SLICES = 5
 """Operations of DeepSpeed's ZeRO 3 for each parameter, rank and micro-batch: it cuts and joins gradients rank by rank
 (docs/rehearsal.md)."""
-RECOMPUTED = {
-    "none": (),
-    "selective": ("projections", "position", "elementwise"),
-    "full": ("projections", "attention", "position", "elementwise"),
-}
-"""The phases whose forward pass the backward pass repeats, by `train.recompute`."""
 GATHERED_AT_ONCE = 500_000_000
 """DeepSpeed's default of allgather_bucket_size, in numbers."""
 
@@ -125,7 +119,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware) -> StepTim
         for phase, load in loads(config).items()
     }
     taken["loss"] = taken["loss"][0], taken["loss"][1] + _bytes_of_chunks(config) / hardware.memory_bandwidth
-    again = sum(taken[phase][0] for phase in RECOMPUTED[train.recompute])
+    again = sum(taken[phase][0] for phase in recomputed_phases(config))
     forward, backward = map(sum, zip(*taken.values()))
     sent = _communication(config, world_size, hardware, micro_batches, forward, backward + again)
     tensor_size = config.parallel.tensor_model_parallel_size
@@ -143,6 +137,14 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware) -> StepTim
         host=micro_batches * max(0.0, started * hardware.operation_start - on_gpu),
         **sent,
     )
+
+
+def recomputed_phases(config: RunConfig) -> tuple[str, ...]:
+    """Return the phases whose forward pass the backward pass repeats."""
+    if config.train.recompute == "none":
+        return ()
+    kept = config.train.recompute == "selective" and keeps_attention(config.model)
+    return ("projections", *(() if kept else ("attention",)), "position", "elementwise")
 
 
 def loads(config: RunConfig) -> dict[str, Load]:
@@ -201,7 +203,7 @@ def _bytes_of_chunks(config: RunConfig) -> float:
 def product_flops(config: RunConfig, world_size: int) -> float:
     """Return the FLOPs of one GPU's matrix products in a step: of all but attention, recomputation included."""
     found = loads(config)
-    again = sum(found[phase].forward for phase in RECOMPUTED[config.train.recompute] if phase != "attention")
+    again = sum(found[phase].forward for phase in recomputed_phases(config) if phase != "attention")
     once = sum(load.forward + load.backward for phase, load in found.items() if phase != "attention")
     return (once + again) * _micro_batches(config, world_size)
 

@@ -105,11 +105,12 @@ def test_saved_activations_are_those_counted(shape, precision, recompute):
     assert on_cpu(model, 2, precision, recompute) == pytest.approx(count, rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_saved_activations_of_packed_documents_are_those_counted(shape):
+def test_saved_activations_of_packed_documents_are_those_counted(shape, recompute):
     model = small_model(**SHAPES[shape], attention_backend="torch")
-    count = counted(build(model)[0], model, packed=True)
-    assert on_cpu(model, 2, "fp32", masked=True) == pytest.approx(count, rel=0.02)
+    count = counted(build(model, recompute=recompute)[0], model, packed=True)
+    assert on_cpu(model, 2, "fp32", recompute, masked=True) == pytest.approx(count, rel=0.02)
 
 
 @pytest.mark.parametrize("encoding", ["tape", "rope"])

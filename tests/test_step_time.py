@@ -97,6 +97,8 @@ def test_settings_change_the_phases_that_they_should():
     spared = 16 * attention.seconds(KINDS["H100"].attention, KINDS["H100"])[0]
     assert full.recomputation - selective.recomputation == pytest.approx(spared)
     assert selective.tensor_parallel == full.tensor_parallel and selective.attention == full.attention
+    by_rows = "--model.position_encoding=cope"
+    assert found(by_rows, "--train.recompute=selective") == found(by_rows, "--train.recompute=full")
     overlapping = found("--deepspeed.overlap_comm=true")
     assert overlapping.zero < plain.zero and overlapping.projections == plain.projections
     rope = found("--model.position_encoding=rope")

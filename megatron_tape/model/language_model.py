@@ -139,6 +139,7 @@ class LanguageModel(torch.nn.Module):
             positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
+        keeps = self.keep_attention and self.training and torch.is_grad_enabled()
         added, embedded = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype), None
         tokens, labels, loss_weights = (
             None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
@@ -151,7 +152,7 @@ class LanguageModel(torch.nn.Module):
             None,
             None,
             decoder_input=embedded,
-            packed_seq_params=Shared(packing, KeptAttention() if self.keep_attention and self.training else None),
+            packed_seq_params=Shared(packing, KeptAttention() if keeps else None),
             extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )
         if labels is None:

@@ -77,7 +77,7 @@ def attention(
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
 
     Where layers are recomputed, `run` calls the backend's function or returns what is kept of it (`ops.kept`). naive,
-    fla, and tiled for whole rows of scores do not use it.
+    and tiled for whole rows of scores, do not use it.
 
     Raises ValueError if shapes or types do not fit, if `rotate` is true with a cache, if there is no state to average,
     or if the backend cannot do what is requested.

@@ -38,18 +38,23 @@ class Bias:
         wider = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.tensors)
         return replace(self, tensors=wider)
 
+    def without_tensors(self) -> "Bias":
+        """Return the functions alone, for what outlives the tensors."""
+        return replace(self, tensors=())
+
     def of_heads(self, heads: slice) -> "Bias":
         """Return the bias of some heads alone."""
+        whole = self.without_tensors()
 
         def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
-            whole = self.tile(rows, columns, *tensors)
-            return whole if whole.shape[1] == 1 else whole[:, heads]
+            found = whole.tile(rows, columns, *tensors)
+            return found if found.shape[1] == 1 else found[:, heads]
 
         def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            return self.score(b, h + heads.start, q, k, *tensors)
+            return whole.score(b, h + heads.start, q, k, *tensors)
 
         def left_out(rows: slice, *tensors: Tensor) -> Tensor:
-            return self.left_out(rows, *tensors)[:, heads]
+            return whole.left_out(rows, *tensors)[:, heads]
 
         return Bias(tile, self.tensors, score if self.score else None, left_out if self.left_out else None)
 
@@ -86,5 +91,7 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     def left_out(rows: slice, high: Tensor, *rest: Tensor) -> Tensor:
         return high[..., rows]
 
+    of_bias = () if bias is None else bias.tensors
+    bias = None if bias is None else bias.without_tensors()
     pointwise = bias is None or bias.score is not None
-    return Bias(tile, (high, low, *(() if bias is None else bias.tensors)), score if pointwise else None, left_out)
+    return Bias(tile, (high, low, *of_bias), score if pointwise else None, left_out)

@@ -1,13 +1,14 @@
 """Selective recomputation: what attention computes is kept, and the rest of a layer is computed again.
 
 A layer that is recomputed runs twice: first without gradients, and again in the backward pass. `KeptAttention` runs
-attention in the first run only, with its graph. Of what the graph saves, it keeps all but attention's inputs: outputs
-and log-sums. The second run computes the inputs again, puts them into the graph, and gets the kept outputs.
+attention in the first run only, with its graph. Of what the graph saves, it keeps all but the inputs: as a rule
+outputs and log-sums. The second run computes the inputs again, puts them into the graph, and gets the kept outputs.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from typing import ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,17 +42,24 @@ class KeptAttention:
             call = _Call(function, tensors)
             self._calls[layer].append(call)
             return call.results()
+        if not self._calls[layer]:
+            raise RuntimeError(f"layer {layer} runs again, but nothing is kept of its first run without gradients")
         return _Again.apply(self._calls[layer].popleft(), *tensors)
 
 
 class _Call:
-    """A call of attention, whose graph gets its inputs when it is run backward."""
+    """A call of attention, whose graph gets its inputs when it is run backward.
+
+    The graph refers to the call weakly: Python would never find a cycle through a graph, which would then stay.
+    """
 
     def __init__(self, function: Averages, tensors: tuple[Tensor | None, ...]):
         self._inputs = tensors
         self._gradients: tuple[Tensor | None, ...] = ()
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            self._outputs = function(*_Entrance.apply(self, torch.empty(0, requires_grad=True), *tensors))
+        call = ref(self)
+        hooks = saved_tensors_hooks(lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed))
+        with torch.enable_grad(), hooks:
+            self._outputs = function(*_Entrance.apply(call, torch.empty(0, requires_grad=True), *tensors))
         self._inputs = ()
 
     def results(self) -> tuple[Tensor, ...]:
@@ -77,7 +85,8 @@ class _Call:
                 return i
         if KeptAttention.observer is not None:
             KeptAttention.observer(saved)
-        return saved
+        # An output that its own operation saves would otherwise refer to itself.
+        return saved.detach()
 
     def _unpack(self, packed: Tensor | int) -> Tensor:
         return self._inputs[packed] if isinstance(packed, int) else packed
@@ -92,7 +101,7 @@ class _Entrance(torch.autograd.Function):
     """Hands tensors to a call's graph, which does not keep them as it would keep leaves, and their gradients back."""
 
     @staticmethod
-    def forward(ctx, call: _Call, learned: Tensor, *tensors: Tensor | None):
+    def forward(ctx, call: ref[_Call], learned: Tensor, *tensors: Tensor | None):
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(None if x is None else x.detach() for x in tensors)
@@ -100,7 +109,7 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ctx.call.take(gradients)
+        ctx.call().take(gradients)
         return None, None, *(None for _ in gradients)
 
 

@@ -25,6 +25,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sharded_tokens: bool = False,
     fused: bool = False,
+    first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, and each token's loss (B, S), which has no gradient.
 
@@ -33,24 +34,27 @@ def linear_cross_entropy(
     `sharded_tokens` each holds an equal stretch of the tokens, too; otherwise s is S. They get the gradient of
     `hidden_sBC` summed over the group.
 
-    `fused` takes Liger's kernels, which compute in float32; they need a GPU and the package liger-kernel.
+    `fused` takes Liger's kernels, which compute in float32; they need a GPU and the package liger-kernel. `first` is
+    the label of the first row of `weight_VC`, by default that of this rank's part.
     """
     one = group is None or group.size() == 1
     gradient = torch.is_grad_enabled()
+    if first is None:
+        first = 0 if one else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
-        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, fused, gradient
+        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, fused, first, gradient
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, fused, gradient):
+    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, fused, first, gradient):
         sharded_tokens = sharded_tokens and group is not None
         whole = _gathered(hidden, group) if sharded_tokens else hidden
         of_hidden, of_weight = (gradient and needed for needed in ctx.needs_input_grad[:2])
         by_token = labels.T.flatten()
         factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
-        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group, fused)
+        sums = _Sums(whole.flatten(0, 1), weight, by_token, factors, group, fused, first)
         losses, d_hidden, d_weight = sums.run(of_hidden, of_weight)
         if d_hidden is not None:
             d_hidden = d_hidden.view_as(whole)
@@ -68,14 +72,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_loss, _):
         # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
-        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 6)
+        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
 
 
 class _Sums:
     """The losses of N tokens, and the gradients of the loss."""
 
     def __init__(
-        self, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, factors_N: Tensor | None, group, fused: bool
+        self,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        factors_N: Tensor | None,
+        group: dist.ProcessGroup | None,
+        fused: bool,
+        first: int,
     ):
         self._hidden, self._weight, self._labels, self._group = hidden_NC, weight_VC, labels_N, group
         N, wide = hidden_NC.shape[0], _wide(hidden_NC)
@@ -85,8 +96,8 @@ class _Sums:
             from megatron_tape.ops.kernels import liger
 
             self._kernels = liger
-        self._first = 0 if group is None else group.rank() * weight_VC.shape[0]
-        own = labels_N - self._first
+        self._first = first
+        own = labels_N - first
         self._elsewhere = (own < 0) | (own >= weight_VC.shape[0])
         self._own = own.masked_fill(self._elsewhere, 0)
 

@@ -260,21 +260,26 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
 def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, tokens: int = 70) -> str | None:
     """Return why the loss cannot run with Liger's kernels on `device`, as a clause, or None if it can.
 
-    `vocabulary` is this rank's part, which decides how the kernels are compiled. They are compared with plain torch.
+    `vocabulary` is this rank's part, which decides how the kernels are compiled. They are compared with plain torch, as
+    the only part of the vocabulary and as the second of two.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, vocabulary, (2, tokens // 2), generator=generator).to(device)
+    labels = torch.randint(0, 2 * vocabulary, (2, tokens // 2), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
     shapes = (tokens // 2, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
-    def loss(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        return [linear_cross_entropy(hidden, weight, labels, weights, fused=fused)[0][None]]
+    def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        found = [
+            linear_cross_entropy(hidden, weight, given, weights, fused=fused, first=first)[0]
+            for given, first in ((labels % vocabulary, 0), (labels, vocabulary))
+        ]
+        return [torch.stack(found)]
 
     try:
-        why = inexact(partial(loss, True), partial(loss, False), inputs, dtype)
+        why = inexact(partial(losses, True), partial(losses, False), inputs, dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler may raise anything

@@ -65,6 +65,8 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
         found.append([*outputs, *gradients(outputs, tensors)])
     for kept, expected in zip(*found[::-1], strict=True):
         torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-12)
+    # Gradients of a mask would be computed by another kernel, with other bits, from S x S numbers.
+    assert biased or torch.equal(found[0][0], found[1][0])
 
 
 def test_inputs_are_not_kept_and_attention_runs_once():
@@ -89,6 +91,29 @@ def test_inputs_are_not_kept_and_attention_runs_once():
     assert calls == [True]
     expected = [x.detach().clone().requires_grad_() for x in again]
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(function(*expected), expected)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled"])
+def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
+    places = []
+
+    def forward(kept):
+        with torch.no_grad():
+            q, k, v, z = (x.clone() for x in inputs())
+            found = attention(q, k, v, z, True, backend=backend, run=partial(kept.run, 0))
+        places.extend(StorageWeakRef(x.untyped_storage()) for x in (q, k, v, z, *found))
+
+    gc.disable()
+    try:
+        forward(KeptAttention())
+        assert len(places) == 6 and all(place.expired() for place in places)
+    finally:
+        gc.enable()
+
+
+def test_a_layer_that_runs_again_too_often_is_an_error():
+    with pytest.raises(RuntimeError, match="layer 3 runs again, but nothing is kept of its first run"):
+        KeptAttention().run(3, lambda x: (x,), torch.ones(2, requires_grad=True))
 
 
 def test_each_call_of_a_layer_gets_its_own_graph_back():

@@ -1,5 +1,8 @@
 """flash-linear-attention's kernels: forget gates (Forgetting Transformer) and reflections (PaTH)."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if isinstance(x.rescore, Reflections):
         from fla.ops.path_attn import parallel_path_attn
 
-        kernel, reflections = _without_cache(parallel_path_attn), [y.float() for y in x.rescore.w_and_beta()]
+        kernel, reflections = parallel_path_attn, [y.float() for y in x.rescore.w_and_beta()]
         # That kernel divides the gates' sums by sqrt(D), too.
         gates = None if gates is None else gates * D**0.5
     else:
@@ -28,12 +31,14 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     tensors = [q, k, *x.values(), *reflections, *([] if gates is None else [gates])]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors]
     if x.packing is None:
-        return (kernel(*tensors).transpose(0, 1),)
-    ends = x.packing.lengths(S)[1].long()
-    averaged = kernel(*(y.flatten(0, 1)[None] for y in tensors), cu_seqlens=ends)
+        (averaged,) = x.run(partial(_average, kernel), *tensors)
+        return (averaged.transpose(0, 1),)
+    kernel = partial(kernel, cu_seqlens=x.packing.lengths(S)[1].long())
+    (averaged,) = x.run(partial(_average, kernel), *(y.flatten(0, 1)[None] for y in tensors))
     return (averaged[0].unflatten(0, (B, S)).transpose(0, 1),)
 
 
-def _without_cache(kernel):
-    """Return the kernel without its second result, keys for later queries."""
-    return lambda *tensors, **options: kernel(*tensors, **options)[0]
+def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
+    """Return the first result; that of reflections has a second one, keys for later queries."""
+    found = kernel(*tensors)
+    return (found[0] if isinstance(found, tuple) else found,)

@@ -3,6 +3,8 @@
 Two calls cost twice RoPE's attention; one pass over a widened value would cost 1.5 times as much.
 """
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,11 +22,15 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         # SDPA's kernels that take a mask do not support groups; its fallback would hold all S x S scores.
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
-    averages = x.run(_averages, q, k, mask, *(value.permute(1, 2, 0, 3) for value in values))
+    values = [value.permute(1, 2, 0, 3) for value in values]
+    # No fast kernel computes the gradient of a mask, so that it is none of the tensors that may need one.
+    averages = (
+        x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
+    )
     return tuple(average.permute(2, 0, 1, 3) for average in averages)
 
 
-def _averages(q_BHSD: Tensor, k_BGTD: Tensor, mask: Tensor | None, *values_BGTD: Tensor) -> tuple[Tensor, ...]:
+def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTD: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         F.scaled_dot_product_attention(
             q_BHSD,

@@ -33,7 +33,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     starts, first = (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
     tensors = () if x.bias is None else x.bias.tensors
     q_BGRSD = q.unflatten(1, (k.shape[1], -1))
-    attend_in_tiles = partial(_TiledAttention.apply, len(values), x.bias, first, starts)
+    bias = None if x.bias is None else x.bias.without_tensors()
+    attend_in_tiles = partial(_TiledAttention.apply, len(values), bias, first, starts)
     averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 

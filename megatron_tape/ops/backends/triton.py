@@ -13,4 +13,6 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
     starts, ends = (None, None) if x.packing is None else x.packing.bounds_2BT
     kernel = partial(attention, average_state=x.average_state, starts=starts, ends=ends, rotate=x.rotate)
-    return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, x.z_TBGD)
+    # As large as it gets in there, so that it is known again.
+    z = None if x.z_TBGD is None else x.z_TBGD.expand(*x.k_TBGD.shape)
+    return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, z)
