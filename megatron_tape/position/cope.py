@@ -82,12 +82,15 @@ def _rows(
     largest = len(table) - 1
     scores = scores_BHrt.to(table.dtype)
     of_positions = q_BHrD.to(table.dtype) @ table.T
-    counted: Tensor | float = 0.0
-    parts = []
-    stop = scores.shape[-1]
-    while stop > 0:
-        columns = slice(max(stop - _KEYS, 0), stop)
-        near, visible = scores[..., columns], seen[..., columns]
+    counted, parts, finished = 0.0, [], False
+    keys = scores.shape[-1]
+    # Split once: the gradient of each slice would be a tensor of all keys.
+    sizes = [*([keys % _KEYS] if keys % _KEYS else []), *[_KEYS] * (keys // _KEYS)]
+    for near, visible in zip(reversed(scores.split(sizes, -1)), reversed(seen.split(sizes, -1))):
+        finished = finished or bool(parts and ((counted >= largest) | ~visible[..., -1:]).all())
+        if finished:
+            parts.append(near + of_positions[..., -1:])
+            continue
         gates = near.sigmoid()
         if not visible.all():
             gates = gates.masked_fill(~visible, 0.0)
@@ -97,8 +100,5 @@ def _rows(
         index = below.long()
         lower, upper = of_positions.gather(-1, index), of_positions.gather(-1, index + 1)
         parts.append(near + torch.lerp(lower, upper, capped - below))
-        counted, stop = position[..., :1], columns.start
-        if stop > 0 and bool(((counted >= largest) | ~seen[..., stop - 1 : stop]).all()):
-            parts.append(scores[..., :stop] + of_positions[..., -1:])
-            break
+        counted = counted + gates.sum(-1, keepdim=True)
     return torch.cat(parts[::-1], dim=-1) if len(parts) > 1 else parts[0]
