@@ -64,6 +64,7 @@ def test_the_chunked_loss_is_that_of_whole_logits(monkeypatch, tokens, weighted)
 @pytest.mark.parametrize("tokens", [4, 100])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ligers_kernels_compute_the_same_loss(monkeypatch, tokens, weighted):
+    pytest.importorskip("liger_kernel")
     monkeypatch.setattr(chunks, "LOGITS", tokens * V)
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
     found = []
