@@ -100,7 +100,8 @@ def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
     try:
         found = read_record(path, Rates)
     except (OSError, ValueError) as error:
-        why = str(error) if str(path) in str(error) else f"{path} cannot be used: {error}"
+        said = getattr(error, "strerror", None) or error
+        why = str(error) if isinstance(error, ValueError) and str(path) in str(error) else f"{path}: {said}"
         raise ConfigError(f"--rates: {why}; write it with python -m benchmarks.rates") from None
     for name, value in found["rates"].items():
         refuse(name not in RATES, f"--rates: {path} gives {name}; choose from {', '.join(RATES)}")
@@ -110,7 +111,8 @@ def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
         bool(measured) and hardware.name not in measured,
         f"--rates: {path} was measured on {found['gpu']}, but --gpu is {hardware.name}; give what was measured",
     )
-    return dataclasses.replace(hardware, **found["rates"], measured=tuple(found["rates"]))
+    name = hardware.name if measured else f"{hardware.name} with rates of {found['gpu']}"
+    return dataclasses.replace(hardware, **found["rates"], name=name, measured=tuple(found["rates"]))
 
 
 @dataclass(frozen=True)

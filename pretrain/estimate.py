@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         refuse(gib is not None and not is_positive(gib), f"--gpu-memory is {gib}; give a number of GiB above 0")
         config = parse_run_config(rest, with_base_settings)
-        hardware = with_rates(KINDS[options.gpu], options.rates) if options.rates else KINDS[options.gpu]
+        hardware = KINDS[options.gpu or "H100"]
+        hardware = with_rates(hardware, options.rates) if options.rates else hardware
+        gib = hardware.memory if gib is None and options.gpu else gib
         if options.search:
             refuse(processes is None, "--search needs --processes, the number of GPUs; add it")
             found = search(config, processes, hardware, gib or hardware.memory)
@@ -70,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"warning: {config.model.position_encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr
         )
-    gib = gib or max(GPU_MEMORY.values())
-    if not fits(result, gib):
+    if not fits(result, gib or max(GPU_MEMORY.values())):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
     return 0
 
@@ -90,10 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"
     )
     parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; without it every usual size is compared"
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU; default: that of --gpu or, without both, every usual size is compared",
     )
     parser.add_argument(
-        "--gpu", choices=KINDS, default="H100", help="kind of GPU for which the step time is predicted (default: H100)"
+        "--gpu", choices=KINDS, help="kind of GPU, for memory and the step time, which is otherwise that of an H100"
     )
     parser.add_argument(
         "--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones"
@@ -127,7 +131,7 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     yield "tokens per step", f"{result.tokens_per_step:,}"
     yield "tokens of the run", f"{result.tokens:,} in {counted(train.steps, 'step')}"
     yield "checkpoint", f"{result.checkpoint_bytes / 1e9:.2f} GB"
-    kept = f"{config.checkpoint.keep} kept, 1 being written"
+    kept = f"at most {config.checkpoint.keep} kept, 1 being written"
     if milestones := config.checkpoint.milestones(train.steps):
         kept += f", {milestones} kept for good"
     yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {kept}"
@@ -175,6 +179,10 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
         f"predicted for {counted(processes, 'GPU')}, {_named(hardware)}; {batch} of {config.model.seq_length:,} tokens "
         f"a step; {counted(found.tried, 'layout')}"
     )
+    if not found.tried:
+        yield f"no layout can run on {counted(processes, 'GPU')}"
+        yield from _reasons(found)
+        return
     yield _line("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB") + WHERE
     for layout in found.fitting:
         yield _described(layout, processes, hardware)
@@ -186,7 +194,13 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
         yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
     for layout in others[:5]:
         yield _described(layout, processes, hardware, largest=True)
-    for why, times in found.refused.most_common(5):
+    yield from _reasons(found)
+
+
+def _reasons(found: Found) -> Iterator[str]:
+    """Yield why layouts cannot run: first the smallest ones, then most of them."""
+    reasons = [*list(found.refused.items())[:1], *found.refused.most_common(5)]
+    for why, times in list(dict.fromkeys(reasons))[:5]:
         yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
@@ -220,8 +234,9 @@ def _described(layout: Layout, processes: int, hardware: Hardware, largest: bool
     return line + "  " + ", ".join(f"{name} {seconds / time.total:.0%}" for seconds, name in phases[:3])
 
 
-def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> str:
+def _advice(config: RunConfig, processes: int, result: Estimate, given: float | None) -> str:
     """Return advice on what to change: the first change that makes the run fit, or else the one that saves most."""
+    gib = given or max(GPU_MEMORY.values())
     best = None
     for text, changed, number in _changes(config, processes):
         try:
@@ -233,7 +248,8 @@ def _advice(config: RunConfig, processes: int, result: Estimate, gib: float) -> 
             best = text, outcome
         if fits(outcome, gib):
             break
-    problem = f"{result.peak / GIB:.2f} GiB does not fit in {gib:g} GiB, of which {HEADROOM:.0%} must stay free"
+    size = f"{gib:g} GiB" if given else f"{gib:g} GiB, the most that is usual"
+    problem = f"{result.peak / GIB:.2f} GiB does not fit in {size}, of which {HEADROOM:.0%} must stay free"
     if best is None or best[1].peak >= result.peak:
         return f"{problem}; choose a smaller model or larger GPUs"
     enough = "which fits" if fits(best[1], gib) else "which is not enough yet"

@@ -1,4 +1,4 @@
-"""Print the tables of docs/scaling.md: `python -m pretrain.scaling [--models 1B ...] [--gpus 64 ...] [--write]`.
+"""Print the tables of docs/scaling.md, or some of their rows: `python -m pretrain.scaling [--models 1B] [--gpus 64]`.
 
 Nothing is measured: every figure comes from the arithmetic of `pretrain.estimate --search`.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_tape.config.parse import read_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.files import write_whole
 from megatron_tape.hardware import KINDS
 from megatron_tape.layouts import GIB, Found, Layout, search
@@ -119,6 +119,8 @@ def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[s
         yield f"### {model}\n\n{SIZES}"
         yield from (size_row(model, length, number) for length in lengths for number in gpus)
         yield ""
+    if COMPARED_ON not in gpus:
+        return
     yield f"### TAPE's step on {COMPARED_ON} GPUs beside RoPE's in the same layout, in % of RoPE's\n\n{PHASES}"
     yield from filter(None, (phase_row(model, length) for model in models for length in lengths))
     if "1B" in models:
@@ -130,12 +132,19 @@ def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[s
 def main(argv: list[str] | None = None) -> int:
     """Print the tables, all of them or of some sizes."""
     parser = argparse.ArgumentParser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, metavar="N")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
-    parser.add_argument("--write", action="store_true", help=f"write them into {PAGE.parent.name}/{PAGE.name}")
+    everything = {"models": list(MODELS), "gpus": list(GPUS), "lengths": list(LENGTHS)}
+    names = ", ".join(MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {names} (default: all)")
+    parser.add_argument("--gpus", nargs="+", type=int, metavar="NUMBER", help=f"default: {_listed(GPUS)}")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=f"default: {_listed(LENGTHS)}")
+    page = f"{PAGE.parent.name}/{PAGE.name}"
+    parser.add_argument("--write", action="store_true", help=f"write the whole tables into {page}; takes no filter")
+    parser.set_defaults(**everything)
     options = parser.parse_args(argv)
+    if options.write and any(getattr(options, name) != whole for name, whole in everything.items()):
+        parser.error(f"--write replaces all tables of {page}, so that it needs all sizes: leave out the filters")
     try:
+        refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths take numbers above 0; give some")
         if options.write:
             page = PAGE.read_text(encoding="utf-8")
             before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
@@ -147,6 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     return 0
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ logger = logging.getLogger("pretrain")
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 """The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
+PATIENCE = 5.0
+"""Seconds that rank 0 has to say what is wrong with a configuration before other ranks end."""
 
 
 def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
@@ -80,8 +83,12 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
             check_tasks(config)
     except ConfigError as error:
         if is_rank_0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
             watch.record_end(REFUSED, str(error))
+            return 2
+        # A launcher ends all ranks once one has ended, but rank 0, which mostly finds the same, must be heard.
+        time.sleep(PATIENCE)
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
         message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"

@@ -362,6 +362,10 @@ def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     assert re.fullmatch(r"warning: .*first set train\.recompute to selective: .* GiB, which fits\n", error)
     _, error = outputs(capsys, "--gpu-memory", "80", "--processes", "8")
     assert error == ""
+    _, error = outputs(capsys, "--gpu", "A100-40GB", "--processes", "1", "--parallel.tensor_model_parallel_size", "1")
+    assert "does not fit in 40 GiB, of which" in error
+    _, error = outputs(capsys, "--processes", "8", "--train.micro_batch_size=64")
+    assert "does not fit in 140 GiB, the most that is usual, of which" in error
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,10 @@ def test_the_command_lists_layouts_and_why_others_do_not_fit(capsys):
     with pytest.raises(SystemExit):
         command.main([*arguments[:3]])
     assert "--search needs --processes" in capsys.readouterr().err
+    assert command.main([*arguments[:3], "--processes", "63"]) == 0
+    output = capsys.readouterr().out
+    assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output
+    assert "cannot run: train.global_batch_size 512 is not divisible by" in output.splitlines()[2]
 
 
 def test_recomputed_products_are_counted():

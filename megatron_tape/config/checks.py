@@ -140,8 +140,8 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     refuse(world_size < 1, f"the number of processes is {world_size}; start at least 1")
     refuse(
         world_size % together != 0,
-        f"the number of processes, {world_size}, is not divisible by {joint_key}; start another number of processes "
-        "or change it",
+        f"the number of processes, {world_size}, is not divisible by {joint_key}; start another number of processes, "
+        "as torchrun --nproc-per-node does, or change it",
     )
     heads, length = model.num_attention_heads, model.seq_length
     refuse(heads % together != 0, f"model.num_attention_heads {heads} is not divisible by {joint_key}; change either")

@@ -277,10 +277,12 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
     """Return the run's model, still without memory for its parameters, after checking its kernels."""
-    ranks = counted(layout.world_size, "process", "processes")
+    ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.described(layout.world_size)}"
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
+    stage, train = config.deepspeed.zero_stage, config.train
+    logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
     if unread := unread_settings(config.model):
         logger.warning(
             "WARNING: %s does not read model.%s, which the configuration sets", encoding, ", model.".join(unread)

@@ -37,6 +37,25 @@ def test_a_million_tokens_of_the_1b_model_fit_on_64_gpus():
     assert scaling.described(found.fitting[0], scaling.COMPARED_ON) in TABLES
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--models", "1B", "--write"], "--write replaces all tables of docs/scaling.md"),
+        (["--gpus", "0"], "--gpus and --lengths take numbers above 0"),
+    ],
+)
+def test_what_would_damage_the_page_or_mean_nothing_is_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        scaling.main(arguments)
+    assert said in capsys.readouterr().err and scaling.PAGE.read_text(encoding="utf-8") == PAGE
+
+
+def test_other_numbers_of_gpus_have_their_own_rows_alone(capsys):
+    assert scaling.main(["--models", "1B", "--gpus", "16", "--lengths", "4096"]) == 0
+    output = capsys.readouterr().out
+    assert "\n| 16 | 4,096 | " in output and "64 GPUs" not in output
+
+
 @pytest.mark.slow
 def test_the_whole_page_is_what_the_command_prints():
     expected = "\n".join(scaling.tables(list(scaling.MODELS), scaling.GPUS, scaling.LENGTHS))

@@ -76,6 +76,16 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, r
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and reported in done.stderr
 
 
+def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypatch, capfd):
+    waited = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    wrong = ["--config", str(RECIPE), "--logging.directory", str(tmp_path / "run"), "--model.num_attention_heads", "3"]
+    for rank, prefix, seconds in (("0", "error: ", []), ("1", "error (rank 1): ", [train.PATIENCE])):
+        monkeypatch.setenv("RANK", rank)
+        assert train.main([*wrong, f"--data.prefix={data}/a"]) == 2
+        assert capfd.readouterr().err.startswith(f"{prefix}model.") and waited == seconds
+
+
 def test_metrics_rows_count_from_one_and_carry_the_promised_keys(run):
     assert run("--logging.interval=3") == 0
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
