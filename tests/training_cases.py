@@ -69,18 +69,21 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     last = sizes[-1]
     blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
     accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
-    rows["blend"] = run(folder, "blend", blend, tp(last))
+    between = sizes == (1, 2)  # on two processes, not all that one and four do
+    if not between:
+        rows["blend"] = run(folder, "blend", blend, tp(last))
+        rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
-    for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3)):
+    for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
     rows["packed"] = run(folder, "packed", prefix, tp(last), *packed(data))
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
-    rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
+    if not between:
+        rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
     for size in {sizes[0], last}:
         rows[f"evaluated_tp{size}"] = run(folder, f"evaluated-{size}", prefix, tp(size), zero(3), *evaluated(data))
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
-    rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     if sizes != (2,):  # on four processes only what data parallelism has to do with
         rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))
         rows["tied"] = run(folder, "tied", prefix, tp(last), zero(3), option("model.tie_embeddings", "true"))

@@ -10,7 +10,7 @@ from tensor_parallel_cases import assert_equal
 from training_cases import CONTEXT_LAYOUTS, LAYOUTS, assert_close
 
 VARIANTS = ["blend", "accumulation", "packed", "sampled", "epochs", "generated", "generated_zero3"]
-OF_TWO_PROCESSES = ["recompute", "tied", "rope"]
+OF_TWO_PROCESSES = ["accumulation", "packed", "generated_zero3", "recompute", "tied", "rope"]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,13 @@ def test_zero_equals_no_zero_on_one_process(equal, stage):
     assert_close(equal[1][f"tp1_zero{stage}"], equal[1]["tp1_zero0"])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_sampling_text_leaves_training_as_it_is(equal, size):
     assert_close(equal[size]["sampled"], equal[size]["packed"])
 
 
 @pytest.mark.parametrize(
-    "size, variant", [*itertools.product([2, 4], VARIANTS), *itertools.product([2], OF_TWO_PROCESSES)]
+    "size, variant", [*itertools.product([4], VARIANTS), *itertools.product([2], OF_TWO_PROCESSES)]
 )
 def test_variants_equal_one_process(equal, size, variant):
     assert_close(equal[size][variant], equal[1][variant])
