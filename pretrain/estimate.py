@@ -38,6 +38,10 @@ PHASES = {
 """Names of the phases of a step."""
 
 
+TOO_LARGE = 2
+"""Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -97,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         help="memory of one GPU; default: that of --gpu or, without both, every usual size is compared",
     )
     parser.add_argument(
-        "--gpu", choices=KINDS, help="kind of GPU, for memory and the step time, which is otherwise that of an H100"
+        "--gpu",
+        type=_kind,
+        choices=KINDS,
+        help="kind of GPU, for memory and the step time, which is otherwise that of an H100",
     )
     parser.add_argument(
         "--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones"
@@ -109,6 +116,11 @@ def _parser() -> argparse.ArgumentParser:
         "stage, micro-batch size and recomputation; the global batch stays",
     )
     return parser
+
+
+def _kind(text: str) -> str:
+    """Return the kind of GPU that is meant, in any case of letters."""
+    return next((kind for kind in KINDS if kind.lower() == text.lower()), text)
 
 
 def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str]) -> Iterator[tuple[str, str]]:
@@ -187,6 +199,8 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     for layout in found.fitting:
         yield _described(layout, processes, hardware)
     others = found.too_large
+    if found.fitting:
+        others = [layout for layout in others if layout.memory.peak < TOO_LARGE * gib * GIB]
     if found.fitting and others:
         yield f"as fast, but too large for {gib:g} GiB, of which {HEADROOM:.0%} must stay free:"
     elif not found.fitting:

@@ -208,7 +208,7 @@ def test_the_command_lists_layouts_and_why_others_do_not_fit(capsys):
     fitting, others = rows[:10], rows[10:]
     assert [float(row[2]) for row in fitting] == sorted(float(row[2]) for row in fitting)
     assert all(float(row[3]) <= 0.94 * 40 for row in fitting) and "projections" in fitting[0][4]
-    assert 0 < len(others) <= 5 and all(float(row[3]) > 0.94 * 40 for row in others)
+    assert 0 < len(others) <= 5 and all(0.94 * 40 < float(row[3]) < 2 * 40 for row in others)
     assert "activations" in others[0][4] and "predicted for 16 GPUs, H100, rates assumed" in output
     assert command.main([*arguments, "1"]) == 0
     output = capsys.readouterr().out
