@@ -119,6 +119,12 @@ def test_peaks_are_those_of_the_benchmarks(kind, gpu):
     assert KINDS[kind].attention < KINDS[kind].matmul < KINDS[kind].peak
 
 
+def test_the_kind_of_gpu_may_be_written_in_small_letters(capsys):
+    recipe = ["--config", str(RECIPES / "tape_1b.yaml")]
+    outputs = [command.main([*recipe, "--gpu", kind]) or capsys.readouterr().out for kind in ("h200", "H200")]
+    assert outputs[0] == outputs[1] and " s on H200, rates assumed" in outputs[0]
+
+
 def test_measured_rates_replace_assumed_ones(tmp_path, capsys):
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "rates": {"matmul": 7e14, "between": 4e10}}))
