@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn, get_args, get_type_hints
 
+from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.command_line import counted, duration
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
@@ -139,6 +140,9 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     yield "fits on GPUs of", ", ".join(fitting) or "none of " + ", ".join(GPU_MEMORY)
     if result.host:
         yield "host memory per process", f"{result.host / GIB:8.2f} GiB"
+    if config.checkpoint.asynchronous:
+        copy, writers = _copy_of_a_save(config, processes, result)
+        yield "host memory of each writer of a save", f"{copy / GIB:8.2f} GiB, {counted(writers, 'writer')}"
     yield "FLOPs per step", f"{result.flops_per_step:.3e}, {result.flops_per_gpu:.3e} per GPU"
     yield "tokens per step", f"{result.tokens_per_step:,}"
     yield "tokens of the run", f"{result.tokens:,} in {counted(train.steps, 'step')}"
@@ -147,6 +151,14 @@ def _rows(config: RunConfig, processes: int, result: Estimate, fitting: list[str
     if milestones := config.checkpoint.milestones(train.steps):
         kept += f", {milestones} kept for good"
     yield "disk for checkpoints", f"{result.checkpoints_bytes / 1e9:.2f} GB for {kept}"
+
+
+def _copy_of_a_save(config: RunConfig, processes: int, result: Estimate) -> tuple[int, int]:
+    """Return the bytes of what a writer of an asynchronous save copies, and the number of writers."""
+    tensor_size = config.parallel.tensor_model_parallel_size
+    shard = result.checkpoint_bytes // tensor_size
+    writers = min(processes // tensor_size, writer_count(shard, tensor_size, config.checkpoint.writers))
+    return shard // writers, writers * tensor_size
 
 
 def _memory(result: Estimate) -> list[tuple[str, int]]:

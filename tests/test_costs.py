@@ -347,6 +347,21 @@ def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_ne
     assert re.search(r"^  per tensor-parallel rank", output, re.M)
 
 
+def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(capsys):
+    found = {}
+    for writers in ("2", "4", "null"):
+        saves = ["--checkpoint.asynchronous=true", f"--checkpoint.writers={writers}"]
+        output, _ = outputs(capsys, "--processes=8", "--parallel.tensor_model_parallel_size=2", *saves)
+        (row,) = re.findall(r"^host memory of each writer of a save +([\d.]+) GiB, (\d+) writers$", output, re.M)
+        found[writers] = float(row[0]), int(row[1])
+    assert found["2"] == (pytest.approx(2 * found["4"][0], abs=0.01), 2) and found["4"][1] == 4
+    # By default one for each GiB, as far as there are processes.
+    assert found["null"] == (pytest.approx(found["4"][0] / 2, abs=0.01), 8)
+    output, _ = outputs(capsys, "--processes=8", "--parallel.tensor_model_parallel_size=2")
+    total = float(re.search(r"^checkpoint +([\d.]+) GB", output, re.M)[1]) * 1e9 / 2**30
+    assert found["2"][0] == pytest.approx(total / 2, rel=0.01) and "writer" not in output
+
+
 def test_settings_that_the_encoding_does_not_read_are_a_warning(capsys):
     recipe = ["--config", str(RECIPES / "tape_demo.yaml"), "--model.t5_num_buckets", "16"]
     for encoding, warned in (("alibi", True), ("t5", False)):

@@ -77,9 +77,14 @@ def writers(sizes: Mapping[str, int], tensor_size: int, ranks: int, limit: int |
 
     `sizes` are the bytes of this shard's tensors, of `tensor_size` alike; `limit` is `checkpoint.writers`.
     """
+    return share(sizes, ranks, writer_count(sum(sizes.values()), tensor_size, limit))
+
+
+def writer_count(size: int, tensor_size: int, limit: int | None) -> int:
+    """Return how many ranks may write a shard of `size` bytes, one of `tensor_size` shards, at most."""
     if limit is None:
-        limit = min(MOST_FILES, tensor_size * math.ceil(sum(sizes.values()) / FILE_BYTES))
-    return share(sizes, ranks, max(1, limit // tensor_size))
+        limit = min(MOST_FILES, tensor_size * math.ceil(size / FILE_BYTES))
+    return max(1, limit // tensor_size)
 
 
 def readers(sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int) -> dict[str, int]:
