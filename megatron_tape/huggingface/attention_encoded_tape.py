@@ -4,6 +4,8 @@ Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D h
 queries of a block, t tokens up to the last of them.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 ROWS = 128
 """Queries of a block."""
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on where x is."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Switch autocast off where x is, since encodings choose their own precision.
+
+    The backward passes of their functions run without autocast in any case.
+    """
+    return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
 
 
 def attend_with_scores(

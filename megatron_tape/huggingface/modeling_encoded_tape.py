@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_encoded_tape import attend_with_scores
+from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
 from .attention_tape import attend, rotate
 from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
@@ -151,9 +151,10 @@ class EncodedAttention(TapeAttention):
             (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
         else:
             eager = self.config._attn_implementation == "eager"
-            averages, weights = attend_with_scores(
-                query, key, value, attention_mask, positions, self.scaling, kwargs["dropout"], with_weights=eager
-            )
+            with without_autocast(query):
+                averages, weights = attend_with_scores(
+                    query, key, value, attention_mask, positions, self.scaling, kwargs["dropout"], with_weights=eager
+                )
             output, *averaged = averages.split(D, dim=-1)
         output = output.reshape(B, S, -1)
         if self.config.attention_output_gate:
@@ -180,16 +181,25 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             memory = LayerMemory(past_key_values.layers[layer], len(hidden_states))
         parameters = self.position()
         normed = self.input_layernorm(hidden_states)
-        state = encoding.enter(layer, parameters, state, normed.transpose(0, 1), memory)
-        positions = encoding.positions(layer, parameters, state, normed.transpose(0, 1), memory)
+        mixed = under_autocast(hidden_states)
+
+        def for_encoding(x: Tensor) -> Tensor:
+            """Return x, (B, S, C), by token, in the precision of the weights also under autocast."""
+            return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
+
+        with without_autocast(hidden_states):
+            state = encoding.enter(layer, parameters, state, for_encoding(normed), memory)
+            positions = encoding.positions(layer, parameters, state, for_encoding(normed), memory)
         attention_output, averaged, weights = self.self_attn(
             normed, positions, attention_mask, past_key_values, **kwargs
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if encoding.updates(layer) and not last:
-            outputs = attention_output.transpose(0, 1), mlp_output.transpose(0, 1)
-            state = encoding.next_state(layer, parameters, state, averaged, *outputs)
+            averaged = None if averaged is None else for_encoding(averaged.transpose(0, 1))
+            outputs = for_encoding(attention_output), for_encoding(mlp_output)
+            with without_autocast(hidden_states):
+                state = encoding.next_state(layer, parameters, state, positions, averaged, *outputs)
         return hidden_states + mlp_output, state, weights
 
 

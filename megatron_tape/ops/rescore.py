@@ -20,7 +20,8 @@ class Rescore:
 
     `scores` (B, H, r, t) are the products of rotated queries `q` (B, H, r, D) and keys `k` (B, G, t, D), divided by
     sqrt(D); `seen` (B or 1, 1, r, t) says which keys each query sees, and `tokens` is the slice of the queries' tokens.
-    Scores of keys that are not seen must be finite, and are ignored. `rows` is differentiable in q, k and `tensors`;
+    Scores of keys that are not seen must be finite, and are ignored. A query may see keys before some that it does not,
+    as where a prompt with padding after it is continued. `rows` is differentiable in q, k and `tensors`;
     everything that needs a gradient must be among these. It is called again in the backward pass.
     """
 

@@ -11,9 +11,6 @@ from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionE
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KEYS = 128
-"""Keys whose positions are computed at once."""
-
 
 @dataclass(kw_only=True)
 class CopeSettings:
@@ -72,33 +69,7 @@ class CopePosition(PositionEncoding):
 def _rows(
     scores_BHrt: "Tensor", q_BHrD: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, table: "Tensor"
 ) -> "Tensor":
-    """Add to each score the query's product with the embedding of the key's position.
+    """Add to each score the query's product with the embedding of the key's position."""
+    from megatron_tape.ops.contextual import add_contextual_positions
 
-    Positions grow from the nearest key to the farthest. Once every query has reached the largest position, or sees no
-    more keys, all keys before have the largest.
-    """
-    import torch
-
-    largest = len(table) - 1
-    scores = scores_BHrt.to(table.dtype)
-    of_positions = q_BHrD.to(table.dtype) @ table.T
-    counted, parts, finished = 0.0, [], False
-    keys = scores.shape[-1]
-    # Split once: the gradient of each slice would be a tensor of all keys.
-    sizes = [*([keys % _KEYS] if keys % _KEYS else []), *[_KEYS] * (keys // _KEYS)]
-    for near, visible in zip(reversed(scores.split(sizes, -1)), reversed(seen.split(sizes, -1))):
-        finished = finished or bool(parts and ((counted >= largest) | ~visible[..., -1:]).all())
-        if finished:
-            parts.append(near + of_positions[..., -1:])
-            continue
-        gates = near.sigmoid()
-        if not visible.all():
-            gates = gates.masked_fill(~visible, 0.0)
-        position = counted + gates.flip(-1).cumsum(-1).flip(-1)
-        capped = position.clamp(max=largest)
-        below = capped.detach().floor().clamp_(max=largest - 1)
-        index = below.long()
-        lower, upper = of_positions.gather(-1, index), of_positions.gather(-1, index + 1)
-        parts.append(near + torch.lerp(lower, upper, capped - below))
-        counted = counted + gates.sum(-1, keepdim=True)
-    return torch.cat(parts[::-1], dim=-1) if len(parts) > 1 else parts[0]
+    return add_contextual_positions(scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen)

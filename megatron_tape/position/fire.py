@@ -91,7 +91,9 @@ class FirePosition(PositionEncoding):
             normalizer = torch.maximum(queries, (scale * self.model.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()
             of_pairs = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
-            inner = torch.relu(of_pairs.flatten(1)[:, None] * up[:, None] + up_bias[:, None])
+            # As products of matrices: gradients of broadcast factors would be as large as `inner` before their sums.
+            matrices = (x[:, None].expand(len(of_pairs), -1, -1) for x in (up_bias, up))
+            inner = torch.relu(torch.baddbmm(*matrices, of_pairs.flatten(1)[:, None]))
             return (down @ inner).unflatten(2, of_pairs.shape[1:])
 
         positions_TB = memory.all_tokens("positions", state)

@@ -151,6 +151,26 @@ def test_in_bf16_a_cache_still_changes_little(exported, name):
     assert 0 < error < 0.1 * exact.abs().mean() and (found - exact).abs().mean() < 1.5 * error
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_changes_little(exported, name):
+    """As transformers' Trainer trains with `bf16=True`."""
+    model, ids = copy.deepcopy(exported(name).loaded), random_tokens()
+    found = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    (exact, of_exact), (rounded, of_rounded) = found
+    assert rounded == pytest.approx(exact, rel=0.01)
+    # RePo's positions follow from rounded hidden states, and angles are large multiples of them.
+    assert (of_rounded - of_exact).norm() < (0.9 if name == "repo" else 0.1) * of_exact.norm()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cached, _ = in_parts(model.eval(), ids, 5)
+        assert_close(cached, model(ids, use_cache=False).logits, atol=0.1, rtol=0.1)
+
+
 @torch.no_grad()
 def test_blocks_of_queries_equal_whole_rows(exported):
     """Beyond the 128 queries of a block, with and without gradients."""

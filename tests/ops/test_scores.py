@@ -246,3 +246,18 @@ def test_a_bias_may_have_one_row_or_one_column(backend):
     ):
         ours = attention(*tensors, True, packing, backend, bias=bias)
         torch.testing.assert_close(list(ours), plain(*tensors, whole, packing, True))
+
+
+def test_gradients_of_gates_beside_rows_of_scores_in_bf16_are_those_of_fp32():
+    """Where averages are rounded, what a row's gradients lack or exceed would reach the gates of all tokens before."""
+    q, k, v = (draw(200, 1, n, DIM, seed=n).detach() for n in (2, 1, 1))
+    gates, direction = -0.01 * draw(200, 1, 2).detach().square(), draw(200, 1, 2, DIM).detach()
+    found = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        qkv = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v + 3)]
+        own = gates.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        rescore = Rescore(lambda scores, *_: scores)
+        ours = attention(*qkv, None, log_gate_TBH=own, rescore=rescore, backend="tiled")[0]
+        (found[dtype],) = torch.autograd.grad(ours, own, direction.bfloat16().to(dtype))
+    exact, rounded = found.values()
+    assert (rounded - exact).norm() < 1e-4 * exact.norm()

@@ -10,11 +10,12 @@ from models import build, random_tokens, small_model
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.errors import ConfigError
+from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
-from megatron_tape.position import Memory, cope, encoding_of
+from megatron_tape.position import Memory, encoding_of
 from megatron_tape.position.base import NO_MEMORY
 
 TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
@@ -26,7 +27,8 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
 def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled, "QUERIES", 5)
     monkeypatch.setattr(tiled, "KEYS", 6)
-    monkeypatch.setattr(cope, "_KEYS", 6)
+    monkeypatch.setattr(contextual, "_QUERIES", 3)
+    monkeypatch.setattr(contextual, "_KEYS", 4)
 
 
 def draw(*shape, seed=0):
@@ -101,6 +103,22 @@ def test_cope_with_gates_of_one_is_a_learned_bias_by_distance():
     expected = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(2, 2))
     rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
     torch.testing.assert_close(attention(q, k, v, backend="tiled", **vars(rescored))[0], expected)
+
+
+@pytest.mark.parametrize("queries", [1, TOKENS])
+def test_cope_counts_seen_keys_beyond_hidden_ones(queries):
+    """As where a prompt with padding after it is continued: what is hidden may be wider than a tile."""
+    q, k, _ = heads()
+    q, k = q[-queries:].detach().permute(1, 2, 0, 3), k.detach().repeat_interleave(2, 2).permute(1, 2, 0, 3)
+    scores, of_positions = q @ k.mT, q @ draw(9, DIM).detach().mT
+    hidden = torch.zeros(TOKENS, dtype=torch.bool)
+    hidden[8:14] = True
+    seen = (torch.arange(TOKENS) <= torch.arange(TOKENS)[-queries:, None]) & ~hidden
+    found = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
+    kept = ~hidden[-queries:]
+    scores, of_positions, seen = scores[:, :, kept][..., ~hidden], of_positions[:, :, kept], seen[kept][:, ~hidden]
+    expected = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
+    torch.testing.assert_close(found[:, :, kept][..., ~hidden] * seen, expected * seen)
 
 
 @pytest.fixture

@@ -1,13 +1,17 @@
 """Attention in blocks of whole rows of scores, for encodings that derive scores from them.
 
 A block is computed again in the backward pass, so no S x T numbers are kept. The plain form is `naive.py`.
-Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension, E width of all values together.
+Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, R
+query heads of a group, r the queries of a block, t the tokens up to the last of them, D head dimension, E width of all
+values together.
 """
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.inputs import AttentionInputs
@@ -20,7 +24,6 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     bf16 and fp16 are computed in fp32.
     """
     q, k = x.rotated()
-    (S, _, _, D), T = q.shape, k.shape[0]
     dtype = torch.promote_types(q.dtype, torch.float32)
     values = [y.expand(-1, k.shape[1], k.shape[2], -1) for y in x.values()]
     # Concatenating a single value would copy it.
@@ -28,42 +31,119 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
     tensors = x.rescore.prepared(q_BHSD, k_BGTD)
     of_bias = () if x.bias is None else x.bias.tensors
-    starts = None if x.packing is None else x.packing.bounds_2BT[0]
-    blocks = []
+    scoring = _Scoring(
+        replace(x.rescore, tensors=()),
+        None if x.bias is None else x.bias.without_tensors(),
+        len(tensors),
+        None if x.packing is None else x.packing.bounds_2BT[0],
+    )
+    averages = _AttentionByRows.apply(scoring, rows, x.v_TBGD.dtype, q_BHSD, k_BGTD, v_BGTE, *tensors, *of_bias)
+    return tuple(y.permute(2, 0, 1, 3) for y in averages)
+
+
+class _Scoring:
+    """The scores of a block of queries, given the tensors of a rescore, `count` of them, and of a bias."""
+
+    def __init__(self, rescore: Rescore, bias: Bias | None, count: int, starts_BT: Tensor | None):
+        self.takes_scores = rescore.takes_scores
+        self._rescore, self._bias, self._count, self._starts = rescore, bias, count, starts_BT
+
+    def seen(self, tokens: slice, device: torch.device) -> Tensor:
+        """Return which keys each query of `tokens` sees, (B or 1, 1, r, t)."""
+        keys = torch.arange(tokens.stop, device=device)
+        seen = (keys <= keys[tokens, None])[None, None]
+        if self._starts is not None:
+            seen = seen & (keys >= self._starts[:, None, tokens, None])
+        return seen
+
+    def __call__(self, products: Tensor | None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *tensors: Tensor):
+        """Return the scores (B, H, r, t) of queries (B, H, r, D), given their products with keys (B, G, t, D)."""
+        scores = self._rescore.rows(products, q, k, seen, tokens, *tensors[: self._count])
+        if self._bias is not None:
+            scores = scores + self._bias.tile(tokens, slice(0, tokens.stop), *tensors[self._count :])
+        return scores
+
+
+class _AttentionByRows(torch.autograd.Function):
+    """Attention whose scores are differentiated by autograd, a block at a time, and everything else by hand."""
+
+    @staticmethod
+    def forward(ctx, scoring: _Scoring, rows: int, dtype: torch.dtype, q, k, v, *tensors):
+        (B, H, S, D), T, E = q.shape, k.shape[2], v.shape[-1]
+        # The sequence axis comes first in memory, as the next projection expects; otherwise it would keep a copy.
+        outputs = [q.new_empty(S, B, H, D, dtype=dtype).permute(1, 2, 0, 3) for _ in range(E // D)]
+        for block, tokens in _blocks(S, T, rows):
+            seen, queries, keys = scoring.seen(tokens, q.device), q[:, :, block], k[:, :, : tokens.stop]
+            products = _products(queries, keys) if scoring.takes_scores else None
+            p = _softmax(scoring(products, queries, keys, seen, tokens, *tensors), seen)
+            for output, part in zip(outputs, _times(p, v[:, :, : tokens.stop]).split(D, dim=-1)):
+                output[:, :, block] = part
+        ctx.save_for_backward(q, k, v, *tensors)
+        ctx.scoring, ctx.rows = scoring, rows
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *doutputs):
+        q, k, v, *tensors = ctx.saved_tensors
+        scoring, (need_q, need_k, need_v, *need) = ctx.scoring, ctx.needs_input_grad[3:]
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dtensors = [torch.zeros_like(x) if needed else None for x, needed in zip(tensors, need)]
+        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, need)]
+        for block, tokens in _blocks(q.shape[2], k.shape[2], ctx.rows):
+            seen, values = scoring.seen(tokens, q.device), v[:, :, : tokens.stop]
+            queries = q[:, :, block].detach().requires_grad_(need_q)
+            keys = k[:, :, : tokens.stop].detach().requires_grad_(need_k)
+            with torch.enable_grad():
+                products = _products(queries, keys) if scoring.takes_scores else None
+                scores = scoring(products, queries, keys, seen, tokens, *leaves)
+            p, d = _softmax(scores.detach(), seen), torch.cat([do[:, :, block].to(q.dtype) for do in doutputs], dim=-1)
+            if need_v:
+                dv[:, :, : tokens.stop] += _transposed_times(p, d, v.shape[1])
+            if not scores.requires_grad:
+                continue
+            # From the rows themselves: with rounded averages, the gradients of a row would not add up to zero.
+            dscores = torch.ops.aten._softmax_backward_data(_times(d, values.mT), p, -1, p.dtype)
+            found = _gradients(scores, (queries, keys, *leaves), dscores)
+            for total, part in zip((dq[:, :, block], dk[:, :, : tokens.stop], *dtensors), found):
+                if part is not None:
+                    total += part
+        return None, None, None, dq, dk, dv, *dtensors
+
+
+def _gradients(scores: Tensor, sources: tuple[Tensor, ...], dscores: Tensor) -> list[Tensor | None]:
+    """Return the gradient of each source, and None for those that need none or are not read."""
+    needed = [x for x in sources if x.requires_grad]
+    found = iter(torch.autograd.grad(scores, needed, dscores.to(scores.dtype), allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in sources]
+
+
+def _blocks(S: int, T: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries of each block, and their tokens."""
     for first in range(0, S, rows):
-        tokens = slice(T - S + first, T - S + min(first + rows, S))
-        given = (x.rescore, x.bias, tokens, starts, len(tensors))
-        given = (*given, q_BHSD[:, :, tokens.start - T + S : tokens.stop - T + S], k_BGTD, v_BGTE, *tensors, *of_bias)
-        blocks.append(checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False))
-    averaged = torch.cat(blocks, dim=2).permute(2, 0, 1, 3).to(x.v_TBGD.dtype)
-    return averaged.split(D, dim=-1)
+        last = min(first + rows, S)
+        yield slice(first, last), slice(T - S + first, T - S + last)
 
 
-def _block(
-    rescore: Rescore,
-    bias: Bias | None,
-    tokens: slice,
-    starts_BT: Tensor | None,
-    count: int,
-    q_BHrD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    *tensors: Tensor,
-) -> Tensor:
-    """Return the averages (B, H, r, E) of the queries of `tokens`."""
-    k_BGtD, v_BGtE = (y[:, :, : tokens.stop] for y in (k_BGTD, v_BGTE))
-    (B, H, r, D), (G, t) = q_BHrD.shape, k_BGtD.shape[1:3]
-    keys = torch.arange(t, device=q_BHrD.device)
-    queries = keys[tokens, None]
-    seen = (keys <= queries)[None, None]
-    if starts_BT is not None:
-        seen = seen & (keys >= starts_BT[:, None, tokens, None])
-    scores = None
-    if rescore.takes_scores:
-        scores = (q_BHrD.reshape(B, G, -1, D) * D**-0.5 @ k_BGtD.mT).view(B, H, r, t)
-    scores = rescore.rows(scores, q_BHrD, k_BGtD, seen, tokens, *tensors[:count])
-    if bias is not None:
-        scores = scores + bias.tile(tokens, slice(0, t), *tensors[count:])
-    # Unlike overwriting, adding takes no pass over the scores in the backward pass.
-    p = (scores + torch.zeros_like(seen, dtype=scores.dtype).masked_fill_(~seen, float("-inf"))).softmax(-1)
-    return (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)
+def _products(q_BHrD: Tensor, k_BGtD: Tensor) -> Tensor:
+    """Return q.k / sqrt(D), (B, H, r, t)."""
+    return _times(q_BHrD * q_BHrD.shape[-1] ** -0.5, k_BGtD.mT)
+
+
+def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Return the softmax of the scores that are seen, and zero for the others."""
+    hidden = torch.zeros_like(seen, dtype=scores.dtype).masked_fill_(~seen, float("-inf"))
+    return (scores + hidden).softmax(-1)
+
+
+def _times(x_BHrm: Tensor, y_BGmn: Tensor) -> Tensor:
+    """Return (B, H, r, n), the product of each head with the matrix of its group."""
+    B, H, r, m = x_BHrm.shape
+    G = y_BGmn.shape[1]
+    return (x_BHrm.reshape(B, G, H // G * r, m) @ y_BGmn).view(B, H, r, -1)
+
+
+def _transposed_times(x_BHrm: Tensor, y_BHrn: Tensor, G: int) -> Tensor:
+    """Return (B, G, m, n), the sum over the heads of a group of x^T y."""
+    x, y = (z.reshape(z.shape[0], G, -1, z.shape[-1]) for z in (x_BHrm, y_BHrn))
+    return x.mT @ y

@@ -1,0 +1,92 @@
+"""What contextual position encoding (CoPE, Golovneva et al., 2024) adds to scores, with a backward pass by hand.
+
+Most of the time goes into looking numbers up and adding their gradients, which is done for two numbers at once here.
+Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, P the largest position.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_QUERIES, _KEYS = 32, 64
+"""Rows and columns of a tile of scores whose positions are computed at once, so that it stays in a CPU's cache. GPUs,
+which would wait for each tile, compute all rows at once."""
+
+
+def add_contextual_positions(scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor) -> Tensor:
+    """Add to the score of key t the number, among the P + 1 of its query, that belongs to the position of t.
+
+    The position is the sum, over the keys from t to the query that are `seen` (B or 1, 1, r, t), of the sigmoids of
+    their scores. Between whole positions the numbers are interpolated; all positions beyond P have the last one. The
+    last r keys are those of the queries' own tokens. Scores of later keys are returned as they are.
+    """
+    return _ContextualPositions.apply(scores_BHrt, of_positions_BHrp, seen, torch.is_grad_enabled())
+
+
+class _ContextualPositions(torch.autograd.Function):
+    """Positions grow from the nearest key to the farthest, and are computed from near to far, a tile at a time.
+
+    Once every query of a tile has reached the largest position, or sees no more keys, all keys before have the largest.
+    """
+
+    @staticmethod
+    def forward(ctx, scores, of_positions, seen, learns):
+        (r, t), largest = scores.shape[-2:], of_positions.shape[-1] - 1
+        added = torch.empty_like(scores)
+        # A number and the way to the next one lie side by side, so that they are looked up together.
+        pairs = torch.complex(of_positions, F.pad(of_positions.diff(dim=-1), (0, 1)))
+        tiles, saved = [], []
+        height = _QUERIES if scores.device.type == "cpu" else r
+        width = max(_KEYS, height)  # every query's own token is in its first tile
+        for first in range(0, r, height):
+            rows = slice(first, min(first + height, r))
+            stop, counted, finished = t - r + rows.stop, 0.0, False
+            added[..., rows, stop:] = scores[..., rows, stop:]
+            while stop > 0 and not finished:
+                keys = slice(max(stop - width, 0), stop)
+                near, visible = scores[..., rows, keys], seen[..., rows, keys]
+                gates = near.sigmoid()
+                if not visible.all():
+                    gates.mul_(visible)
+                position = gates.flip(-1).cumsum(-1).flip(-1).add_(counted)
+                counted, stop = position[..., :1].clone(), keys.start
+                whole = position.floor().clamp_(max=largest)
+                index = whole.long()
+                number, way = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
+                part, way = position.sub_(whole), way.contiguous()
+                added[..., rows, keys] = torch.addcmul(number, way, part).add_(near)
+                if learns:
+                    tiles.append((rows, keys))
+                    saved += gates, part, index, way
+                finished = bool(((counted >= largest) | ~seen[..., rows, :stop].any(-1, keepdim=True)).all())
+            far = slice(0, stop)
+            torch.add(scores[..., rows, far], of_positions[..., rows, -1:], out=added[..., rows, far])
+        ctx.save_for_backward(*saved)
+        ctx.tiles, ctx.shape = tiles, of_positions.shape
+        return added
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dadded):
+        dscores = dadded.clone()
+        dpairs = dadded.new_zeros(ctx.shape, dtype=dadded.dtype.to_complex())
+        dfar = dadded.new_zeros(ctx.shape[:-1])
+        saved = ctx.saved_tensors
+        done = None
+        for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
+            gates, part, index, way = saved[4 * i : 4 * i + 4]
+            if rows != done:  # the farthest tile of its queries
+                done, dposition = rows, 0.0
+                dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
+            d = dadded[..., rows, keys]
+            dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, part.mul(d)))
+            # A gate moves the positions of its key and of all that are farther.
+            dgates = way.mul(d).cumsum(-1).add_(dposition)
+            dposition = dgates[..., -1:]
+            dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
+        dof_positions, dways = dpairs.real.contiguous(), dpairs.imag[..., :-1]
+        dof_positions[..., :-1] -= dways
+        dof_positions[..., 1:] += dways
+        dof_positions[..., -1] += dfar
+        return dscores, dof_positions, None, None
