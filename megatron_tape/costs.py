@@ -241,7 +241,8 @@ def activations(
         mlp = tokens * (3 if "matrices" in trained else 2) * model.ffn_hidden_size // tensor_size * width
         kept = 2 * norm + attention + _averages(model, batch, index) + mlp + encoding.saved_bytes(index, batch)
         if "matrices" not in trained:
-            kept -= normed * (1 if set("qkv") & lora or encoding.learns_on_entry(index) else 2)
+            reads = encoding.learns_on_entry(index) or (encoding.reads_hidden_states and encoding.parameters(index))
+            kept -= normed * (1 if set("qkv") & lora or reads else 2)
         narrow = tokens * len(lora) * extension.lora_rank * width if lora else 0
         return kept + narrow
 

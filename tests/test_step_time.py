@@ -221,6 +221,10 @@ def test_the_command_lists_layouts_and_why_others_do_not_fit(capsys):
     assert "none fits in 1 GiB, of which 6% must stay free; the smallest:\n" in output
     sizes = [float(size) for size in re.findall(r"% +([\d.]+)  ", output.partition("smallest:")[2])]
     assert len(sizes) == 5 and sizes == sorted(sizes)
+    for chosen in ("--parallel.tensor_model_parallel_size=2", "--train.recompute=full"):
+        with pytest.raises(SystemExit):
+            command.main([*arguments, "40", chosen])
+        assert f"--search chooses {chosen[2:].partition('=')[0]} itself" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([*arguments[:3]])
     assert "--search needs --processes" in capsys.readouterr().err

@@ -180,13 +180,18 @@ class LayerPosition(torch.nn.Module):
         return copy_to_tensor_model_parallel_region(hidden_states, group=self._group)
 
     def forward(
-        self, state: Tensor | None, averaged: Tensor | None, attention_output: Tensor, mlp_output: Tensor
+        self,
+        state: Tensor | None,
+        positions: Positions,
+        averaged: Tensor | None,
+        attention_output: Tensor,
+        mlp_output: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state."""
+        """Return the next layer's state, given what `enter` returned."""
         if not self.updates:
             return state
         outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
-        new = self.encoding.next_state(self.layer, self._in_attention(), state, averaged, *outputs)
+        new = self.encoding.next_state(self.layer, self._in_attention(), state, positions, averaged, *outputs)
         if self.record_norms:
             with torch.no_grad():
                 after, before = new.float(), state.float()
@@ -227,7 +232,7 @@ class PositionTransformerLayer(TransformerLayer):
         hidden_states = self._add(self.self_attn_bda, attention_output, bias, hidden_states)
         mlp_output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = self._add(self.mlp_bda, mlp_output, bias, hidden_states)
-        return hidden_states, self.position(context, averaged, attention_output, mlp_output)
+        return hidden_states, self.position(context, positions, averaged, attention_output, mlp_output)
 
     def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         # For evaluation mode Megatron's function would add to `output` in place, which the position update still reads;

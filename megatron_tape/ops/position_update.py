@@ -36,16 +36,32 @@ def plain_update(
 
 
 def compact_update(
-    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+    z_NGD: Tensor,
+    u_NHD: Tensor,
+    gate_NP: Tensor,
+    mixing: Tensor,
+    up_PG: Tensor,
+    down_GP: Tensor,
+    rounded_NGD: Tensor | None = None,
 ) -> Tensor:
-    """Return the same, keeping only z, u and the gate for the backward pass; z rounded to the type of u."""
-    return _CompactUpdate.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+    """Return the same, keeping only z, u and the gate for the backward pass; z rounded to the type of u.
+
+    `rounded_NGD` is the rounded z, where something else keeps it, too.
+    """
+    return _CompactUpdate.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
+
+
+def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
+    """Return what is kept of z for the backward pass, if it is not z itself."""
+    if z.dtype == u.dtype:
+        return None
+    return z.detach().to(u.dtype) if rounded is None else rounded.detach()
 
 
 class _CompactUpdate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z, u, gate, mixing, up, down):
-        ctx.save_for_backward(z.to(u.dtype), u, gate, mixing, up, down)
+    def forward(ctx, z, u, gate, mixing, up, down, kept):
+        ctx.save_for_backward(z if kept is None else kept, u, gate, mixing, up, down)
         return plain_update(z, u, gate, mixing, up, down)
 
     @staticmethod
@@ -71,16 +87,22 @@ class _CompactUpdate(torch.autograd.Function):
         else:
             du = rounded * mixing[:, None]
             d_mixing = (rounded * u).sum((0, 2))
-        return dz, du, d_gate, d_mixing, d_up, d_down
+        return dz, du, d_gate, d_mixing, d_up, d_down, None
 
 
 def fused_update(
-    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+    z_NGD: Tensor,
+    u_NHD: Tensor,
+    gate_NP: Tensor,
+    mixing: Tensor,
+    up_PG: Tensor,
+    down_GP: Tensor,
+    rounded_NGD: Tensor | None = None,
 ) -> Tensor:
     """Return the same, computed by one Triton kernel on a GPU (or by Triton's interpreter)."""
     from megatron_tape.ops.kernels.position_update import update
 
-    return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+    return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
 
 
 def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:

@@ -128,6 +128,9 @@ class PositionEncoding:
 
     Where it depends on the settings, it is a property.
     """
+    reads_hidden_states: ClassVar[bool] = False
+    """Whether its parameters multiply the hidden states of their layer, which are then kept for the backward pass even
+    where the layer's matrices are frozen."""
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Its own settings that an extension of the context may change."""
     counts_in_documents: ClassVar[bool] = False
@@ -265,9 +268,13 @@ class PositionEncoding:
         layer: int,
         parameters: Mapping[str, Tensor],
         state: Tensor | None,
+        positions: Positions,
         averaged_SBhD: Tensor | None,
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
     ) -> Tensor | None:
-        """Return the next layer's state; called if `updates(layer)`. The outputs do not include their residuals."""
+        """Return the next layer's state; called if `updates(layer)`, with what `positions` returned.
+
+        The outputs do not include their residuals.
+        """
         return state

@@ -31,6 +31,7 @@ class FoxPosition(PositionEncoding):
     name = "fox"
     settings = FoxSettings
     needs = frozenset({GATE})
+    reads_hidden_states = True
 
     def check(self) -> None:
         """Reject a start that is not a number, and scaled positions."""

@@ -37,6 +37,7 @@ class PathPosition(PositionEncoding):
     name = "path"
     settings = PathSettings
     needs = frozenset({REFLECTIONS})
+    reads_hidden_states = True
     counts_in_documents = True
 
     def check(self) -> None:

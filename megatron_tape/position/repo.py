@@ -49,6 +49,7 @@ class Reposition(RotaryPosition):
 
     name = "repo"
     settings = RepositionSettings
+    reads_hidden_states = True
     exports_to = "code"
 
     def check(self) -> None:

@@ -131,7 +131,7 @@ class TapePosition(RotaryPosition):
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count what the update keeps: the gate and its input, the state, and averages from other ranks.
 
-        Attention keeps the same state, unless it is rounded, one for all groups, or sent to other ranks.
+        Attention keeps the same state, unless it is one for all groups, or sent to other ranks.
 
         If increments are learned, the first layer also keeps them and the positions, in float64, and the phases, which
         are those of one group until other ranks get them.
@@ -142,8 +142,7 @@ class TapePosition(RotaryPosition):
         if not self.updates(layer):
             return increments
         received = model.num_attention_heads * model.head_dim if batch.head_shards > 1 else 0
-        unrounded = batch.width == 4 or model.position_state_precision == "bf16"
-        shared = unrounded and batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
+        shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
         state = 0 if shared else groups * model.head_dim
         per_token = received + model.hidden_size + inner + state
         normalized = self.state_bytes(layer + 1, batch.width) if model.position_state_norm == "unit" else 0
@@ -210,6 +209,7 @@ class TapePosition(RotaryPosition):
         layer: int,
         parameters: Mapping[str, "Tensor"],
         state: "Tensor",
+        positions: Positions,
         averaged_SBhD: "Tensor",
         attention_output_sBC: "Tensor",
         mlp_output_sBC: "Tensor",
@@ -219,11 +219,17 @@ class TapePosition(RotaryPosition):
 
         u = self.tokens.to_tokens(averaged_SBhD)
         S, B, H, D = u.shape
-        z = state.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
+        # What attention got is the state, rounded, unless its ranks hold other tokens; both keep one tensor.
+        rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
+        z, rounded = (
+            None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
+            for x in (state, rounded)
+        )
         gate_input = mlp_output_sBC if self.model.gate_input == "mlp" else attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        new = self._update_function(u.dtype)(z, u.reshape(S * B, H, D), gate, *matrices).view(S, B, -1, D)
+        update = self._update_function(u.dtype)
+        new = update(z, u.reshape(S * B, H, D), gate, *matrices, rounded).view(S, B, -1, D)
         if self.model.position_state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus

@@ -39,7 +39,7 @@ class ToyStretch(RotaryPosition):
     def positions(self, layer, parameters, state, hidden_states_sBC, memory):
         return Positions(self.tokens.to_heads(state.expand(-1, -1, self.model.query_groups, -1)))
 
-    def next_state(self, layer, parameters, state, averaged_SBhD, attention_output_sBC, mlp_output_sBC):
+    def next_state(self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC):
         from torch.nn.functional import linear
 
         return state * (1 + linear(mlp_output_sBC, parameters["stretch"]).tanh())[..., None]

@@ -126,11 +126,11 @@ def _backward(
 
 class _Update(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z, u, gate, mixing, up, down):
-        tensors = [x.contiguous() for x in (z, u, gate, mixing, up, down)]
-        out = torch.empty_like(tensors[0])
-        ctx.save_for_backward(*tensors)
-        _launch(_forward, *tensors, out)
+    def forward(ctx, z, u, gate, mixing, up, down, kept):
+        z, *tensors = (x.contiguous() for x in (z, u, gate, mixing, up, down))
+        out = torch.empty_like(z)
+        ctx.save_for_backward(z if kept is None else kept.contiguous(), *tensors)
+        _launch(_forward, z, *tensors, out)
         return out
 
     @staticmethod
@@ -138,11 +138,12 @@ class _Update(torch.autograd.Function):
     def backward(ctx, dout):
         tensors = ctx.saved_tensors
         z, u, gate, mixing, up, down = tensors
-        dz, du, dgate = torch.empty_like(z), torch.empty_like(u), torch.empty_like(gate)
+        dout = dout.contiguous()
+        dz, du, dgate = torch.empty_like(dout), torch.empty_like(u), torch.empty_like(gate)
         programs = triton.cdiv(len(z), _tokens(z))
         sums = [torch.empty(programs, *x.shape, dtype=torch.float32, device=x.device) for x in (mixing, up, down)]
-        _launch(_backward, *tensors, dout.contiguous(), dz, du, dgate, *sums)
-        return dz, du, dgate, *(x.sum(0).to(x_of.dtype) for x, x_of in zip(sums, (mixing, up, down)))
+        _launch(_backward, *tensors, dout, dz, du, dgate, *sums)
+        return dz, du, dgate, *(x.sum(0).to(x_of.dtype) for x, x_of in zip(sums, (mixing, up, down))), None
 
 
 def _tokens(z: Tensor) -> int:
@@ -165,9 +166,18 @@ def _launch(kernel, z: Tensor, u: Tensor, gate: Tensor, mixing: Tensor, *tensors
     )  # fmt: skip
 
 
-def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
+def update(
+    z_NGD: Tensor,
+    u_NHD: Tensor,
+    gate_NP: Tensor,
+    mixing: Tensor,
+    up_PG: Tensor,
+    down_GP: Tensor,
+    kept_NGD: Tensor | None = None,
+) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
+    `kept_NGD` is z rounded to the type of the others, if that is kept for the backward pass instead of z itself.
     z may be in fp32 where the others are in bf16 or fp16. Raises ValueError for other combinations of types, as
     the kernel multiplies operands of equal types, and for shapes that do not fit.
     """
@@ -182,4 +192,4 @@ def update(z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in {*types, z_NGD.dtype}))
         raise ValueError(f"the fused position update takes tensors of one type, but for a state in fp32, not {names}")
     with torch.cuda.device_of(z_NGD):
-        return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP)
+        return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)
