@@ -18,6 +18,15 @@ HEADROOM = 0.06
 GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages that a run in bf16 can have."""
+CHOSEN = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.context_parallel_size",
+    "deepspeed.zero_stage",
+    "train.micro_batch_size",
+    "train.recompute",
+)
+"""Settings that a search chooses."""
 
 
 def fits(result: Estimate, gib: float) -> bool:

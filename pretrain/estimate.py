@@ -17,7 +17,7 @@ from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.hardware import KINDS, Hardware, with_rates
-from megatron_tape.layouts import GIB, HEADROOM, Found, Layout, fits, search
+from megatron_tape.layouts import CHOSEN, GIB, HEADROOM, Found, Layout, fits, search
 from megatron_tape.position import unread_settings
 from megatron_tape.step_time import step_time
 
@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         hardware = with_rates(hardware, options.rates) if options.rates else hardware
         gib = hardware.memory if gib is None and options.gpu else gib
         if options.search:
+            given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in rest)]
+            refuse(bool(given), f"--search chooses {', '.join(given)} itself; leave out what it would ignore")
             refuse(processes is None, "--search needs --processes, the number of GPUs; add it")
             found = search(config, processes, hardware, gib or hardware.memory)
             print("\n".join(_found(found, config, processes, hardware, gib or hardware.memory)))

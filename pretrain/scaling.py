@@ -6,10 +6,10 @@ Nothing is measured: every figure comes from the arithmetic of `pretrain.estimat
 import argparse
 import copy
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.config.parse import read_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
@@ -163,4 +163,4 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)
