@@ -4,7 +4,7 @@ Imports no torch. Memory consists of what stays (weights, gradients and optimize
 0.19.8 hold them) and what one micro-batch adds. The CUDA context, NCCL's buffers and fragmentation, which take about 6
 % more, are not included. Attention is assumed to keep no S x S scores; on GPUs, torch's SDPA may keep them in fp32 with
 grouped keys, for which it has no fast kernel. All backends are counted like torch's SDPA, except for the mask of packs,
-which only SDPA keeps.
+which only SDPA keeps, and for our kernel, which keeps no rotated queries and keys.
 """
 
 from dataclasses import dataclass
@@ -297,7 +297,13 @@ def _is_new(encoding: PositionEncoding, layer: int) -> bool:
 def _tiled(model: ModelConfig) -> bool:
     """Return whether attention needs no mask: with a bias, gates or rows of scores, it is computed in parts."""
     parts = {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS}
-    return bool(parts & encoding_of(model).needs) or model.attention_backend in ("tiled", "triton")
+    return bool(parts & encoding_of(model).needs) or model.attention_backend == "tiled" or _fused(model)
+
+
+def _fused(model: ModelConfig) -> bool:
+    """Return whether our kernel for GPUs computes attention, which `auto` chooses where a state is averaged."""
+    backend = model.attention_backend
+    return backend == "triton" or (backend == "auto" and AVERAGE in encoding_of(model).needs)
 
 
 def _attention(
@@ -321,12 +327,14 @@ def _attention(
     # Megatron copies queries when it separates them from keys and values.
     copied = heads if grouped and groups > 1 and batch.context_size == 1 else 0
     # The input of the rotation (without one, of attention) is kept only if the rotation needs a gradient.
-    read, normed = moves, 0
+    # Our kernel always keeps its input and rotates again in the backward pass.
+    again = _fused(model)
+    read, normed = moves or again, 0
     if model.qk_norm:
         read = fused_norms or width == 4
-        normed = heads + groups if moves else 0
-    if ROTATION not in encoding_of(model).needs and not model.qk_norm:
-        queries, keys = copied, 0
+        normed = heads + groups if moves or again else 0
+    if again or (ROTATION not in encoding_of(model).needs and not model.qk_norm):
+        queries, keys = copied if read or not model.qk_norm else 0, 0
     else:
         queries, keys = heads + (copied if read else 0), groups
     values = groups if own else 0

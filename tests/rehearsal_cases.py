@@ -50,7 +50,9 @@ MANY = {
     "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],
     "lora_of_rope": ["--model.position_encoding=rope", "--extension.trains=[lora,embeddings,norms]"],
     "fused": ["--model.attention_backend=triton"],
-    "fused_packed": ["--model.attention_backend=triton", *PACKED],
+    "fused_packed_with_qk_norm": ["--model.attention_backend=triton", "--model.qk_norm=true", *PACKED],
+    "fused_rope": ["--model.attention_backend=triton", "--model.position_encoding=rope", ONE],
+    "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
 }
 
 

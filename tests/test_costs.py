@@ -124,11 +124,15 @@ def test_saved_activations_of_a_larger_model_are_those_counted(encoding):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("name", ["tape_155m", "tape_1b"])
-def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(name, tensor_size, precision):
-    """Also where the MLP is as narrow as Llama's, unless the state also travels between ranks."""
-    model = recipe(name).model
-    widths = [model.ffn_hidden_size] + [8 * model.hidden_size // 3] * (tensor_size == 1)
+@pytest.mark.parametrize("name", ["tape_155m", "tape_1b", "tape_7b"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(backend, name, tensor_size, precision):
+    """Also where the MLP is as narrow as Llama's, unless torch computes attention and the state travels, too."""
+    model = recipe(name, f"--model.attention_backend={backend}").model
+    narrow = 8 * model.hidden_size // 3
+    widths = {model.ffn_hidden_size, narrow}
+    if backend == "torch" and tensor_size > 1:
+        widths = {max(width, 4 * model.hidden_size) for width in widths}
     for width in widths:
         for groups in (model.num_attention_heads, model.num_attention_heads // 4):
             same = dataclasses.replace(model, ffn_hidden_size=width, num_query_groups=groups)
@@ -308,7 +312,9 @@ def test_settings_that_should_save_memory_do():
     assert peak("--train.micro_batch_size=2") < peak()
     assert peak() < peak("--parallel.tensor_model_parallel_size=1")
     assert peak("--deepspeed.offload_optimizer=true") < peak()
-    assert peak("--model.position_encoding=rope") < peak() < peak("--data.reset_attention_mask=true")
+    assert peak("--model.position_encoding=rope") < peak() == peak("--data.reset_attention_mask=true")
+    by_torch = "--model.attention_backend=torch"
+    assert peak() < peak(by_torch) < peak(by_torch, "--data.reset_attention_mask=true")
     for precision, stages in (("fp32", (3, 2, 1, 0)), ("bf16", (3, 2, 1))):
         fixed = (
             f"--train.precision={precision}",
