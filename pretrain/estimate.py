@@ -12,13 +12,14 @@ from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.command_line import counted, duration
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.config.schema import RunConfig, TrainConfig, is_positive
+from megatron_tape.config.schema import ModelConfig, RunConfig, TrainConfig, is_positive
 from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.hardware import KINDS, Hardware, with_rates
 from megatron_tape.layouts import CHOSEN, GIB, HEADROOM, Found, Layout, fits, search
-from megatron_tape.position import unread_settings
+from megatron_tape.ops.backends import AVERAGE, ROTATION, described
+from megatron_tape.position import encoding_of, unread_settings
 from megatron_tape.step_time import step_time
 
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             refuse(processes is None, "--search needs --processes, the number of GPUs; add it")
             found = search(config, processes, hardware, gib or hardware.memory)
             print("\n".join(_found(found, config, processes, hardware, gib or hardware.memory)))
+            _warn_of_encoding(config.model)
             return 0
         processes = config.parallel.ranks_per_sequence if processes is None else processes
         validate(config, processes)
@@ -75,13 +77,22 @@ def main(argv: list[str] | None = None) -> int:
     fitting = [name for name, gib in GPU_MEMORY.items() if fits(result, gib)]
     for name, value in (*_rows(config, processes, result, fitting), *_time(config, processes, result, hardware)):
         print(f"{name:<40}{value}")
-    if unread := unread_settings(config.model):
-        print(
-            f"warning: {config.model.position_encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr
-        )
+    _warn_of_encoding(config.model)
     if not fits(result, gib or max(GPU_MEMORY.values())):
         print(f"warning: {_advice(config, processes, result, gib)}", file=sys.stderr)
     return 0
+
+
+def _warn_of_encoding(model: ModelConfig) -> None:
+    encoding = model.position_encoding
+    if unread := unread_settings(model):
+        print(f"warning: {encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr)
+    if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
+        print(
+            f"warning: {encoding} must {described(slower)} in attention, counted at the speed of RoPE's; steps "
+            "take longer than predicted",
+            file=sys.stderr,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

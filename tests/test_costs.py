@@ -376,6 +376,20 @@ def test_settings_that_the_encoding_does_not_read_are_a_warning(capsys):
         assert ("warning: alibi does not read model.t5_num_buckets\n" in told) == warned, told
 
 
+def test_slower_attention_than_that_of_rope_is_a_warning(capsys):
+    for encoding, warned in (
+        ("cope", "compute scores from whole rows"),
+        ("fire", "tile by tile"),
+        ("tape", ""),
+        ("xpos", ""),
+    ):
+        recipe = ["--config", str(RECIPES / "tape_155m.yaml"), "--model.position_encoding", encoding]
+        for more in ([], ["--processes", "8", "--search"]):
+            assert command.main([*recipe, *more]) == 0
+            told = capsys.readouterr().err
+            assert (f"warning: {encoding} must " in told) == bool(warned) and warned in told, told
+
+
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     _, error = outputs(capsys, "--gpu-memory", "1")
     assert re.fullmatch(r"warning: .*first raise parallel\.tensor_model_parallel_size to 4 .* not enough yet\n", error)

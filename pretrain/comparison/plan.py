@@ -166,7 +166,12 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
     plan = Plan(output, runs, base, tasks, results.empty(base, tasks, baseline))
-    for file in filter(None, (options.results, output / NAME if (output / NAME).is_file() else None)):
+    given = options.results
+    refuse(
+        given is not None and not Path(given).is_file(),
+        f"--results {given} is not a file; give a {NAME} that pretrain.compare wrote, or leave it out",
+    )
+    for file in filter(None, (given, output / NAME if (output / NAME).is_file() else None)):
         results.add_runs(plan.known, Path(file), base)
     plan.collect()
     return plan

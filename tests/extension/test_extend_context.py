@@ -532,6 +532,14 @@ def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
 
 
+def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
+    base = make(model__position_encoding="fire")
+    for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):
+        extended = make(model__position_encoding="fire", **{f"model__{setting}": value})
+        with pytest.raises(ConfigError, match=f"^fire does not read model.{setting}, so .*; remove it from the recipe"):
+            check_base(extended, Base(Path("somewhere"), base.model, None))
+
+
 def test_an_extension_may_widen_the_range_of_random_positions_alone():
     base = make(model__position_encoding="randpe", model__randpe_range=50)
     extended = make(model__position_encoding="randpe", model__randpe_range=99, model__seq_length=64)

@@ -86,8 +86,9 @@ def test_every_command_of_the_page_works(copy):
     prepare = re.search(r"^(    python tools/train_tokenizer.py.*?)    export", readme, re.M | re.S)[1]
     commands = re.search(r"^With the data.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.M | re.S)[1]
     assert commands.count("--logging.directory runs/kerple") == 1
+    recipe = re.search(r"^    sed .*\n.*$", PAGE, re.M)[0]
     few = commands.replace("--logging.directory runs/kerple", FEWER)
-    found = run(copy, prepare + few)
+    found = run(copy, f"{prepare}{recipe}\n{few}")
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     code = (copy / "runs" / "kerple-hf" / "position_kerple_tape.py").read_text()
     assert "class KerplePosition" in code and "megatron_tape" not in re.sub(r'""".*?"""', "", code, flags=re.S)
