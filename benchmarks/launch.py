@@ -12,6 +12,7 @@ instead, "one rank's imports" are measured once. A virtual node has one rank tha
 does.
 
 The CPU seconds are those of all ranks together, and the most of one; their nodes spend them at the same time.
+If no name server answers, a line "::ffff:127.0.0.1 localhost" in /etc/hosts saves torch's store from waiting for one.
 Of the folder that the run shares, the table gives how often files were opened to read or to write, directories listed,
 names created, renamed or removed, and looked up: by all ranks together, and most by one rank.
 """
