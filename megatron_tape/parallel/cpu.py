@@ -1,6 +1,7 @@
-"""megatron-core without CUDA: redirect the few places where it assumes CUDA to the CPU. Does nothing with CUDA."""
+"""Training without CUDA: redirect the few places where megatron-core assumes CUDA, and keep memory that was used."""
 
 import contextlib
+import ctypes
 
 import torch
 
@@ -73,3 +74,25 @@ def keep_deepspeed_from_compiling() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library reuse the memory of freed tensors instead of returning it to the system at once.
+
+    New memory must be mapped page by page when it is first touched, which takes about as long as computing what is
+    written to it. What is kept is freed when the process ends. Returns whether the C library is glibc and took the
+    settings; does nothing if CUDA is available.
+    """
+    if torch.cuda.is_available():
+        return False
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return all(set_option(option, _LARGEST) == 1 for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h: free bytes at the end of the heap that are returned; bytes of a tensor that gets a mapping of
+its own."""
+_LARGEST = 2**31 - 1

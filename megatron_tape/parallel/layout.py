@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling
+from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling, keep_freed_memory
 from megatron_tape.parallel.tokens import TokenLayout
 
 MARGIN = timedelta(minutes=10)
@@ -114,6 +114,7 @@ def initialize_distributed(
         )
     enable_megatron_on_cpu()
     keep_deepspeed_from_compiling()
+    keep_freed_memory()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -1,7 +1,30 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from megatron_tape.parallel import cpu
+
+FAULTS = """
+import resource, torch
+from megatron_tape.parallel.cpu import keep_freed_memory
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(pages(), keep_freed_memory(), pages(), pages())
+"""
+
+
+def test_memory_of_freed_tensors_is_used_again():
+    """A tensor of 64 MiB has 16,384 pages of 4 KiB, or 32 of 2 MiB."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    before, took, _, after = done.stdout.split()
+    assert took == "True" and int(before) >= 3 * 32 and int(after) < 32
 
 
 def test_it_changes_nothing_where_cuda_exists(monkeypatch):
@@ -11,6 +34,7 @@ def test_it_changes_nothing_where_cuda_exists(monkeypatch):
     before = (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER)
     assert cpu.enable_megatron_on_cpu() is False
     cpu.keep_deepspeed_from_compiling()
+    assert cpu.keep_freed_memory() is False
     assert (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER) == before
 
 
