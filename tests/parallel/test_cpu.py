@@ -10,12 +10,14 @@ from megatron_tape.parallel import cpu
 FAULTS = """
 import resource, torch
 from megatron_tape.parallel.cpu import keep_freed_memory
-def pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
+def fewest_pages():
+    found = []
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(pages(), keep_freed_memory(), pages(), pages())
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(found)
+print(fewest_pages(), keep_freed_memory(), fewest_pages())
 """
 
 
@@ -23,8 +25,8 @@ def test_memory_of_freed_tensors_is_used_again():
     """A tensor of 64 MiB has 16,384 pages of 4 KiB, or 32 of 2 MiB."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
-    before, took, _, after = done.stdout.split()
-    assert took == "True" and int(before) >= 3 * 32 and int(after) < 32
+    before, took, after = done.stdout.split()
+    assert took == "True" and int(before) >= 32 > int(after)
 
 
 def test_it_changes_nothing_where_cuda_exists(monkeypatch):
