@@ -145,16 +145,19 @@ def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(backend, 
 
 def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
     """The shares that docs/training.md names."""
-    shares = {"rope": [], "tape": []}
+    shares = {"rope": [], "tape": [], "tape with a state in bf16": []}
     for name in ("tape_155m", "tape_1b", "tape_7b"):
         for size in (1, 2):
-            models = {key: dataclasses.replace(recipe(name).model, position_encoding=key) for key in shares}
-            whole = activations(models["rope"], 1, "bf16", "none", size, size > 1).layers
-            for key, model in models.items():
+            tape = recipe(name).model
+            rope = dataclasses.replace(tape, position_encoding="rope")
+            rounded = dataclasses.replace(tape, position_state_precision="bf16")
+            whole = activations(rope, 1, "bf16", "none", size, size > 1).layers
+            for key, model in zip(shares, (rope, tape, rounded)):
                 shares[key].append(activations(model, 1, "bf16", "selective", size, size > 1).layers / whole)
     assert {key: (round(min(found), 2), round(max(found), 2)) for key, found in shares.items()} == {
         "rope": (0.10, 0.11),
         "tape": (0.18, 0.28),
+        "tape with a state in bf16": (0.17, 0.22),
     }
 
 
