@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_run_config(rest, with_base_settings)
         hardware = KINDS[options.gpu or "H100"]
         hardware = with_rates(hardware, options.rates) if options.rates else hardware
+        if hardware.name not in KINDS:
+            print(f"warning: {hardware.name}, and so {UNKNOWN}", file=sys.stderr)
         gib = hardware.memory if gib is None and options.gpu else gib
         if options.search:
             given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in rest)]
@@ -180,7 +182,7 @@ def _memory(result: Estimate) -> list[tuple[str, int]]:
         ("weights", result.weights),
         ("gradients", result.gradients),
         ("optimizer state", result.optimizer),
-        ("activations (with torch's attention)", result.layer_activations),
+        ("activations", result.layer_activations),
         ("logits and loss", result.logits),
         ("ZeRO buffers (reduce_bucket_size)", result.buffers),
         ("extra at the peak", result.working),
@@ -223,6 +225,8 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     yield _line("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB") + WHERE
     for layout in found.fitting:
         yield _described(layout, processes, hardware)
+    if found.fitting:
+        yield f"the first of these: {_settings(found.fitting[0].config)}"
     others = found.too_large
     if found.fitting:
         others = [layout for layout in others if layout.memory.peak < TOO_LARGE * gib * GIB]
@@ -236,6 +240,12 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     yield from _reasons(found)
 
 
+def _settings(config: RunConfig) -> str:
+    """Return the arguments that set what a search chose; sequence parallelism follows from the sizes."""
+    values = {name: getattr(getattr(config, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
+    return " ".join(f"--{name} {value}" for name, value in values.items() if not name.endswith("sequence_parallel"))
+
+
 def _reasons(found: Found) -> Iterator[str]:
     """Yield why layouts cannot run: first the smallest ones, then most of them."""
     reasons = [*list(found.refused.items())[:1], *found.refused.most_common(5)]
@@ -244,6 +254,7 @@ def _reasons(found: Found) -> Iterator[str]:
 
 
 WHERE = "  most time in"
+UNKNOWN = "all rates that were not measured, and the memory, are those of another machine; predictions mean little"
 
 
 def _line(*columns: str) -> str:
@@ -292,7 +303,7 @@ def _advice(config: RunConfig, processes: int, result: Estimate, given: float | 
     if best is None or best[1].peak >= result.peak:
         return f"{problem}; choose a smaller model or larger GPUs"
     enough = "which fits" if fits(best[1], gib) else "which is not enough yet"
-    return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}"
+    return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}; --search lists the fastest layouts"
 
 
 def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig, int]]:

@@ -68,9 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options, rest = _parser().parse_known_args(argv)
         processes, rank = options.processes, options.rank
-        refuse(processes < 1, f"--processes is {processes}; give 1 or more")
-        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
+        refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         config = parse_run_config(rest, with_base_settings)
+        processes = config.parallel.ranks_per_sequence if processes is None else processes
+        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
         validate(config, processes)
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
@@ -103,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         "the peak); 2 if a setting is wrong. Settings are those of pretrain.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, metavar="N", default=1, help="number of GPUs (default: 1)")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"
+    )
     parser.add_argument("--rank", type=int, metavar="R", default=0, help="which of them to rehearse (default: 0)")
     return parser
 

@@ -182,7 +182,11 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
         started = "at an unknown time"
     job = attempt.facts.get("job")
     where = f"{f'job {job} on ' if job else ''}{_nodes(attempt.facts.get('nodes', []))}"
-    where += f", from step {attempt.facts.get('checkpoint_step', 0):,}"
+    newest = attempt.facts.get("checkpoint_step", 0)
+    begun = attempt.heartbeat.get("from_step", newest)
+    where += f", from step {begun:,}"
+    if begun < newest:
+        where += f" (the checkpoint of step {newest:,} was not used; the log says why)"
     if attempt.outcome is not None:
         reason = last_error(attempt) if attempt.crashed else attempt.message
         end = f"{attempt.outcome}: {reason if len(reason) <= LONGEST else reason[:LONGEST] + ' ...'}"

@@ -134,6 +134,23 @@ def test_measured_rates_replace_assumed_ones(tmp_path, capsys):
     assert "on H100, measured: matmul, between; else assumed" in capsys.readouterr().out
 
 
+def test_rates_of_something_else_than_a_known_gpu_are_a_warning(tmp_path, capsys):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"gpu": "CPU", "rates": {"matmul": 1e11}}))
+    assert command.main(["--config", str(RECIPES / "tape_1b.yaml"), "--rates", str(path)]) == 0
+    assert "warning: H100 with rates of CPU, and so all rates that were not measured" in capsys.readouterr().err
+
+
+def test_a_search_names_the_settings_of_the_fastest_layout(capsys):
+    arguments = ["--config", str(RECIPES / "tape_1b.yaml"), "--processes", "64"]
+    assert command.main([*arguments, "--search"]) == 0
+    output = capsys.readouterr().out
+    settings = re.search(r"^the first of these: (.*)$", output, re.M)[1].split()
+    assert command.main([*arguments, *settings]) == 0
+    first = output.splitlines()[2].split()
+    assert f" {first[6]} s on H100, rates assumed" in capsys.readouterr().out
+
+
 def test_the_benchmark_writes_rates_that_can_be_read(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     path = tmp_path / "rates.json"

@@ -126,8 +126,7 @@ def check_inputs(config: RunConfig) -> None:
         ("checkpoint.directory", config.checkpoint.directory),
     ):
         with _names_the_setting(name, directory):
-            parts = [Path(directory), *Path(directory).parents] if directory else []
-            existing = next((path for path in parts if path.exists()), None)
+            existing = _nearest(directory)
             refuse(
                 existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)),
                 f"{name} is {directory}, but {existing} is not a writable directory; choose another",
@@ -141,6 +140,14 @@ def check_inputs(config: RunConfig) -> None:
                     f"data.prefix names {prefix}, but {prefix}{suffix} does not exist; preprocess the corpus or "
                     "correct it",
                 )
+    cache = config.data.resolved_cache_directory
+    with _names_the_setting("data.cache_directory", cache):
+        existing = _nearest(cache)
+        # One that exists may hold all that is needed, and need not be writable.
+        usable = existing is None or (existing.is_dir() and (existing == Path(cache) or os.access(existing, os.W_OK)))
+        refuse(
+            not usable, f"data.cache_directory is {cache}, but {existing} is not a writable directory; choose another"
+        )
     examples = None if config.data.examples is None else examples_of(config.data.examples)
     for name, path in (("path", examples.path), ("validation", examples.validation)) if examples else ():
         with _names_the_setting(f"data.examples.{name}", path):
@@ -164,6 +171,12 @@ def check_inputs(config: RunConfig) -> None:
             resume not in ("auto", "none") and not Path(resume).is_dir(),
             f"checkpoint.resume {resume} is not a directory; set it to auto, none or a checkpoint's path",
         )
+
+
+def _nearest(directory: str | None) -> Path | None:
+    """Return a directory, or the first of its parents that exists; None if none does or no directory is given."""
+    parts = [Path(directory), *Path(directory).parents] if directory else []
+    return next((path for path in parts if path.exists()), None)
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:

@@ -81,6 +81,9 @@ class _Beat(TypedDict):
 class Heartbeat(_Beat, total=False):
     """When rank 0 was last known to be alive, what it was doing, and since when: the contents of `heartbeat.json`."""
 
+    from_step: int
+    """The step after which the attempt has continued, once it is known: of damaged checkpoints, earlier ones serve."""
+
 
 @dataclass(frozen=True)
 class Attempt:

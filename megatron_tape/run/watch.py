@@ -52,6 +52,7 @@ class Watch:
         self._attempt: Attempt | None = None
         self._rank = 0
         self._facts: dict[str, Any] = {"stage": "starting", "step": None}
+        self._begun: dict[str, int] = {}
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
@@ -77,9 +78,10 @@ class Watch:
             # If a hang holds Python's global lock, the thread cannot act; this timer does not need the lock.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
-    def begin_training(self) -> None:
-        """Apply `hang_timeout` as it was given from now on."""
+    def begin_training(self, step: int = 0) -> None:
+        """Apply `hang_timeout` as it was given from now on; `step` steps are already done."""
         self.progress("training")
+        self._begun = {"from_step": step}
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
@@ -127,7 +129,7 @@ class Watch:
 
     def _beat(self) -> None:
         since = time.time() - (time.monotonic() - self._since)
-        self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **self._facts)
+        self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **self._facts, **self._begun)
 
     def _hang(self) -> None:
         where = f"{self._facts['stage']} (step {self._facts['step']})"

@@ -194,7 +194,7 @@ class Trainer:
         config, layout, watch = self.config, self.layout, self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
-        watch.begin_training()
+        watch.begin_training(self.step)
         seconds, timed_steps = 0.0, 0
         for step in range(self.step + 1, config.train.steps + 1):
             for hook in self.hooks.values():

@@ -25,6 +25,18 @@ def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
     check_inputs(config)
 
 
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
+    config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
+    for directory in ("a.bin", "a.bin/cache"):
+        config.data.cache_directory = str(tmp_path / directory)
+        with pytest.raises(ConfigError, match=r"^data.cache_directory is .*, but .*a.bin is not a writable directory"):
+            check_inputs(config)
+    for directory in ("new/cache", ""):
+        config.data.cache_directory = str(tmp_path / directory)
+        check_inputs(config)
+
+
 @pytest.mark.parametrize("key", ["logging.directory", "checkpoint.directory", "data.prefix", "data.tokenizer"])
 def test_a_path_that_cannot_be_looked_at_is_named_with_its_setting(tmp_path, key):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()

@@ -78,6 +78,22 @@ def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     assert "alpha, from step 0" in output
 
 
+def test_an_attempt_that_could_not_use_the_newest_checkpoint_says_where_it_began(run, capsys):
+    directory = Attempt.open(run, run / "checkpoints", 1).directory
+    facts = json.loads((directory / "attempt.json").read_text())
+    write_record(directory / "attempt.json", facts | {"checkpoint_step": 10})
+    assert status.main([str(run)]) == 0
+    assert "alpha, from step 10" in capsys.readouterr().out
+    beat = json.loads((directory / "heartbeat.json").read_text())
+    for begun, said in (
+        (10, "from step 10\n"),
+        (5, "from step 5 (the checkpoint of step 10 was not used; the log says"),
+    ):
+        write_record(directory / "heartbeat.json", beat | {"from_step": begun})
+        assert status.main([str(run)]) == 0
+        assert f"alpha, {said}" in capsys.readouterr().out
+
+
 def test_an_extension_shows_what_it_extends_and_trains(run, capsys):
     (run / "config.yaml").write_text("train: {steps: 40}\nextension: {from: models/a, trains: [tape, norms]}\n")
     assert status.main([str(run)]) == 0
