@@ -122,7 +122,8 @@ class Contestant:
         Tensors: weights, gradients and Adam's state as estimated, and the activations as autograd keeps them; the
         resident size of a process that trains two models says nothing about either.
         """
-        estimated = estimate(self.config, self.layout.world_size)
+        model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
+        estimated = estimate(dataclasses.replace(self.config, model=model), self.layout.world_size)
         if self.layout.device.type == "cuda":
             measured = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         else:

@@ -12,7 +12,17 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
+from megatron_tape.ops.backends import (
+    AVERAGE,
+    BIAS,
+    GATE,
+    HEAD_DIMS,
+    POINTWISE,
+    REFLECTIONS,
+    ROTATION,
+    SCORES,
+    lacks,
+)
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.parameters import (
     lora_targets,
@@ -301,9 +311,11 @@ def _tiled(model: ModelConfig) -> bool:
 
 
 def _fused(model: ModelConfig) -> bool:
-    """Return whether our kernel for GPUs computes attention, which `auto` chooses where a state is averaged."""
-    backend = model.attention_backend
-    return backend == "triton" or (backend == "auto" and AVERAGE in encoding_of(model).needs)
+    """Return whether our kernel computes attention, which a GPU chooses where a state is averaged if it can."""
+    if model.attention_backend != "auto":
+        return model.attention_backend == "triton"
+    needs = encoding_of(model).needs
+    return AVERAGE in needs and model.head_dim in HEAD_DIMS and not lacks("triton", needs)
 
 
 def _attention(
@@ -325,14 +337,16 @@ def _attention(
     grouped = heads > groups
     projected = heads + 2 * groups
     # Megatron copies queries when it separates them from keys and values.
-    copied = heads if grouped and groups > 1 and batch.context_size == 1 else 0
+    exchanged = batch.context_size > 1
+    copied = heads if grouped and groups > 1 and (model.qk_norm or not exchanged) else 0
     # The input of the rotation (without one, of attention) is kept only if the rotation needs a gradient.
     # Our kernel always keeps its input and rotates again in the backward pass.
     again = _fused(model)
     read, normed = moves or again, 0
     if model.qk_norm:
         read = fused_norms or width == 4
-        normed = heads + groups if moves or again else 0
+        # What context ranks get, queries, keys and values, is one tensor.
+        normed = projected if exchanged else heads + groups if moves or again else 0
     if again or (ROTATION not in encoding_of(model).needs and not model.qk_norm):
         queries, keys = copied if read or not model.qk_norm else 0, 0
     else:
@@ -350,7 +364,7 @@ def _attention(
     # Of the output's gate, its sigmoid and the product.
     gate = 2 * heads if model.attention_output_gate else 0
     # What comes back from the other context ranks is what the output's projection or gate keeps.
-    returned = heads if batch.context_size > 1 else 0
+    returned = heads if exchanged else 0
     numbers = projected + queries + keys + values + normed + returned + gate
     norms = 0
     if model.qk_norm:

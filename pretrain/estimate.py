@@ -226,7 +226,7 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     for layout in found.fitting:
         yield _described(layout, processes, hardware)
     if found.fitting:
-        yield f"the first of these: {_settings(found.fitting[0].config)}"
+        yield f"the first of these: {_settings(found.fitting[0].config, config)}"
     others = found.too_large
     if found.fitting:
         others = [layout for layout in others if layout.memory.peak < TOO_LARGE * gib * GIB]
@@ -240,10 +240,12 @@ def _found(found: Found, config: RunConfig, processes: int, hardware: Hardware, 
     yield from _reasons(found)
 
 
-def _settings(config: RunConfig) -> str:
-    """Return the arguments that set what a search chose; sequence parallelism follows from the sizes."""
-    values = {name: getattr(getattr(config, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
-    return " ".join(f"--{name} {value}" for name, value in values.items() if not name.endswith("sequence_parallel"))
+def _settings(chosen: RunConfig, given: RunConfig) -> str:
+    """Return the arguments that set what a search chose; those that the configuration leaves open are null."""
+    values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
+    if given.parallel.sequence_parallel is None:
+        del values["parallel.sequence_parallel"]
+    return " ".join(f"--{name} {'null' if value is None else value}" for name, value in values.items())
 
 
 def _reasons(found: Found) -> Iterator[str]:
@@ -303,7 +305,7 @@ def _advice(config: RunConfig, processes: int, result: Estimate, given: float | 
     if best is None or best[1].peak >= result.peak:
         return f"{problem}; choose a smaller model or larger GPUs"
     enough = "which fits" if fits(best[1], gib) else "which is not enough yet"
-    return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}; --search lists the fastest layouts"
+    return f"{problem}; first {best[0]}: {best[1].peak / GIB:.2f} GiB, {enough}; --processes N --search lists layouts"
 
 
 def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig, int]]:

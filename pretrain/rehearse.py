@@ -1,4 +1,4 @@
-"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config X.yaml --processes N [--section.key value]`."""
+"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config X.yaml [--processes N] [--section.key value]`."""
 
 import argparse
 import logging
@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
         config = parse_run_config(rest, with_base_settings)
         processes = config.parallel.ranks_per_sequence if processes is None else processes
-        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
         validate(config, processes)
+        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
         started = time.monotonic()
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m pretrain.rehearse",
-        usage="%(prog)s --config X.yaml --processes N [--rank R] [--section.key value ...]",
+        usage="%(prog)s --config X.yaml [--processes N] [--rank R] [--section.key value ...]",
         description="Run three steps of pretrain.train as one rank of many on a fake GPU. This finds tensors on the "
         "wrong device, operations that a GPU or NCCL would refuse and places where the host waits for the GPU, and "
         "compares memory and collectives with pretrain.estimate's arithmetic. It needs no GPU, no data and little "

@@ -52,6 +52,12 @@ MANY = {
     "fused": ["--model.attention_backend=triton"],
     "fused_packed_with_qk_norm": ["--model.attention_backend=triton", "--model.qk_norm=true", *PACKED],
     "fused_rope": ["--model.attention_backend=triton", "--model.position_encoding=rope", ONE],
+    "context_and_qk_norm": ["--parallel.context_parallel_size=2", "--model.qk_norm=true"],
+    "context_and_qk_norm_fused": [
+        "--parallel.context_parallel_size=2",
+        "--model.qk_norm=true",
+        "--model.attention_backend=triton",
+    ],
     "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
 }
 

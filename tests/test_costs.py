@@ -161,6 +161,19 @@ def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
     }
 
 
+@pytest.mark.parametrize(
+    "encoding, dim, backend", [("tape", 64, "triton"), ("tape", 48, "torch"), ("rope", 64, "torch")]
+)
+def test_an_estimate_counts_the_backend_that_a_gpu_chooses(encoding, dim, backend):
+    """As `choose_backend` does where nothing was measured; flash-attn keeps what torch's SDPA keeps."""
+    model = dataclasses.replace(recipe().model, position_encoding=encoding, kv_channels=dim)
+    kept = {
+        name: activations(dataclasses.replace(model, attention_backend=name), 1, "bf16").layers
+        for name in ("auto", "triton", "torch")
+    }
+    assert kept["auto"] == kept[backend] and (encoding == "rope" or kept["triton"] < kept["torch"])
+
+
 def test_a_built_tape_keeps_at_most_a_quarter_more_than_rope():
     tape, rope = (counted(build(model)[0], model) for model in map(middle_model, ("tape", "rope")))
     assert rope < tape <= 1.25 * rope
@@ -395,7 +408,7 @@ def test_slower_attention_than_that_of_rope_is_a_warning(capsys):
 
 def test_what_does_not_fit_is_a_warning_that_names_the_first_change(capsys):
     _, error = outputs(capsys, "--gpu-memory", "1")
-    more = r"; --search lists the fastest layouts\n"
+    more = r"; --processes N --search lists layouts\n"
     assert re.fullmatch(
         rf"warning: .*first raise parallel\.tensor_model_parallel_size to 4 .* not enough yet{more}", error
     )

@@ -141,7 +141,7 @@ def test_rates_of_something_else_than_a_known_gpu_are_a_warning(tmp_path, capsys
     assert "warning: H100 with rates of CPU, and so all rates that were not measured" in capsys.readouterr().err
 
 
-def test_a_search_names_the_settings_of_the_fastest_layout(capsys):
+def test_a_search_names_the_settings_of_the_fastest_layout(tmp_path, capsys):
     arguments = ["--config", str(RECIPES / "tape_1b.yaml"), "--processes", "64"]
     assert command.main([*arguments, "--search"]) == 0
     output = capsys.readouterr().out
@@ -149,6 +149,10 @@ def test_a_search_names_the_settings_of_the_fastest_layout(capsys):
     assert command.main([*arguments, *settings]) == 0
     first = output.splitlines()[2].split()
     assert f" {first[6]} s on H100, rates assumed" in capsys.readouterr().out
+    recipe = tmp_path / "sharded.yaml"
+    recipe.write_text("parallel: {sequence_parallel: true}\n")
+    assert command.main([*arguments, "--config", str(recipe), "--search"]) == 0
+    assert "--parallel.sequence_parallel null" in capsys.readouterr().out
 
 
 def test_the_benchmark_writes_rates_that_can_be_read(tmp_path, capsys, monkeypatch):

@@ -20,7 +20,7 @@ from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_e
 from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.from_hf.weight_files import check_directory
 from megatron_tape.model.names import POSITION, parameter_shapes
-from megatron_tape.position import ENCODINGS, setting_names
+from megatron_tape.position import ENCODINGS, setting_names, unread_settings
 from megatron_tape.records import read_yaml
 
 KEY = "extension.from"
@@ -195,13 +195,6 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
-    before, after = (dataclasses.asdict(model) for model in (base.model, config.model))
-    unread = sorted(name for name in setting_names("rope") - setting_names(now) if before[name] != after[name])
-    refuse(
-        bool(unread),
-        f"{now} does not read model.{', model.'.join(unread)}, so that this would extend nothing; remove it from the "
-        "recipe or the command line",
-    )
     free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
     free |= {"position_encoding", *setting_names(now)} if added else set()
     if base.model.position_increments == "learned":
@@ -209,6 +202,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the rows that are missing
     blank = dict.fromkeys(free)
+    before, after = (dataclasses.asdict(model) for model in (base.model, config.model))
     differences = model_differences(before | blank, after | blank)
     refuse(
         bool(differences),
@@ -216,6 +210,12 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "the recipe or the command line: an extension changes only model.seq_length, model.rope_*, model.randpe_range, "
         "model.attention_backend, model.position_state_precision, model.position_encoding from rope to tape, and "
         "model.position_increments from fixed to learned",
+    )
+    unread = [name for name in unread_settings(config.model) if before[name] != after[name]]
+    refuse(
+        bool(unread),
+        f"{now} does not read model.{', model.'.join(unread)}, so that this would change nothing; remove it from the "
+        "recipe or the command line",
     )
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
     if not added and _of_encoding(config.model) > _of_encoding(base.model):

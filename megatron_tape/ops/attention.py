@@ -21,6 +21,7 @@ from megatron_tape.ops.backends import (
     BACKENDS,
     BIAS,
     GATE,
+    HEAD_DIMS,
     POINTWISE,
     REFLECTIONS,
     ROTATION,
@@ -37,8 +38,6 @@ from megatron_tape.ops.rescore import Rescore
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIMS = (32, 64, 80, 96, 128)
-"""Head widths that the fused kernels are tested with."""
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head widths for which flash-linear-attention 0.6.0 has kernels of PaTH."""
 _MODULES = {name: name for name in BACKENDS} | {"torch": "sdpa", "flash_attn": "flash"}

@@ -89,7 +89,9 @@ def keep_freed_memory() -> bool:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return all(set_option(option, _LARGEST) == 1 for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD))
+    # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
+    took = any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25))
+    return took and set_option(_TRIM_THRESHOLD, _LARGEST) == 1
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -36,6 +36,10 @@ BACKENDS = {
 }
 
 
+HEAD_DIMS = (32, 64, 80, 96, 128)
+"""Widths of heads that `triton` is tested with."""
+
+
 def described(needs: Set[str]) -> str:
     """Describe these needs in words, always in the same order."""
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
