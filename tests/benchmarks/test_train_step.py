@@ -202,8 +202,7 @@ def test_a_profile_has_parts_kernels_and_a_trace(blocks):
     record, folder = blocks
     for name in ENCODINGS:
         found = record["profile"][name]
-        # Beside other programs, the step waits for a processor, and its operations do not.
-        assert 0.1 < sum(found["by_part"].values()) / found["seconds"] < 1.5
+        assert sum(found["by_part"].values()) == pytest.approx(found["seconds"], rel=0.5)
         assert (found["by_part"]["position update"] > 0.0) and found["by_part"]["attention"] > 0
         assert 0 < len(found["kernels"]) <= step_profile.KERNELS
         assert found["kernels"][0]["seconds"] >= found["kernels"][-1]["seconds"]
