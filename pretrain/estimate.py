@@ -60,7 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         hardware = KINDS[options.gpu or "H100"]
         hardware = with_rates(hardware, options.rates) if options.rates else hardware
         if hardware.name not in KINDS:
-            print(f"warning: {hardware.name}, and so {UNKNOWN}", file=sys.stderr)
+            print(
+                f"warning: predicted for {hardware.name}: what was not measured is that of another machine, so that "
+                "times mean little",
+                file=sys.stderr,
+            )
         gib = hardware.memory if gib is None and options.gpu else gib
         if options.search:
             given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in rest)]
@@ -256,7 +260,6 @@ def _reasons(found: Found) -> Iterator[str]:
 
 
 WHERE = "  most time in"
-UNKNOWN = "all rates that were not measured, and the memory, are those of another machine; predictions mean little"
 
 
 def _line(*columns: str) -> str:

@@ -138,7 +138,10 @@ def test_rates_of_something_else_than_a_known_gpu_are_a_warning(tmp_path, capsys
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"gpu": "CPU", "rates": {"matmul": 1e11}}))
     assert command.main(["--config", str(RECIPES / "tape_1b.yaml"), "--rates", str(path)]) == 0
-    assert "warning: H100 with rates of CPU, and so all rates that were not measured" in capsys.readouterr().err
+    assert (
+        "warning: predicted for H100 with rates of CPU: what was not measured is that of another machine"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_search_names_the_settings_of_the_fastest_layout(tmp_path, capsys):

@@ -5,6 +5,12 @@ import ctypes
 
 import torch
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h: free bytes at the end of the heap that are returned; bytes of a tensor that gets a mapping of
+its own."""
+_LARGEST = 2**31 - 1
+"""Bytes; both are a C int."""
+
 
 class _CpuRngTracker:
     """Replaces Megatron's `CudaRNGStatesTracker`: named random streams of torch's CPU generator."""
@@ -92,9 +98,3 @@ def keep_freed_memory() -> bool:
     # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
     took = any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25))
     return took and set_option(_TRIM_THRESHOLD, _LARGEST) == 1
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""From glibc's malloc.h: free bytes at the end of the heap that are returned; bytes of a tensor that gets a mapping of
-its own."""
-_LARGEST = 2**31 - 1
