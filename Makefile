@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # What those have who load an exported model: nothing of this project, the oldest transformers that works.
 PLAIN := .venv-transformers
 OLDEST_TRANSFORMERS := 5.0.0
-QUICK := $(if $(SLOW),,-m "not slow")
+QUICK := $(if $(SLOW),$(if $(filter only,$(SLOW)),-m slow),-m "not slow")
 PLAIN_STAMP := $(PLAIN)/.transformers-$(OLDEST_TRANSFORMERS)
 # What slow tests of exported models use beside $(VENV): trainers, runtimes and servers of the Hugging Face world.
 ECOSYSTEM := .venv-ecosystem
@@ -22,7 +22,7 @@ demo: $(STAMP)
 demo-smollm2: $(STAMP)
 	$(BIN)/python -m pretrain.demo_smollm2
 
-# Those marked slow only with SLOW=1. Two files at a time; the jobs of tests/slurm spend much of their time waiting, so
+# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time; the jobs of tests/slurm spend much of their time waiting, so
 # more of them at once. Both halves run and are reported, whatever becomes of the first; Ctrl-C ends both.
 test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP))
 ifdef TESTS
@@ -33,7 +33,7 @@ else
 	$(BIN)/python -m pytest tests/slurm -n 3 $(QUICK); slurm=$$?; \
 	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
 	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
-	$(if $(QUICK),echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \
+	$(if $(SLOW),,echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \
 	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
 

@@ -41,7 +41,7 @@ from benchmarks.slices import (
     write_outcome,
 )
 from benchmarks.wheels import described, differences, install
-from megatron_tape.files import write_whole
+from megatron_tape.io.files import write_whole
 
 LIMIT = 9.0
 """Minutes after which a slice's program is ended."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.phases import PhaseTimer
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.initial import draw_weights, initial_parameters
@@ -25,6 +24,7 @@ from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
+from megatron_tape.planning.costs import estimate
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 

@@ -35,7 +35,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN
 
 BASELINE = "rope"

@@ -10,7 +10,7 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.command_line import run
+from megatron_tape.io.records import read_record, write_record
 from megatron_tape.ops import measured
 from megatron_tape.ops.measured import Row, check, key, read_table
-from megatron_tape.records import read_record, write_record
 
 
 class AttentionRecord(TypedDict):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from benchmarks.attention_timing import matmul_peak
 from benchmarks.environment import describe
 from benchmarks.timing import timed
-from megatron_tape.hardware import Rates
-from megatron_tape.records import write_record
+from megatron_tape.io.records import write_record
+from megatron_tape.planning.hardware import Rates
 
 
 def of_one(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.files import write_whole
-from megatron_tape.records import read_record
+from megatron_tape.io.files import write_whole
+from megatron_tape.io.records import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -22,10 +22,10 @@ from benchmarks.step_table import table
 from benchmarks.timing import reason, recorder
 from benchmarks.utilization import peak_flops, utilization
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.costs import estimate, flops_per_token
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.costs import estimate, flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 
 BLOCKS = ("rope", "tape", "tape", "rope")
 """A steady drift changes both medians alike, and TAPE is built only once."""

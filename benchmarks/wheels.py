@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_tape.command_line import run, say
-from megatron_tape.files import atomic_directory, remove
+from megatron_tape.io.files import atomic_directory, remove
 
 CARRIED = (
     "megatron-core",

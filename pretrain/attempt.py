@@ -37,8 +37,8 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.source import made_by
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
-from megatron_tape.files import SUFFIX, atomic_directory, remove
-from megatron_tape.records import write_record
+from megatron_tape.io.files import SUFFIX, atomic_directory, remove
+from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 

@@ -168,7 +168,7 @@ def _write(plan: Plan) -> str:
     """Write the results as JSON and as tables; return the tables."""
     from megatron_tape.evaluation.comparison import NAME, write_comparison
     from megatron_tape.evaluation.report.comparison import markdown
-    from megatron_tape.files import write_whole
+    from megatron_tape.io.files import write_whole
 
     order = {run.variant.label: number for number, run in reversed([*enumerate(plan.runs)])}
     plan.known["runs"].sort(key=lambda run: (order.get(run["variant"], len(order)), run["variant"], run["seed"]))

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}

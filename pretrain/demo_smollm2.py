@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 from pretrain import held_out
 from pretrain.demo import is_whole, read_rows, run
 

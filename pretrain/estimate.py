@@ -13,14 +13,14 @@ from megatron_tape.command_line import counted, duration
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ModelConfig, RunConfig, TrainConfig, is_positive
-from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
-from megatron_tape.hardware import KINDS, Hardware, with_rates
-from megatron_tape.layouts import CHOSEN, GIB, HEADROOM, Found, Layout, fits, search
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
+from megatron_tape.planning.costs import Estimate, estimate
+from megatron_tape.planning.hardware import KINDS, Hardware, with_rates
+from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, Found, Layout, fits, search
+from megatron_tape.planning.step_time import step_time
 from megatron_tape.position import encoding_of, unread_settings
-from megatron_tape.step_time import step_time
 
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
 """Common GPU memory sizes, and the GiB that are actually available on each."""

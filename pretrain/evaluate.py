@@ -290,15 +290,15 @@ def _load(options: argparse.Namespace, source: Source, output: Path, device: str
 
 
 def _export(source: Source, directory: Path, dtype: str) -> None:
-    from megatron_tape.files import remove
-    from megatron_tape.huggingface.to_hf.export import NO_TOKENIZER, export
+    from megatron_tape.huggingface.export.export import NO_TOKENIZER, export
+    from megatron_tape.io.files import remove
 
     remove(directory)
     export(source.path, directory, dtype, tokenizer=None if source.info.has_tokenizer else NO_TOKENIZER)
 
 
 def _remove_export(output: Path) -> None:
-    from megatron_tape.files import remove
+    from megatron_tape.io.files import remove
 
     remove(output / "model")
 

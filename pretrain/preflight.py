@@ -24,9 +24,9 @@ from megatron_tape.command_line import counted
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.planning.costs import estimate
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from megatron_tape.run.watch import EXIT_INTERRUPTED

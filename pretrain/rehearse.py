@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_tape.command_line import counted
-from megatron_tape.communication import Traffic, communication
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.costs import estimate
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
-from megatron_tape.step_time import product_flops
+from megatron_tape.planning.communication import Traffic, communication
+from megatron_tape.planning.costs import estimate
+from megatron_tape.planning.step_time import product_flops
 
 if TYPE_CHECKING:
-    from megatron_tape.rehearsal.run import Rehearsal
+    from megatron_tape.planning.rehearsal.run import Rehearsal
 
 MIB = 2**20
 TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
         started = time.monotonic()
-        from megatron_tape.rehearsal.world import install_fake_world
+        from megatron_tape.planning.rehearsal.world import install_fake_world
 
         install_fake_world(processes, rank)
-        from megatron_tape.rehearsal.run import rehearse
+        from megatron_tape.planning.rehearsal.run import rehearse
         from megatron_tape.training.trained import trained_by
 
         outcome = rehearse(config, trained_by(config.extension))

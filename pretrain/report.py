@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_tape.command_line import counted
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.files import write_whole
+from megatron_tape.io.files import write_whole
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from megatron_tape import command_line
 from megatron_tape.config.parse import read_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.files import write_whole
-from megatron_tape.hardware import KINDS
-from megatron_tape.layouts import GIB, Found, Layout, search
-from megatron_tape.step_time import StepTime, step_time
+from megatron_tape.io.files import write_whole
+from megatron_tape.planning.hardware import KINDS
+from megatron_tape.planning.search import GIB, Found, Layout, search
+from megatron_tape.planning.step_time import StepTime, step_time
 
 RECIPES = Path(__file__).parent / "recipes"
 MODELS = {"155M": "tape_155m", "1B": "tape_1b", "7B": "tape_7b", "70B": "tape_70b"}

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.files import sync_directory
+from megatron_tape.io.files import sync_directory
 
 HOME, NAMES = ".attempt-000001", ("model", "run.json")
 # What stands in the directory before the save, the step and how many are kept.

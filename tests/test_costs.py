@@ -16,10 +16,10 @@ from models import build, random_tokens, small_model
 from benchmarks.rates import of_links
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.costs import activations, estimate, flops_per_token
 from megatron_tape.model.weights import shard
 from megatron_tape.ops.kept import KeptAttention
-from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts
+from megatron_tape.planning.costs import activations, estimate, flops_per_token
+from megatron_tape.planning.parameters import parameter_count, parameters_per_rank, trained_parts
 from megatron_tape.training.trained import select_trained, trained_by
 from pretrain import estimate as command
 

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from megatron_tape.command_line import duration
-from megatron_tape.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
+from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):

@@ -1,6 +1,7 @@
 """`make test`: what it runs and how it reports the outcomes, with dummy programs in place of Python."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+STAMPS = ("STAMP", "PLAIN_STAMP", "ECOSYSTEM_STAMP")
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def make_test(tmp_path):
         (tmp_path / "python").write_text(script)
         (tmp_path / "python").chmod(0o755)
         (tmp_path / "stamp").touch()
-        stamps = [f"{name}={tmp_path}/stamp" for name in ("STAMP", "PLAIN_STAMP")]
+        stamps = [f"{name}={tmp_path}/stamp" for name in STAMPS]
         command = ["make", "-s", "test", f"BIN={tmp_path}", *stamps, *arguments]
         # make itself runs these tests, and passes its own variables on.
         own = ("TESTS", "SLOW", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL")
@@ -44,6 +46,14 @@ def test_slow_tests_are_left_out_by_default_and_this_is_said(make_test):
     first, second, _, last = make_test().stdout.splitlines()
     assert first.endswith("-m not slow") and second.endswith("-m not slow") and "make test SLOW=1" in last
     assert "not slow" not in make_test("SLOW=1").stdout
+    first, second, _ = make_test("SLOW=only").stdout.splitlines()
+    assert first.endswith("-m slow") and second.endswith("-m slow")
+
+
+def test_the_make_file_installs_nothing_for_these_tests(make_test):
+    """Every stamp has a stand-in, so that no test builds an environment in the clone."""
+    stamps = set(re.findall(r"^(\w*STAMP)\b", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert stamps == set(STAMPS)
 
 
 def test_the_check_of_a_gpu_takes_its_options_as_variables():

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypedDict
 
 import pytest
 
-from megatron_tape.records import parse_record, read_record, read_yaml, write_record
+from megatron_tape.io.records import parse_record, read_record, read_yaml, write_record
 
 
 class Needed(TypedDict):

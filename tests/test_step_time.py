@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks import rates
 from benchmarks.utilization import peak_flops
-from megatron_tape.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import read_run_config
-from megatron_tape.costs import estimate, flops_per_token
 from megatron_tape.errors import ConfigError
-from megatron_tape.hardware import KINDS, Group, Hardware, with_rates
-from megatron_tape.layouts import candidates, fits, search
-from megatron_tape.step_time import loads, product_flops, step_time
+from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from megatron_tape.planning.costs import estimate, flops_per_token
+from megatron_tape.planning.hardware import KINDS, Group, Hardware, with_rates
+from megatron_tape.planning.search import candidates, fits, search
+from megatron_tape.planning.step_time import loads, product_flops, step_time
 from pretrain import estimate as command
 
 RECIPES = Path(__file__).parent.parent / "pretrain" / "recipes"

@@ -13,7 +13,7 @@ An output appears only when it is complete; an existing output is never changed.
 import argparse
 
 from megatron_tape import command_line
-from megatron_tape.files import refuse_existing
+from megatron_tape.io.files import refuse_existing
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
         return
     if arguments.base is not None:
         raise ValueError("--base names the model of an adapter; add --adapter, or leave it out")
-    from megatron_tape.huggingface.to_hf.export import export
+    from megatron_tape.huggingface.export.export import export
 
     if arguments.push_to_hub is None:
         export(*model, arguments.results)
@@ -52,7 +52,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
 
 def from_hf(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from a Hugging Face model."""
-    from megatron_tape.huggingface.from_hf.llama_family import import_model
+    from megatron_tape.huggingface.imports.llama_family import import_model
 
     import_model(
         arguments.model,
@@ -71,7 +71,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
 
 def from_released(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from one of the TAPE authors' code."""
-    from megatron_tape.huggingface.from_hf.released import import_released
+    from megatron_tape.huggingface.imports.released import import_released
 
     import_released(
         arguments.weights,

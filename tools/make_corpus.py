@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 
 # SentencePiece drops sentences that are too long, so it gets only a few lines at a time.
 _SENTENCE_CHARACTERS = 1000

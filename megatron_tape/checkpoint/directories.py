@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.errors import CheckpointError
-from megatron_tape.files import remove, sync_directory
-from megatron_tape.records import check_shape, read_record, write_record
+from megatron_tape.io.files import remove, sync_directory
+from megatron_tape.io.records import check_shape, read_record, write_record
 
 FORMAT_VERSION = 2
 """Version 1 had no `index.json`, a file of tensors per rank, and a file of random states per rank."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 INDEX = "index.json"
 _TENSORS = re.compile(r"tensors-tp(\d{2,})-\w+\.safetensors")

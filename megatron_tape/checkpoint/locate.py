@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.records import read_yaml
+from megatron_tape.io.records import read_yaml
 
 
 class _Checkpoints(TypedDict):

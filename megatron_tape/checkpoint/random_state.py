@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
 from megatron_tape.errors import CheckpointError
-from megatron_tape.records import parse_record
+from megatron_tape.io.records import parse_record
 
 logger = logging.getLogger(__name__)
 

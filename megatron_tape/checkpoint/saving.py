@@ -20,7 +20,7 @@ from megatron_tape.checkpoint.random_state import RANDOM, packed_random_state, t
 from megatron_tape.checkpoint.tensors import write_tensors
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError
-from megatron_tape.records import write_record
+from megatron_tape.io.records import write_record
 
 if TYPE_CHECKING:
     from megatron_tape.run.attempts import Attempt

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_tape.checkpoint.directories import Entry
 from megatron_tape.checkpoint.index import Place
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.records import check_shape, parse_record
 from megatron_tape.model.weights import current_name
-from megatron_tape.records import check_shape, parse_record
 
 _TYPES = {
     torch.float64: "F64",

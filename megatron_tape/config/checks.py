@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA, TASKS
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.generators import generator_of
-from megatron_tape.config.lora import lora_widths
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
@@ -25,6 +24,7 @@ from megatron_tape.config.schema import (
 )
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
+from megatron_tape.model.lora_shapes import lora_widths
 from megatron_tape.ops.backends import REFLECTIONS, SCORES, lacks
 from megatron_tape.position import check_encoding, encoding_of
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from megatron_tape.config.checks import validate
-from megatron_tape.config.recipes import Given, parse_value, read_recipe
 from megatron_tape.config.schema import RunConfig, key_of, to_yaml
 from megatron_tape.config.values import accept, describe, shown
-from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.parameters import parameter_count
+from megatron_tape.io.strict_yaml import Given, parse_value, read_recipe
+from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 
 Sections = dict[str, type]

@@ -408,7 +408,7 @@ def key_of(field_name: str) -> str:
 
 def to_yaml(config: RunConfig) -> str:
     """Return every setting as YAML that `--config` can read."""
-    from megatron_tape.config.recipes import dump
+    from megatron_tape.io.strict_yaml import dump
 
     return dump(config_dict(config))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_tape.files import PartialFile, hold_signals, refuse_existing, sync_directory
+from megatron_tape.io.files import PartialFile, hold_signals, refuse_existing, sync_directory
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

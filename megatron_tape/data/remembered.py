@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.files import fingerprint
-from megatron_tape.records import read_record, write_record
+from megatron_tape.io.files import fingerprint
+from megatron_tape.io.records import read_record, write_record
 
 _BLOCKS = 15
 """Steps between the blocks that a digest reads: 1 MiB of a large file."""

@@ -15,8 +15,8 @@ from typing import Any, TypedDict
 from megatron_tape.data.documents import FilePart, is_cuttable
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
 from megatron_tape.data.preprocessing import Encoding
-from megatron_tape.files import refuse_existing
-from megatron_tape.records import read_record
+from megatron_tape.io.files import refuse_existing
+from megatron_tape.io.records import read_record
 
 CUT = """how --shard cuts the inputs: by their bytes on disk, in order. Uncompressed .jsonl and .json are cut between
 lines: a line belongs to the shard in whose bytes it begins. Any other file belongs as a whole to the shard in which it

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")

@@ -20,7 +20,7 @@ from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.statistics import PairedTest, paired_t
-from megatron_tape.records import read_record, write_record
+from megatron_tape.io.records import read_record, write_record
 
 FORMAT = 1
 NAME = "comparison.json"

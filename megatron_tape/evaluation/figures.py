@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.files import write_whole
+from megatron_tape.io.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

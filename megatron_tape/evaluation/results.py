@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.records import read_record, write_record
+from megatron_tape.io.records import read_record, write_record
 
 FORMAT = 1
 NAME = "results.json"

@@ -34,7 +34,7 @@ from megatron_tape.evaluation.results import (
     read_results,
     write_results,
 )
-from megatron_tape.files import remove
+from megatron_tape.io.files import remove
 
 _PACKAGES = ("torch", "transformers", "lm_eval", "tokenizers", "megatron-tape")
 

@@ -16,12 +16,12 @@ from megatron_tape.config.schema import BEFORE, OF_ENCODING, ExtensionConfig, Mo
 from megatron_tape.data.inputs import load_run_tokenizer
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
-from megatron_tape.huggingface.from_hf.settings import one_sentence, padded_vocabulary, read_settings
-from megatron_tape.huggingface.from_hf.weight_files import check_directory
+from megatron_tape.huggingface.imports.llama_family import model_settings, own_encoding
+from megatron_tape.huggingface.imports.settings import one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.weight_files import check_directory
+from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import POSITION, parameter_shapes
 from megatron_tape.position import ENCODINGS, setting_names, unread_settings
-from megatron_tape.records import read_yaml
 
 KEY = "extension.from"
 _REQUIRED = {

@@ -11,14 +11,14 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.settings import model_differences
-from megatron_tape.files import atomic_directory, sync_directory
-from megatron_tape.huggingface.from_hf.llama_family import model_settings, own_encoding
-from megatron_tape.huggingface.from_hf.settings import one_sentence, read_settings
-from megatron_tape.huggingface.from_hf.weight_files import open_directory
+from megatron_tape.huggingface.export.export import DTYPES, open_exportable, part_shapes, write_json, write_model
+from megatron_tape.huggingface.export.model_card import adapter_card
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
+from megatron_tape.huggingface.imports.llama_family import model_settings, own_encoding
+from megatron_tape.huggingface.imports.settings import one_sentence, read_settings
+from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import TensorFile
-from megatron_tape.huggingface.to_hf.export import DTYPES, open_exportable, part_shapes, write_json, write_model
-from megatron_tape.huggingface.to_hf.model_card import adapter_card
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron, kind_of
 

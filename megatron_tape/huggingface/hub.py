@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from megatron_tape import command_line
-from megatron_tape.huggingface.to_hf.position_picture import PICTURE
+from megatron_tape.huggingface.export.position_picture import PICTURE
 
 
 def repository_of(name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 _BESIDE = (
     "tokenizer_config.json",

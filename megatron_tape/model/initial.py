@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.lora_shapes import lora_factors
 from megatron_tape.model.names import POSITION, WRAPPED, parameter_shapes, split_layer
 from megatron_tape.model.weights import kind_of
 from megatron_tape.ops import philox

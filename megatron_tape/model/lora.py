@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megatron_tape.config.lora import Factor, lora_factors
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.model.lora_shapes import Factor, lora_factors
 from megatron_tape.parallel.tokens import TokenLayout
 
 

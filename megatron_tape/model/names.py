@@ -2,8 +2,8 @@
 
 import re
 
-from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.lora_shapes import lora_factors
 from megatron_tape.position import encoding_of
 
 WRAPPED = "gpt."

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
+from megatron_tape.model.lora_shapes import lora_factors
 from megatron_tape.model.names import FUSED, POSITION, WRAPPED, split_layer, whole_name
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")

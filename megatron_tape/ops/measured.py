@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 TABLE = Path(__file__).parent / "backends" / "measured.json"
 

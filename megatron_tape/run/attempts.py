@@ -19,8 +19,8 @@ from typing import Any, Literal, TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
-from megatron_tape.files import remove, sync_directory
-from megatron_tape.records import RECORD_BYTES, read_record, read_small, write_record
+from megatron_tape.io.files import remove, sync_directory
+from megatron_tape.io.records import RECORD_BYTES, read_record, read_small, write_record
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.image import metadata as images
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_tape.files import SUFFIX, write_whole
+from megatron_tape.io.files import SUFFIX, write_whole
 
 logger = logging.getLogger(__name__)
 

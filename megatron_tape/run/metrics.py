@@ -19,7 +19,7 @@ from typing import TypedDict
 from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
 
 from megatron_tape.command_line import duration
-from megatron_tape.records import parse_record
+from megatron_tape.io.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
-from megatron_tape.files import BLOCKS, fingerprint
+from megatron_tape.io.files import BLOCKS, fingerprint
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
 BLOCKS_OF_ALL = 4096

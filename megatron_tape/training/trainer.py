@@ -15,18 +15,18 @@ from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint, open_b
 from megatron_tape.checkpoint.settings import changes
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.costs import flops_per_token
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
-from megatron_tape.files import atomic_output
+from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
 from megatron_tape.model.initial import draw_weights, initial_parameters
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import unread_settings
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter

@@ -23,9 +23,9 @@ from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware, versions
 from megatron_tape.evaluation.source import made_by
 from megatron_tape.extension.base import check_command
-from megatron_tape.parameters import parameter_count
+from megatron_tape.io.records import read_yaml
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
-from megatron_tape.records import read_yaml
 from pretrain import evaluate, train
 from pretrain.comparison.variants import Variant, parse_variants
 

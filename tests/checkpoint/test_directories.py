@@ -12,8 +12,8 @@ import torch
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
 from megatron_tape.errors import CheckpointError
-from megatron_tape.files import sync_directory
-from megatron_tape.records import write_record
+from megatron_tape.io.files import sync_directory
+from megatron_tape.io.records import write_record
 
 HOME, MANIFEST = ".attempt-000001", "manifest.json"
 

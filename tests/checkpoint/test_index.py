@@ -7,7 +7,7 @@ import pytest
 from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.names import parameter_shapes
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.parameters import parameter_count
 
 LARGE = ModelConfig(
     num_layers=80,

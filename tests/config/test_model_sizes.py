@@ -1,8 +1,8 @@
 import dataclasses
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.costs import flops_per_token
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 
 
 def test_parameters_are_counted_matrix_by_matrix():

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.costs import flops_per_token
+from megatron_tape.planning.costs import flops_per_token
 from megatron_tape.position import BUILT_IN
 from pretrain.evaluate import read_command
 

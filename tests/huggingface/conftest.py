@@ -29,9 +29,9 @@ def exports(tmp_path_factory):
 
     from megatron_tape.config.schema import ModelConfig
     from megatron_tape.huggingface.configuration_tape import TapeConfig
-    from megatron_tape.huggingface.from_hf.imported import write_imported
+    from megatron_tape.huggingface.export.export import export, huggingface_config
+    from megatron_tape.huggingface.imports.imported import write_imported
     from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
-    from megatron_tape.huggingface.to_hf.export import export, huggingface_config
 
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train

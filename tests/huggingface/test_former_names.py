@@ -68,7 +68,7 @@ def test_an_earlier_export_is_imported_and_exported_again(exports, earlier, tmp_
 
 
 def test_an_index_of_an_earlier_export_is_read(exports, earlier, tmp_path):
-    from megatron_tape.huggingface.from_hf.weight_files import open_directory
+    from megatron_tape.huggingface.imports.weight_files import open_directory
 
     (tmp_path / "model-00001-of-00001.safetensors").symlink_to(earlier / "model.safetensors")
     places = dict.fromkeys(load_file(earlier / "model.safetensors"), "model-00001-of-00001.safetensors")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from test_import import IDS, loaded_logits, training_logits, write_source
 from transformers import AutoModelForCausalLM
 
-from megatron_tape.huggingface.from_hf import gguf_file
-from megatron_tape.huggingface.to_hf.export import export
-from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.huggingface.export.export import export
+from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.imports import gguf_file
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 TEXT = "Is it 1999? def main():\n\treturn  42.5 # don't, größer"

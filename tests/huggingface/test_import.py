@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.from_hf import llama_family
-from megatron_tape.huggingface.from_hf.llama_family import import_model
-from megatron_tape.huggingface.to_hf.export import export
-from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.huggingface.export.export import export
+from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.imports import llama_family
+from megatron_tape.huggingface.imports.llama_family import import_model
 
 SIZES = dict(
     hidden_size=32,

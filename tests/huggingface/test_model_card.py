@@ -11,11 +11,11 @@ from conversions import convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
-from megatron_tape.huggingface.from_hf.llama_family import import_model
-from megatron_tape.huggingface.from_hf.source_card import source_card
-from megatron_tape.huggingface.to_hf.export import export
-from megatron_tape.huggingface.to_hf.model_card import adapter_card
-from megatron_tape.huggingface.to_hf.saved_weights import open_weights
+from megatron_tape.huggingface.export.export import export
+from megatron_tape.huggingface.export.model_card import adapter_card
+from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.imports.llama_family import import_model
+from megatron_tape.huggingface.imports.source_card import source_card
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tool_runs import ROOT
 
 from megatron_tape.checkpoint.directories import digest
 from megatron_tape.huggingface.tensor_files import TensorFile
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.parameters import parameter_count
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(exports, tmp_path):

@@ -12,7 +12,7 @@ from megatron_tape.model import layers, reference
 from megatron_tape.model.names import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import current_name, from_megatron, load_weights
 from megatron_tape.ops import packing
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.parameters import parameter_count
 
 # Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
 YARN = dict(

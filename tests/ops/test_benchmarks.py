@@ -19,8 +19,8 @@ from benchmarks import (
     timing,
 )
 from benchmarks.environment import Record
+from megatron_tape.io.records import check_shape
 from megatron_tape.ops.measured import Row
-from megatron_tape.records import check_shape
 
 ON_GPU = torch.cuda.is_available()
 

@@ -8,7 +8,7 @@ from configurations import make
 from launch import run_group
 from models import small_model
 
-from megatron_tape.communication import ALL_TO_ALL, CONTEXT, communication
+from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
 from megatron_tape.position import MicroBatch, encoding_of
 
 BOTH = [*tensor_parallel_cases.cases()]

@@ -7,10 +7,10 @@ from test_costs import counted, on_cpu
 from torch.nn.functional import linear
 
 from megatron_tape.config.checks import validate_model
-from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.position.alibi import alibi_slopes
 from megatron_tape.position.base import NO_MEMORY

@@ -11,14 +11,14 @@ from test_costs import counted, middle_model, on_cpu
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.costs import flops_per_token
 from megatron_tape.errors import ConfigError
-from megatron_tape.huggingface.to_hf import export
+from megatron_tape.huggingface.export import export
 from megatron_tape.model import reference
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of
 from megatron_tape.position.base import NO_MEMORY, Memory
 from megatron_tape.training.trained import select_trained, trained_by

@@ -11,7 +11,7 @@ from training_cases import RECIPE
 from megatron_tape.checkpoint import directories
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import config_dict
-from megatron_tape.records import write_record
+from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt, read_attempts
 from pretrain import attempt
 

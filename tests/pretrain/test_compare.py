@@ -18,7 +18,7 @@ from megatron_tape.config.parse import read_run_config
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.comparison import read_comparison
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.records import write_record
+from megatron_tape.io.records import write_record
 from pretrain import compare, evaluate, report
 from pretrain.comparison import processes
 from pretrain.comparison.jobs import Jobs

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_runs import write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_tape.config.recipes import read_recipe
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.io.strict_yaml import read_recipe
 from pretrain import demo_smollm2
 from pretrain.evaluate import read_command
 from pretrain.held_out import averaged, held_out_windows, loss_by_position

@@ -132,7 +132,7 @@ def test_mistakes_end_in_one_sentence(capsys, tmp_path, arguments, named):
 
 def test_a_torch_whose_insides_are_not_known_is_refused(monkeypatch):
     from megatron_tape.errors import ConfigError
-    from megatron_tape.rehearsal import cuda_hooks
+    from megatron_tape.planning.rehearsal import cuda_hooks
 
     monkeypatch.setattr(cuda_hooks.torch, "__version__", "2.9.1+cpu")
     with pytest.raises(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tape.layouts import GIB, HEADROOM
+from megatron_tape.planning.search import GIB, HEADROOM
 from pretrain import scaling
 
 PAGE = scaling.PAGE.read_text(encoding="utf-8")

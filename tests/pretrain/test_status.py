@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_tape.records import write_record
+from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt, AttemptRecord
 from pretrain import status
 

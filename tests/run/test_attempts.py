@@ -294,7 +294,7 @@ def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_recor
     def fails(path, limit):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("megatron_tape.records.read_small", fails)
+    monkeypatch.setattr("megatron_tape.io.records.read_small", fails)
     with pytest.raises(OSError, match="Input/output"):
         verdict(run)
 

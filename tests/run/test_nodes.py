@@ -5,7 +5,7 @@ import shutil
 import pytest
 from configurations import make
 
-from megatron_tape import files
+from megatron_tape.io import files
 from megatron_tape.run import nodes
 
 

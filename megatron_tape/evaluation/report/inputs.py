@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import NAME, Results, read_results
-from megatron_tape.records import parse_record, read_yaml
+from megatron_tape.io.records import parse_record, read_yaml
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
 Settings = dict[str, dict[str, Any]]

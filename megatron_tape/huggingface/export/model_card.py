@@ -4,18 +4,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tape.huggingface.to_hf.card_metadata import adapter_metadata, metadata, was_pretrained_here
-from megatron_tape.huggingface.to_hf.evaluation_results import Results, results_section
-from megatron_tape.huggingface.to_hf.position_picture import PICTURE, position_section
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
-from megatron_tape.huggingface.to_hf.training_facts import (
+from megatron_tape.huggingface.export.card_metadata import adapter_metadata, metadata, was_pretrained_here
+from megatron_tape.huggingface.export.evaluation_results import Results, results_section
+from megatron_tape.huggingface.export.position_picture import PICTURE, position_section
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
+from megatron_tape.huggingface.export.training_facts import (
     base_of_adapter,
     final_losses,
     last_logged,
     table,
     training_facts,
 )
-from megatron_tape.parameters import parameter_count
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
 
 CARD = "README.md"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.ops.chunks import chunk_size
-from megatron_tape.parameters import (
+from megatron_tape.planning.parameters import (
     lora_targets,
     parameters_per_rank,
     replicated_parameters,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 RESULTS = "results.json"
 _BYTES = 1 << 30

@@ -24,7 +24,7 @@ from megatron_tape.ops.backends import (
     lacks,
 )
 from megatron_tape.ops.chunks import chunk_size
-from megatron_tape.parameters import (
+from megatron_tape.planning.parameters import (
     lora_targets,
     parameter_count,
     parameters_per_rank,

@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_tape.rehearsal.devices import install_fake_devices
+from megatron_tape.planning.rehearsal.devices import install_fake_devices
 
 
 def install_fake_world(world_size: int, rank: int) -> None:

@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 from megatron_tape import command_line
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.io.records import check_shape
 from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
-from megatron_tape.records import check_shape
 
 ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
@@ -79,10 +79,10 @@ def import_model(
     and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
     ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
     """
-    from megatron_tape.huggingface.from_hf.gguf_file import GgufFile, find_gguf
-    from megatron_tape.huggingface.from_hf.imported import ZeroStart, advise, write_imported
-    from megatron_tape.huggingface.from_hf.source_card import source_card
-    from megatron_tape.huggingface.from_hf.weight_files import open_directory
+    from megatron_tape.huggingface.imports.gguf_file import GgufFile, find_gguf
+    from megatron_tape.huggingface.imports.imported import ZeroStart, advise, write_imported
+    from megatron_tape.huggingface.imports.source_card import source_card
+    from megatron_tape.huggingface.imports.weight_files import open_directory
     from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
     source = Path(source)

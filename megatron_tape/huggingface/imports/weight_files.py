@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypedDict
 from safetensors import SafetensorError, safe_open
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.io.records import read_record
 from megatron_tape.model.names import OUTPUT, whole_shapes
-from megatron_tape.records import read_record
 
 if TYPE_CHECKING:
     from torch import Tensor

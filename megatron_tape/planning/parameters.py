@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from megatron_tape.config.lora import lora_factors
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
+from megatron_tape.model.lora_shapes import lora_factors
 from megatron_tape.position import ENCODINGS, encoding_of
 
 Found = TypeVar("Found")

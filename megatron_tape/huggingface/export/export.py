@@ -15,13 +15,13 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.files import atomic_directory, sync_directory
+from megatron_tape.huggingface.export.evaluation_results import Results, find_results
+from megatron_tape.huggingface.export.model_card import write_card
+from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
-from megatron_tape.huggingface.to_hf.evaluation_results import Results, find_results
-from megatron_tape.huggingface.to_hf.model_card import write_card
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
+from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import encoding_of, setting_names

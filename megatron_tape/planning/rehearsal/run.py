@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
-from megatron_tape.communication import CONTEXT, DATA, SEQUENCE, TENSOR
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
 from megatron_tape.model import backend, initial
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.rehearsal.tracking import Record, Tracker, place_of
+from megatron_tape.planning.communication import CONTEXT, DATA, SEQUENCE, TENSOR
+from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training

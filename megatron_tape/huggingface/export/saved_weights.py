@@ -18,9 +18,9 @@ from megatron_tape.checkpoint.index import tensor_files
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
+from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import current_name, from_megatron, lora_pairs, unshard
-from megatron_tape.records import check_shape
 
 _WEIGHT = f"weight/{WRAPPED}"
 

@@ -6,8 +6,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from megatron_tape.checkpoint.directories import CardFacts
-from megatron_tape.huggingface.to_hf.evaluation_results import Results, rows_of
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.huggingface.export.evaluation_results import Results, rows_of
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
 
 
 def metadata(name: str, kind: str, saved: SavedWeights, results: Sequence[Results]) -> list[str]:

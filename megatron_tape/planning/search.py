@@ -8,10 +8,10 @@ from typing import get_args, get_type_hints
 
 from megatron_tape.config.checks import validate
 from megatron_tape.config.schema import RunConfig, TrainConfig
-from megatron_tape.costs import Estimate, estimate
 from megatron_tape.errors import ConfigError
-from megatron_tape.hardware import Hardware
-from megatron_tape.step_time import StepTime, step_time
+from megatron_tape.planning.costs import Estimate, estimate
+from megatron_tape.planning.hardware import Hardware
+from megatron_tape.planning.step_time import StepTime, step_time
 
 HEADROOM = 0.06
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""

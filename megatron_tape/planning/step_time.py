@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import NamedTuple
 
-from megatron_tape.communication import (
+from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.errors import refuse
+from megatron_tape.ops.chunks import chunk_size
+from megatron_tape.planning.communication import (
     ALL_GATHER,
     CONTEXT,
     DATA,
@@ -22,12 +25,15 @@ from megatron_tape.communication import (
     communication,
     gathered_parameters,
 )
-from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.costs import keeps_attention, layer_works
-from megatron_tape.errors import refuse
-from megatron_tape.hardware import Group, Hardware
-from megatron_tape.ops.chunks import chunk_size
-from megatron_tape.parameters import parameter_count, parameters_per_rank, trained_parts, trains_output, weight_counts
+from megatron_tape.planning.costs import keeps_attention, layer_works
+from megatron_tape.planning.hardware import Group, Hardware
+from megatron_tape.planning.parameters import (
+    parameter_count,
+    parameters_per_rank,
+    trained_parts,
+    trains_output,
+    weight_counts,
+)
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 NORMS, ACTIVATION, HEADS = 10, 5, 2

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.from_hf.imported import advise, write_imported
-from megatron_tape.huggingface.from_hf.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
-from megatron_tape.huggingface.from_hf.weight_files import open_files
+from megatron_tape.huggingface.imports.imported import advise, write_imported
+from megatron_tape.huggingface.imports.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.weight_files import open_files
 from megatron_tape.model.reference import from_released
 
 _ENCODINGS = {

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from megatron_tape.files import write_whole
+from megatron_tape.io.files import write_whole
 
 RECORD_BYTES = 64 << 20
 """The largest record that is read; a manifest of 100,000 files is smaller."""

@@ -13,18 +13,18 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import CardFacts
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
-from megatron_tape.config.recipes import dump
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.files import atomic_directory, sync_directory
-from megatron_tape.huggingface.from_hf.weight_files import check_names
+from megatron_tape.huggingface.imports.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
+from megatron_tape.io.files import atomic_directory, sync_directory
+from megatron_tape.io.records import write_record
+from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initial import draw_whole, initial_parameters
 from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
-from megatron_tape.records import write_record
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")

@@ -10,10 +10,10 @@ from math import ceil, log2
 from pathlib import Path
 from typing import TypedDict
 
-from megatron_tape.communication import ALL_REDUCE, ALL_TO_ALL
 from megatron_tape.config.schema import is_positive
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
+from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron_tape.rehearsal.cuda_hooks import fill_cuda_hooks
-from megatron_tape.rehearsal.tracking import Tracker
+from megatron_tape.planning.rehearsal.cuda_hooks import fill_cuda_hooks
+from megatron_tape.planning.rehearsal.tracking import Tracker
 
 aten = torch.ops.aten
 PROPERTIES = SimpleNamespace(

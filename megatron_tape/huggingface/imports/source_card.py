@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import CardFacts
-from megatron_tape.records import parse_yaml, read_small
+from megatron_tape.io.records import parse_yaml, read_small
 
 CARD = "README.md"
 _BYTES = 4 << 20

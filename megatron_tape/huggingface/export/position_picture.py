@@ -6,7 +6,7 @@ import re
 import torch
 from torch import Tensor
 
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.model.names import POSITION
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import encoding_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.records import read_record
+from megatron_tape.io.records import read_record
 
 SIZES = (
     "num_hidden_layers",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.config.schema import blend
-from megatron_tape.huggingface.to_hf.saved_weights import SavedWeights
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
+from megatron_tape.io.records import parse_record
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import part_of
-from megatron_tape.records import parse_record
 
 _METRICS = "metrics.jsonl"
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
