@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.huggingface.export.export import huggingface_config
-from megatron_tape.huggingface.remote_code import write_code
+from megatron_tape.huggingface.export.remote_code import write_code
+from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.position import encoding_of
 
 CLOSE = 1e-3

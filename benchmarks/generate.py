@@ -22,8 +22,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from benchmarks.apart import Measurements
 from benchmarks.timing import add_record_arguments, reason, recorder
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 CACHES = ("dynamic", "static")
 PARITY_LAYERS = 4

@@ -211,7 +211,7 @@ class Side:
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
-        from megatron_tape.huggingface.export.export import export
+        from megatron_tape.huggingface.export.to_transformers import export
 
         run = self._checkpoints("tape fp32").parent
         exported = self.folder / "exported"

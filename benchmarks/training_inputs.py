@@ -106,7 +106,7 @@ def write_start(folder: Path, size: Size, encoding: str) -> None:
     import torch
 
     from megatron_tape.config.schema import ModelConfig
-    from megatron_tape.huggingface.imports.imported import write_imported
+    from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.strict_yaml import dump
     from megatron_tape.model.names import POSITION, whole_shapes
 

@@ -290,7 +290,7 @@ def _load(options: argparse.Namespace, source: Source, output: Path, device: str
 
 
 def _export(source: Source, directory: Path, dtype: str) -> None:
-    from megatron_tape.huggingface.export.export import NO_TOKENIZER, export
+    from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
     from megatron_tape.io.files import remove
 
     remove(directory)

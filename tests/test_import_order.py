@@ -25,12 +25,14 @@ ORDER = (
     ("run",),
     ("training",),
     ("planning.rehearsal",),
-    ("huggingface",),
+    ("huggingface.modeling", "huggingface.tensor_files", "huggingface.tokenizer_files"),
+    ("huggingface.imports",),
+    ("huggingface.export",),
     ("extension",),
     ("evaluation",),
 )
 WITHOUT_TORCH = "errors io command_line synthetic config planning.costs data.inputs checkpoint.directories".split()
-WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.imports.llama_family".split()
+WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.imports.config_json".split()
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.tasks evaluation.documents evaluation.statistics".split()
 WITHOUT_TORCH += "evaluation.document_task evaluation.perplexity evaluation.context_gain".split()
 WITHOUT_TORCH += ["evaluation.during_training", "evaluation.positions", "model.names"]

@@ -31,18 +31,18 @@ def to_hf(arguments: argparse.Namespace) -> None:
     if arguments.adapter:
         if arguments.push_to_hub is not None or arguments.results:
             raise ValueError("--push-to-hub and --results are for whole models; leave out --adapter")
-        from megatron_tape.huggingface.adapter import export_adapter
+        from megatron_tape.huggingface.export.to_peft import export_adapter
 
         export_adapter(*model, arguments.base)
         return
     if arguments.base is not None:
         raise ValueError("--base names the model of an adapter; add --adapter, or leave it out")
-    from megatron_tape.huggingface.export.export import export
+    from megatron_tape.huggingface.export.to_transformers import export
 
     if arguments.push_to_hub is None:
         export(*model, arguments.results)
         return
-    from megatron_tape.huggingface.hub import repository_of, upload
+    from megatron_tape.huggingface.export.hub import repository_of, upload
 
     refuse_existing(arguments.output, fix="choose another --output")
     repository = repository_of(arguments.push_to_hub)
@@ -52,7 +52,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
 
 def from_hf(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from a Hugging Face model."""
-    from megatron_tape.huggingface.imports.llama_family import import_model
+    from megatron_tape.huggingface.imports.from_transformers import import_model
 
     import_model(
         arguments.model,
@@ -71,7 +71,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
 
 def from_released(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of this project from one of the TAPE authors' code."""
-    from megatron_tape.huggingface.imports.released import import_released
+    from megatron_tape.huggingface.imports.from_released import import_released
 
     import_released(
         arguments.weights,

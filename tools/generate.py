@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.huggingface.imports.settings import read_settings
+from megatron_tape.huggingface.imports.config_json import read_settings
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ class ModelFiles(BuildHookInterface):
     def initialize(self, version, build_data):
         """Add the files of TAPE models to the package; those of other encodings need a file that each export has."""
         package = "transformers_tape" if self.target_name == "wheel" else "src/transformers_tape"
-        for file in sorted(Path(self.root, "..", "megatron_tape", "huggingface").glob("*_tape.py")):
+        for file in sorted(Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py")):
             if file.stem.endswith("_encoded_tape"):
                 continue
             build_data["force_include"][str(file.resolve())] = f"{package}/{file.name}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.huggingface.imports.settings import read_settings
+from megatron_tape.huggingface.imports.config_json import read_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNK = 2048

@@ -14,9 +14,8 @@ from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.huggingface.imports.llama_family import ENCODED
-from megatron_tape.huggingface.imports.settings import read_settings
-from megatron_tape.huggingface.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
+from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
+from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
 from megatron_tape.io.records import read_record
 from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.synthetic import GENERATORS

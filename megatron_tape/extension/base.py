@@ -16,8 +16,13 @@ from megatron_tape.config.schema import BEFORE, OF_ENCODING, ExtensionConfig, Mo
 from megatron_tape.data.inputs import load_run_tokenizer
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.huggingface.imports.llama_family import model_settings, own_encoding
-from megatron_tape.huggingface.imports.settings import one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.config_json import (
+    model_settings,
+    one_sentence,
+    own_encoding,
+    padded_vocabulary,
+    read_settings,
+)
 from megatron_tape.huggingface.imports.weight_files import check_directory
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import POSITION, parameter_shapes

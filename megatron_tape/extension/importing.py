@@ -14,7 +14,7 @@ from megatron_tape.checkpoint.frozen import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.extension.base import Base, find_base
-from megatron_tape.huggingface.imports.imported import write_imported
+from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.parallel.layout import ParallelLayout

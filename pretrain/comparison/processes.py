@@ -23,7 +23,7 @@ import pretrain
 
 _LIBRARIES = (
     "megatron_tape.training.trainer",
-    "megatron_tape.huggingface.export.export",
+    "megatron_tape.huggingface.export.to_transformers",
     "megatron_tape.evaluation.model",
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import prefill
-from megatron_tape.huggingface import attention_tape
+from megatron_tape.huggingface.modeling import attention_tape
 
 ON_GPU = torch.cuda.is_available()
 

@@ -22,7 +22,7 @@ from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import Parts, Ranks, identity_of, run_task
 from megatron_tape.evaluation.source import find_model
-from megatron_tape.huggingface.remote_code import write_code
+from megatron_tape.huggingface.export.remote_code import write_code
 from pretrain import evaluate
 from tests.configurations import make
 

@@ -14,8 +14,8 @@ from megatron_tape.evaluation import position_probes as probes
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.positions import PositionPictures, PositionSettings, distances_of
 from megatron_tape.evaluation.source import made_by
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 LAYERS, HEADS, GROUPS, LENGTH = 5, 4, 2, 32
 SIZES = dict(

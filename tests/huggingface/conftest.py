@@ -28,10 +28,10 @@ def exports(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron_tape.config.schema import ModelConfig
-    from megatron_tape.huggingface.configuration_tape import TapeConfig
-    from megatron_tape.huggingface.export.export import export, huggingface_config
-    from megatron_tape.huggingface.imports.imported import write_imported
-    from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+    from megatron_tape.huggingface.export.to_transformers import export, huggingface_config
+    from megatron_tape.huggingface.imports.new_checkpoint import write_imported
+    from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+    from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train
@@ -78,7 +78,7 @@ def package_site(tmp_path_factory):
     shutil.copytree(
         source / "src" / "transformers_tape", folder / "transformers_tape", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for file in (ROOT / "megatron_tape" / "huggingface").glob("*_tape.py"):
+    for file in (ROOT / "megatron_tape" / "huggingface" / "modeling").glob("*_tape.py"):
         if not file.stem.endswith("_encoded_tape"):
             shutil.copy(file, folder / "transformers_tape")
     shutil.copy(source / "transformers_tape.pth", folder)

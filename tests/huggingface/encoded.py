@@ -9,8 +9,8 @@ import torch
 from models import build, small_model, whole_weights
 from transformers import AutoModelForCausalLM
 
-from megatron_tape.huggingface.export.export import export
-from megatron_tape.huggingface.imports.imported import write_imported
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.position import BUILT_IN, ENCODINGS
 
 # With settings that make each of their branches count in 16 tokens.

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 SMALL = dict(
     vocab_size=64,

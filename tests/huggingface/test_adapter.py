@@ -51,8 +51,8 @@ def expected(trained):
 def load(directory):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_tape.huggingface.configuration_tape import TapeConfig
-    from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+    from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+    from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
     AutoConfig.register("tape", TapeConfig, exist_ok=True)
     AutoModelForCausalLM.register(TapeConfig, TapeForCausalLM, exist_ok=True)

@@ -12,8 +12,8 @@ from small_models import SMALL, build, tokens
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers import modeling_flash_attention_utils as flash
 
-from megatron_tape.huggingface import attention_tape
-from megatron_tape.huggingface.attention_tape import attend_by_blocks, attend_fused, eager_attention_forward
+from megatron_tape.huggingface.modeling import attention_tape
+from megatron_tape.huggingface.modeling.attention_tape import attend_by_blocks, attend_fused, eager_attention_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 

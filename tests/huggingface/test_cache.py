@@ -10,7 +10,7 @@ from small_models import build, tokens
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from megatron_tape.huggingface.cache_tape import GrowingLayer
+from megatron_tape.huggingface.modeling.cache_tape import GrowingLayer
 
 
 @pytest.fixture(scope="module", autouse=True)

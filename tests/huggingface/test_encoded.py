@@ -18,8 +18,8 @@ from transformers import (
 
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model import HFModel
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.position import Positions
 
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)

@@ -19,12 +19,12 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.evaluation.model import HFModel, load_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.source import find_model
-from megatron_tape.huggingface.encoding_files import encoding_files
-from megatron_tape.huggingface.export.export import export
+from megatron_tape.huggingface.export.encoding_files import encoding_files
+from megatron_tape.huggingface.export.remote_code import code_files
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.huggingface.imports.imported import write_imported
-from megatron_tape.huggingface.imports.llama_family import import_model
-from megatron_tape.huggingface.remote_code import code_files
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.huggingface.imports.from_transformers import import_model
+from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.position import ENCODINGS, PositionEncoding, setting_names
 from pretrain import evaluate
 

@@ -88,7 +88,7 @@ def write_text_data(folder):
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
     """Every run exported, and loaded by a process that has transformers and not this project."""
-    from megatron_tape.huggingface.export.export import export
+    from megatron_tape.huggingface.export.to_transformers import export
 
     folder = tmp_path_factory.mktemp("exported")
     models = folder / "models"
@@ -200,7 +200,7 @@ def test_the_card_gives_the_training_facts(exported, trained):
 
 @pytest.mark.parametrize("chosen", ["run", "checkpoints", "step"])
 def test_a_run_its_checkpoints_and_a_step_mean_the_same(trained, exported, tmp_path, chosen):
-    from megatron_tape.huggingface.export.export import export
+    from megatron_tape.huggingface.export.to_transformers import export
 
     run = trained / "tp1_zero1"
     path = {"run": run, "checkpoints": run / "checkpoints", "step": run / "checkpoints" / "step-00000004"}[chosen]
@@ -215,7 +215,7 @@ def test_a_run_its_checkpoints_and_a_step_mean_the_same(trained, exported, tmp_p
 def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
     from transformers import AutoTokenizer
 
-    from megatron_tape.huggingface.export.export import export
+    from megatron_tape.huggingface.export.to_transformers import export
 
     (tmp_path / "given").mkdir()
     write_tokenizer(tmp_path / "given" / "tokenizer.json")
@@ -310,8 +310,8 @@ def test_a_run_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path):
 def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(trained, tmp_path):
     import test_import
 
-    from megatron_tape.huggingface.export.export import export
-    from megatron_tape.huggingface.imports.llama_family import import_model
+    from megatron_tape.huggingface.export.to_transformers import export
+    from megatron_tape.huggingface.imports.from_transformers import import_model
     from pretrain import train
 
     test_import.write_source(tmp_path / "source", "qwen3", vocab_size=405)

@@ -9,7 +9,7 @@ from former_names import former, with_former_names
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM, TapeModel
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM, TapeModel
 
 
 @pytest.fixture(scope="module")

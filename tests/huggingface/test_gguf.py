@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from test_import import IDS, loaded_logits, training_logits, write_source
 from transformers import AutoModelForCausalLM
 
-from megatron_tape.huggingface.export.export import export
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.huggingface.imports import gguf_file
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.huggingface.imports import from_gguf
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 TEXT = "Is it 1999? def main():\n\treturn  42.5 # don't, größer"
@@ -266,5 +266,5 @@ def test_files_that_are_not_one_whole_model_are_refused(tmp_path, monkeypatch):
 def test_a_directory_with_safetensors_is_read_as_before(tmp_path):
     write_source(tmp_path / "source")
     (tmp_path / "source" / "model.gguf").write_bytes(b"not read")
-    assert gguf_file.find_gguf(tmp_path / "source") is None
+    assert from_gguf.find_gguf(tmp_path / "source") is None
     assert "GGUF" not in imported(tmp_path, tmp_path / "source")

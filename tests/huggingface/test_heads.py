@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatron_tape.huggingface import modeling_tape
-from megatron_tape.huggingface.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling import modeling_tape
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 SMALL = small_models.SMALL | dict(pad_token_id=0, num_labels=5, attn_implementation="sdpa")

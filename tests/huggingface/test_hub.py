@@ -11,7 +11,7 @@ import torch
 from conversions import convert, refused
 from huggingface_hub import constants
 
-from megatron_tape.huggingface.hub import repository_of
+from megatron_tape.huggingface.export.hub import repository_of
 
 TOKEN = "hf_of_a_test"
 LARGE = (".safetensors", ".png")

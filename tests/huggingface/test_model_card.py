@@ -11,10 +11,10 @@ from conversions import convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
-from megatron_tape.huggingface.export.export import export
 from megatron_tape.huggingface.export.model_card import adapter_card
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.huggingface.imports.llama_family import import_model
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.imports.source_card import source_card
 
 

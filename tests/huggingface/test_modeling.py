@@ -23,8 +23,8 @@ from transformers import (
     pipeline,
 )
 
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.model.reference import ReferenceConfig, forward, from_released
 
 

@@ -115,7 +115,7 @@ def run(script, package_site, *options):
 
 
 def test_the_classes_are_those_of_auto_map(package_site):
-    from megatron_tape.huggingface.remote_code import AUTO_MAP
+    from megatron_tape.huggingface.export.remote_code import AUTO_MAP
 
     out, _ = run("import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})", package_site)
     assert eval(out) == {auto_class: reference.split(".")[1] for auto_class, reference in AUTO_MAP.items()}

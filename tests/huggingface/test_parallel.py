@@ -6,9 +6,9 @@ from launch import run_group
 from safetensors.torch import load_file
 from transformers.distributed import DistributedConfig
 
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
-from megatron_tape.huggingface.remote_code import AUTO_MAP, write_code
+from megatron_tape.huggingface.export.remote_code import AUTO_MAP, write_code
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 SIZES = dict(
     vocab_size=64,

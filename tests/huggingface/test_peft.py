@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_tape.huggingface.configuration_tape import TapeConfig
-from megatron_tape.huggingface.modeling_tape import TapeForCausalLM
-from megatron_tape.huggingface.position_tape import matrix_of
+from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
+from megatron_tape.huggingface.modeling.position_tape import matrix_of
 
 SMALL = small_models.SMALL | dict(position_mlp_size=6)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -95,7 +95,7 @@ def with_yarn(exported, folder):
 
 
 def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_text, tmp_path):
-    from megatron_tape.huggingface.configuration_tape import OLDEST_TRANSFORMERS
+    from megatron_tape.huggingface.modeling.configuration_tape import OLDEST_TRANSFORMERS
 
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON.relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
@@ -135,7 +135,7 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exports, source_
 def test_an_older_transformers_is_refused_in_one_sentence(monkeypatch):
     import transformers
 
-    from megatron_tape.huggingface import configuration_tape
+    from megatron_tape.huggingface.modeling import configuration_tape
 
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
     with pytest.raises(ImportError, match=f"need transformers {configuration_tape.OLDEST_TRANSFORMERS} or newer"):

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from megatron_tape.checkpoint.directories import problems
 from megatron_tape.checkpoint.index import read_index
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.export.export import export
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.huggingface.imports import imported
-from megatron_tape.huggingface.imports.released import import_released
+from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.huggingface.imports import new_checkpoint as imported
+from megatron_tape.huggingface.imports.from_released import import_released
 from megatron_tape.position import NoPosition
 
 

@@ -12,7 +12,7 @@ from test_costs import counted, middle_model, on_cpu
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.huggingface.export import export
+from megatron_tape.huggingface.export import to_transformers as export
 from megatron_tape.model import reference
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.ops import rotation

@@ -6,7 +6,7 @@ from models import small_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_tape.huggingface.export.export import huggingface_config
+from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.position import encoding_of
 
 YARN = {

@@ -1,19 +1,18 @@
-"""Read models of transformers as checkpoints of this project: Llama, Mistral, Qwen2, Qwen3, and our own exports.
+"""Translate the `config.json` of models that others wrote, and of our own exports; torch is not imported.
 
-A setting that would change what the model computes and has no counterpart here is rejected by name. The `transformers`
-package is not needed, and settings are read without torch.
+A setting that would change what the model computes and has no counterpart here is rejected by name.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_type_hints
 
-from megatron_tape import command_line
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.imports.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
-from megatron_tape.io.records import check_shape
+from megatron_tape.errors import ConfigError
+from megatron_tape.io.records import check_shape, read_record
 from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
 
@@ -21,7 +20,7 @@ ENCODED = "encoded_tape"
 """The kind of exports whose positional encoding lies in files of its own."""
 
 # Defaults of transformers for keys that config.json lacks, if they are needed and do not follow from other keys.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "rms_norm_eps": 1e-6},
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
     "qwen2": {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32},
@@ -56,70 +55,54 @@ _ONLY = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""Sizes that every `config.json` must give."""
 
 
-def import_model(
-    source: str | Path,
-    output: str | Path,
-    position_encoding: str | None = None,
-    rope_scaling_factor: float = 1.0,
-    vocab_multiple: int = 1,
-    token_mixing: str = "full",
-    gate_input: str | None = None,
-    position_mlp_size: int | None = None,
-    seed: int = 1234,
-    allow_pickle: bool = False,
-    base_model: str | None = None,
-) -> None:
-    """Write the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
+@contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Turn errors caused by the settings in `path` into a ValueError of one sentence that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
+    except ConfigError as error:
+        raise ValueError(f"{path} describes a model that cannot be built: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
+    except ArithmeticError as error:
+        raise ValueError(f"{path} holds a number that no model can have: {error}") from None
 
-    With `tape`, the default for plain RoPE, a model without TAPE gets TAPE's initial parameters, drawn with `seed`,
-    which do not change its logits. Our own exports keep their encoding, whose code is not read.
-    Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
-    and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
-    ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
-    """
-    from megatron_tape.huggingface.imports.gguf_file import GgufFile, find_gguf
-    from megatron_tape.huggingface.imports.imported import ZeroStart, advise, write_imported
-    from megatron_tape.huggingface.imports.source_card import source_card
-    from megatron_tape.huggingface.imports.weight_files import open_directory
-    from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
-    source = Path(source)
-    path = find_gguf(source)
-    if path is None and not source.is_dir():
-        raise FileNotFoundError(
-            f"model {source} is neither a directory nor a GGUF file; download the model into a directory: "
-            "hf download OWNER/NAME --local-dir DIR"
-        )
-    gguf, path = (None, source / "config.json") if path is None else (path, path)
-    changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
-    with one_sentence(path):
-        weights = None if gguf is None else GgufFile(gguf)
-        settings = read_settings(path) if weights is None else weights.settings()
-        if position_encoding is None:
-            position_encoding = own_encoding(settings) if settings.get("model_type") == ENCODED else "tape"
-        model = model_settings(
-            settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes
-        )
-    exported_here = settings["model_type"] in ("tape", ENCODED)
-    card = source_card(source, base_model, exported_here)
-    origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
-    with TemporaryDirectory() as converted:
-        tokenizer = source
-        if weights is None:
-            weights = open_directory(source, allow_pickle)
-        else:
-            card, origin = weights.card() | card, f"{origin} (GGUF, {weights.quantization})"
-            command_line.say(
-                f"{gguf} holds {weights.quantization}; the checkpoint gets the fp32 numbers they stand for"
-            )
-            if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
-                tokenizer = Path(converted) if weights.write_tokenizer(Path(converted)) else None
-        if model.position_encoding == "tape" and not exported_here:
-            weights = ZeroStart(weights, model, seed)
-        write_imported(output, model, weights, origin, tokenizer, card=card)
-    advise(output)
+def check_sizes(settings: dict, path: Path) -> None:
+    """Raise ValueError if one of `SIZES` is not a whole number above 0."""
+    for key in SIZES:
+        if type(settings.get(key)) is not int or settings[key] < 1:
+            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, but must be a whole number above 0")
+
+
+def read_settings(path: Path) -> dict:
+    """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed")
+    try:
+        return read_record(path, dict[str, Any])
+    except ValueError as error:
+        raise ValueError(f"{error}; give the model's config.json") from None
+
+
+def padded_vocabulary(rows: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that holds `rows`; raises ValueError if `multiple` is below 1."""
+    if multiple < 1:
+        raise ValueError(f"--vocab-multiple is {multiple}; give 1 or more")
+    return -(-rows // multiple) * multiple
 
 
 def own_encoding(settings: dict[str, Any]) -> str:
@@ -147,8 +130,8 @@ def model_settings(
         return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
 
     kind = settings.get("model_type")
-    if not isinstance(kind, str) or kind not in _DEFAULTS:
-        raise refuse("model_type", ", ".join(_DEFAULTS))
+    if not isinstance(kind, str) or kind not in DEFAULTS:
+        raise refuse("model_type", ", ".join(DEFAULTS))
     if kind == "tape" and position_encoding != "tape":
         raise ValueError(f"{path} describes a TAPE model, which cannot become {position_encoding}; import it as tape")
     if kind == ENCODED and position_encoding != settings["position_encoding"]:
@@ -161,7 +144,7 @@ def model_settings(
         raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {whose}")
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
-    settings = _DEFAULTS[kind] | given | _FIXED[kind]
+    settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     for key, accepted in _ONLY.items():
         if settings.get(key, accepted) != accepted:

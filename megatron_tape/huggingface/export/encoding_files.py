@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_tape.position.base import PositionEncoding
 
 _PACKAGE = __name__.partition(".")[0]
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
 """What is installed wherever transformers loads a model."""
 _KERNELS = f"{_PACKAGE}.ops.kernels"

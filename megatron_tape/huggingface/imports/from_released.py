@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.imports.imported import advise, write_imported
-from megatron_tape.huggingface.imports.settings import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.config_json import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
 from megatron_tape.huggingface.imports.weight_files import open_files
 from megatron_tape.model.reference import from_released
 

@@ -11,11 +11,16 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.settings import model_differences
-from megatron_tape.huggingface.export.export import DTYPES, open_exportable, part_shapes, write_json, write_model
 from megatron_tape.huggingface.export.model_card import adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
-from megatron_tape.huggingface.imports.llama_family import model_settings, own_encoding
-from megatron_tape.huggingface.imports.settings import one_sentence, read_settings
+from megatron_tape.huggingface.export.to_transformers import (
+    DTYPES,
+    open_exportable,
+    part_shapes,
+    write_json,
+    write_model,
+)
+from megatron_tape.huggingface.imports.config_json import model_settings, one_sentence, own_encoding, read_settings
 from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import TensorFile
 from megatron_tape.io.files import atomic_directory, sync_directory

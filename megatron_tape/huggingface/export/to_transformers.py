@@ -17,8 +17,8 @@ from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.export.evaluation_results import Results, find_results
 from megatron_tape.huggingface.export.model_card import write_card
+from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
-from megatron_tape.huggingface.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.io.files import atomic_directory, sync_directory

@@ -6,7 +6,7 @@ TAPE has files of its own. Every other encoding is exported with the same few fi
 import hashlib
 from pathlib import Path
 
-from megatron_tape.huggingface.encoding_files import encoding_files
+from megatron_tape.huggingface.export.encoding_files import encoding_files
 from megatron_tape.position import PositionEncoding
 
 FILES = (
@@ -33,7 +33,7 @@ ENCODED_AUTO_MAP = {
     "AutoModel": "modeling_encoded_tape.EncodedModel",
     **{f"AutoModelFor{head}": f"modeling_encoded_tape.EncodedFor{head}" for head in _HEADS},
 }
-_HERE = Path(__file__).parent
+_MODELING = Path(__file__).parents[1] / "modeling"
 _IMPORT = "from .encoding_tape import Encoding, Memory\n"
 
 
@@ -42,10 +42,10 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
 
     Raises ValueError, in one sentence, if the encoding's file cannot be exported.
     """
-    files = {name: (_HERE / name).read_bytes() for name in FILES}
+    files = {name: (_MODELING / name).read_bytes() for name in FILES}
     if encoding is None:
         return files
-    files |= {name: (_HERE / name).read_bytes() for name in ENCODED_FILES}
+    files |= {name: (_MODELING / name).read_bytes() for name in ENCODED_FILES}
     own = {name: text.encode() for name, text in encoding_files(encoding).items()}
     if taken := sorted(files.keys() & own.keys()):
         raise ValueError(
