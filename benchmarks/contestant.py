@@ -14,13 +14,13 @@ from benchmarks.phases import PhaseTimer
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
-from megatron_tape.model.initial import draw_weights, initial_parameters
+from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.weights import kind_of
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
-from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
@@ -56,11 +56,11 @@ class Contestant:
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         translated = transformer_config(config.model, *sizes, dtype, config.train.recompute)
         seed_everything(config.train.seed, layout)
-        keep_attention = config.train.recompute == "selective"
-        self.model = LanguageModel(settings, translated, layout.groups, layout.device, keep_attention=keep_attention)
+        selective = config.train.recompute == "selective"
+        self.model = LanguageModel(settings, translated, layout.groups, layout.device, selective_recompute=selective)
         allocate(self.model, layout.device)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
-        draw_weights(self.model, initial_parameters(settings), config.train.seed, rank, size)
+        initialize_weights(self.model, weight_initializations(settings), config.train.seed, rank, size)
         self.batches = random_batches(config, layout)
         self.use("naive")
         self.plain_losses = self.token_losses()
@@ -111,7 +111,7 @@ class Contestant:
             return tensor.detach()
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, mock.patch.object(KeptAttention, "observer", pack):
+        with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
             loss = self.model(**self.batches[0])
         del loss
         return sum(kept.values())

@@ -33,7 +33,7 @@ def _check(config: RunConfig) -> None:
 
 def _trainer_arguments(config: RunConfig) -> dict[str, Any]:
     from megatron_tape.extension.importing import base_of_run
-    from megatron_tape.training.trained import trained_by
+    from megatron_tape.training.trained_parameters import trained_by
 
     return {"trains": trained_by(config.extension), "find_base": base_of_run}
 

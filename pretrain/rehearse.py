@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
         install_fake_world(processes, rank)
         from megatron_tape.planning.rehearsal.run import rehearse
-        from megatron_tape.training.trained import trained_by
+        from megatron_tape.training.trained_parameters import trained_by
 
         outcome = rehearse(config, trained_by(config.extension))
     except ConfigError as error:

@@ -21,7 +21,7 @@ from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, S
 from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
 
 if TYPE_CHECKING:
-    from megatron_tape.training.trained import Trains
+    from megatron_tape.training.trained_parameters import Trains
 
 logger = logging.getLogger("pretrain")
 

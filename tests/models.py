@@ -4,7 +4,7 @@ import torch
 from released import load
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.initial import draw_weights, initial_parameters
+from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.model.reference import ReferenceConfig
@@ -62,7 +62,9 @@ def build(
 def begin(built, model, layout, seed=0, lora=None):
     """Give a newly built model memory and its first weights."""
     allocate(built, "cpu")
-    draw_weights(built, initial_parameters(model, lora), seed, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+    initialize_weights(
+        built, weight_initializations(model, lora), seed, layout.tensor_parallel_rank, layout.tensor_parallel_size
+    )
     return built
 
 

@@ -4,7 +4,7 @@ import torch
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, ExtensionConfig, RunConfig, TrainConfig
-from megatron_tape.model.initial import draw_weights, draw_whole, initial_parameters
+from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.model.weights import shard
@@ -35,13 +35,13 @@ def begin(tp, cp):
     add_lora(built, model, LORA)
     assert all(parameter.is_meta for parameter in built.parameters())
     allocate(built, layout.device, zero_partition(config, layout))
-    initials = initial_parameters(model, LORA)
+    initials = weight_initializations(model, LORA)
     rank = layout.tensor_parallel_rank
-    draw_weights(built, initials, SEED, rank, tp)
+    initialize_weights(built, initials, SEED, rank, tp)
     shares = {}
     for name, parameter in built.named_parameters():
         own_name = name.removeprefix("gpt.")
-        shares[name] = shard(draw_whole(own_name, initials[own_name], SEED), parameter, rank, tp)
+        shares[name] = shard(initialized_whole(own_name, initials[own_name], SEED), parameter, rank, tp)
     result = {"names": [*shares], "wrong": [], "whole": [], "wrong_in_engine": []}
     sizes = []
     for name, parameter in built.named_parameters():

@@ -68,7 +68,7 @@ def mistakes():
 
     from megatron_tape.data.batches import Batches
     from megatron_tape.model.layers import RMSNorm
-    from megatron_tape.parallel.tokens import TokenLayout
+    from megatron_tape.parallel.token_layout import TokenLayout
     from megatron_tape.position.rope import RotaryPosition
     from megatron_tape.training import gradients
 
@@ -140,11 +140,11 @@ def main(which, recipe):
         from megatron_tape.planning.rehearsal.world import install_fake_world
 
         install_fake_world(processes, 5)
-    from megatron_tape.model import initial
+    from megatron_tape.model import initialization
     from megatron_tape.planning.rehearsal.run import rehearse
-    from megatron_tape.training.trained import trained_by
+    from megatron_tape.training.trained_parameters import trained_by
 
-    initial.CHUNKS["cuda"] = DRAWN_AT_ONCE
+    initialization.CHUNKS["cuda"] = DRAWN_AT_ONCE
 
     def run(settings, patches=()):
         config = parse_run_config(["--config", recipe, *settings])

@@ -15,7 +15,7 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import from_megatron, kind_of, shard, to_megatron, unshard
 from megatron_tape.ops import chunks
 from megatron_tape.training.gradients import replicated_parameters, sum_over_group
-from megatron_tape.training.trained import select_trained
+from megatron_tape.training.trained_parameters import select_trained
 
 VARIANTS = {
     "tape": {},

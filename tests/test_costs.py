@@ -17,10 +17,10 @@ from benchmarks.rates import of_links
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
-from megatron_tape.ops.kept import KeptAttention
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.planning.costs import activations, estimate, flops_per_token
 from megatron_tape.planning.parameters import parameter_count, parameters_per_rank, trained_parts
-from megatron_tape.training.trained import select_trained, trained_by
+from megatron_tape.training.trained_parameters import select_trained, trained_by
 from pretrain import estimate as command
 
 RECIPES = Path(__file__).parent.parent / "pretrain" / "recipes"
@@ -76,7 +76,7 @@ def counted(built, model, batch=2, packed=False):
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch.object(KeptAttention, "observer", pack):
+    with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
         loss = built(tokens[:, :-1], tokens[:, 1:], documents=documents)
     del loss
     return sum(kept.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_tape.evaluation.base import Score, Task, Unit
 from megatron_tape.evaluation.during_training import EVERY, build_tasks, info_of_run
 from megatron_tape.evaluation.runner import Ranks
-from megatron_tape.training.hooks import Findings, Hook
+from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
@@ -97,7 +97,7 @@ class TaskHook(Hook):
         """Return whether the task is done after `step`."""
         return step % self._every == 0 or step == trainer.config.train.steps
 
-    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Return the task's scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; none, with a warning, if it fails."""
         group = trainer.layout.tokens.data_group
         model, units = self._model(trainer), self._units
@@ -113,14 +113,14 @@ class TaskHook(Hook):
         dist.all_gather_object(gathered, (values, failure), group=group)
         if failure := next((found for _, found in gathered if found), None):
             logger.warning("warning: the evaluation %s of step %d has no result: %s", self._task.name, step, failure)
-            return Findings()
+            return HookResult()
         whole = {key: value for part, _ in gathered for key, value in part.items()}
         summary = self._task.summarize({unit.key: whole[unit.key] for unit in units}, model.info)
         scalars = {self._tag(score): score.value for score in summary.scores}
         if trainer.writer is not None:
             shown = (f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items())
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
-        return Findings(scalars=scalars)
+        return HookResult(scalars=scalars)
 
     def _model(self, trainer: Trainer) -> TrainingModel:
         return TrainingModel(trainer, f"evaluating {self._task.name}")

@@ -15,10 +15,10 @@ from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.decoder import Decoder
 from megatron_tape.model.layers import LayerPosition, Shared
 from megatron_tape.model.specs import block_spec
-from megatron_tape.ops.kept import KeptAttention
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
-from megatron_tape.parallel.tokens import TokenLayout
+from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import ENCODINGS
 
 
@@ -71,10 +71,10 @@ class LanguageModel(torch.nn.Module):
     """A decoder that returns logits or, given labels, the next-token loss.
 
     Its parameters are built on torch's meta device: `parallel.partitions.allocate` gives them memory, and
-    `model.initial.draw_weights` or a checkpoint fills it.
+    `model.initialization.initialize_weights` or a checkpoint fills it.
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
-    With `keep_attention`, layers that `config` recomputes do not compute attention again. With `fused_loss`, Liger's
-    kernels compute the loss.
+    With `selective_recompute`, layers that `config` recomputes do not compute attention again. With `fused_loss`,
+    Liger's kernels compute the loss.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LanguageModel(torch.nn.Module):
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
         shifted_sparse: bool = False,
-        keep_attention: bool = False,
+        selective_recompute: bool = False,
         fused_loss: bool = False,
     ):
         super().__init__()
@@ -106,7 +106,7 @@ class LanguageModel(torch.nn.Module):
         self.gpt.output_layer.fused = fused_loss
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
-        self.keep_attention = keep_attention
+        self.selective_recompute = selective_recompute
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
 
@@ -139,7 +139,7 @@ class LanguageModel(torch.nn.Module):
             positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
-        keeps = self.keep_attention and self.training and torch.is_grad_enabled()
+        records = self.selective_recompute and self.training and torch.is_grad_enabled()
         added, embedded = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype), None
         tokens, labels, loss_weights = (
             None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
@@ -152,7 +152,7 @@ class LanguageModel(torch.nn.Module):
             None,
             None,
             decoder_input=embedded,
-            packed_seq_params=Shared(packing, KeptAttention() if keeps else None),
+            packed_seq_params=Shared(packing, AttentionRecorder() if records else None),
             extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
         )
         if labels is None:

@@ -14,12 +14,12 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.kept import KeptAttention, run_now
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
 from megatron_tape.ops.swiglu import swiglu
-from megatron_tape.parallel.tokens import TokenLayout
+from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.base import NO_MEMORY
 
@@ -54,8 +54,8 @@ class Shared(NamedTuple):
 
     packing: Packing | ShiftedSegments | None = None
     """The documents of a pack, or the segments of shifted sparse attention."""
-    kept: KeptAttention | None = None
-    """Where layers are recomputed, what is kept of their attention."""
+    recorder: AttentionRecorder | None = None
+    """Under selective checkpointing, what records and replays the layers' attention."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -110,7 +110,7 @@ class PositionSelfAttention(SelfAttention):
         (S, B, h, D), of all tokens and this rank's heads, or None if it is not averaged.
         """
         projected = self.get_query_key_value_tensors(hidden_states)
-        run = run_now if shared.kept is None else partial(shared.kept.run, self.layer_number)
+        run = run_directly if shared.recorder is None else partial(shared.recorder.run, self.layer_number)
         entered = self.tokens.enter_attention(*projected)
         output, averaged = self.core_attention(*entered, positions, shared.packing, run)
         output = self.tokens.leave_attention(output).flatten(2)
@@ -123,7 +123,7 @@ class PositionSelfAttention(SelfAttention):
 class LayerPosition(torch.nn.Module):
     """One layer's part of a positional encoding: its parameters, and the norms of the state and its update.
 
-    The parameters' contents are undefined (see `model.initial`).
+    The parameters' contents are undefined (see `model.initialization`).
     """
 
     def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig):

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.lora_shapes import Factor, lora_factors
-from megatron_tape.parallel.tokens import TokenLayout
+from megatron_tape.parallel.token_layout import TokenLayout
 
 
 def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig) -> None:
     """Give the projections `extension.lora_targets` LoRA layers, which change nothing until they are trained.
 
-    The factors are on torch's meta device, like the model's other parameters (see `model.initial`).
+    The factors are on torch's meta device, like the model's other parameters (see `model.initialization`).
     """
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale

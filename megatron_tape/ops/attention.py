@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.ops.activation_checkpointing import run_directly
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import (
     AVERAGE,
     BACKENDS,
@@ -30,8 +32,6 @@ from megatron_tape.ops.backends import (
     lacks,
 )
 from megatron_tape.ops.bias import Bias, gates_as_bias
-from megatron_tape.ops.inputs import AttentionInputs
-from megatron_tape.ops.kept import run_now
 from megatron_tape.ops.measured import Heads, nearest, read_table
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
@@ -58,7 +58,7 @@ def attention(
     log_gate_TBH: Tensor | None = None,
     rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
-    run: Callable[..., tuple[Tensor, ...]] = run_now,
+    run: Callable[..., tuple[Tensor, ...]] = run_directly,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by z, if given, and average v (with `average_state` also z) with softmax(q k^T / sqrt(D) + ...).
 
@@ -75,8 +75,8 @@ def attention(
     With a cache (T > S, for example one query at a time), the caller rotates each token once, when it arrives: q by its
     own state, and the new key before it enters the cache (`ops.rotation.rotate_groups`). `rotate` is then False.
 
-    Where layers are recomputed, `run` calls the backend's function or returns what is kept of it (`ops.kept`). naive,
-    and tiled for whole rows of scores, do not use it.
+    Where layers are recomputed, `run` calls the backend's function or replays it (`ops.activation_checkpointing`).
+    naive, and tiled for whole rows of scores, do not use it.
 
     Raises ValueError if shapes or types do not fit, if `rotate` is true with a cache, if there is no state to average,
     or if the backend cannot do what is requested.

@@ -100,7 +100,7 @@ def fused_update(
     rounded_NGD: Tensor | None = None,
 ) -> Tensor:
     """Return the same, computed by one Triton kernel on a GPU (or by Triton's interpreter)."""
-    from megatron_tape.ops.kernels.position_update import update
+    from megatron_tape.ops.kernels.triton_position_update import update
 
     return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
 

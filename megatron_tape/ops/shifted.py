@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_tape.ops.activation_checkpointing import run_directly
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.kept import run_now
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 
@@ -77,7 +77,7 @@ def shifted_attention(
     log_gate_TBH: Tensor | None = None,
     rescore: Rescore | None = None,
     factor_TB1D: Tensor | None = None,
-    run: Callable[..., tuple[Tensor, ...]] = run_now,
+    run: Callable[..., tuple[Tensor, ...]] = run_directly,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling, keep_freed_memory
-from megatron_tape.parallel.tokens import TokenLayout
+from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
 """How much longer than the watch, which writes every rank's stack, the process groups wait for a rank."""
@@ -223,7 +223,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 def seed_everything(seed: int, layout: ParallelLayout) -> None:
     """Seed Python, NumPy and torch alike on every rank, and Megatron's tensor-parallel stream by rank.
 
-    Weights do not depend on these streams (see `model.initial`).
+    Weights do not depend on these streams (see `model.initialization`).
     """
     random.seed(seed)
     np.random.seed(seed)

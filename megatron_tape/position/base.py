@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tape.config.schema import ModelConfig
-    from megatron_tape.parallel.tokens import TokenLayout
+    from megatron_tape.parallel.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

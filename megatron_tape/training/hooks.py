@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Findings:
+class HookResult:
     """What a hook found, by name; names with a slash are used as TensorBoard tags unchanged."""
 
     scalars: dict[str, float] = field(default_factory=dict)
@@ -38,40 +38,40 @@ class Hook:
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` say what follows it."""
 
-    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> Findings:
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         """Look at what the step did; the findings are written where the step is logged."""
-        return Findings()
+        return HookResult()
 
     def due(self, trainer: Trainer, step: int) -> bool:
         """Return whether to evaluate after `step`: here, every `train.eval_interval` steps and after the last."""
         interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
         return interval is not None and (step % interval == 0 or last)
 
-    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Evaluate the model after `step`."""
-        return Findings()
+        return HookResult()
 
 
 class ValidationLoss(Hook):
     """The mean loss of `train.eval_steps` global batches of the validation split."""
 
-    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Return `validation_loss`."""
         batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
-        return Findings(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+        return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
 
 
 class Sample(Hook):
     """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
 
-    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Return the text `sample`."""
         settings = trainer.config.logging
         if trainer.tokenizer is None or settings.sample_tokens == 0:
-            return Findings()
+            return HookResult()
         trainer.watch.progress("sampling text")
         prompt, length, context = settings.sample_prompt, settings.sample_tokens, trainer.config.model.seq_length
-        return Findings(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
+        return HookResult(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
 
 
 def build_hooks(config: RunConfig) -> dict[str, Hook]:
@@ -83,9 +83,9 @@ def build_hooks(config: RunConfig) -> dict[str, Hook]:
     return hooks | (importlib.import_module(TASK_HOOKS).task_hooks(config) if config.evaluation.given() else {})
 
 
-def joined(findings: Iterable[tuple[str, Findings]]) -> Findings:
+def joined(findings: Iterable[tuple[str, HookResult]]) -> HookResult:
     """Return the findings of several hooks, each with the hook's name, as one; ValueError where two share a name."""
-    whole = Findings()
+    whole = HookResult()
     for hook, found in findings:
         for kind in ("scalars", "texts", "pictures"):
             held, new = getattr(whole, kind), getattr(found, kind)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tape.training.hooks import Findings, Hook
+from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:
     from megatron_tape.training.engine import StepResult
@@ -29,16 +29,16 @@ class PositionNorms(Hook):
         """Let the updates record their norms if the step is logged."""
         trainer.model.record_position_norms(trainer.logs(step))
 
-    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> Findings:
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         """Return `position/state_norm/layer_LL` and `position/update_norm/layer_LL`."""
         trainer.model.record_position_norms(False)
         norms = [update.norms for update in trainer.model.position_updates()]
         if not norms or not trainer.logs(step):
-            return Findings()
+            return HookResult()
         totals = torch.stack(norms).sum(-1)
         dist.all_reduce(totals)
         means = (totals[:, :2] / totals[:, 2:]).sqrt().tolist()
-        return Findings(
+        return HookResult(
             scalars={
                 f"position/{name}/layer_{layer:02d}": value
                 for layer, pair in enumerate(means)
@@ -46,16 +46,16 @@ class PositionNorms(Hook):
             }
         )
 
-    def evaluate(self, trainer: Trainer, step: int) -> Findings:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Return the picture `position/norms` if TensorBoard files are written."""
         updates = trainer.model.position_updates()
         if not updates or not trainer.config.logging.tensorboard:
-            return Findings()
+            return HookResult()
         totals = torch.stack([update.norms for update in updates])
         dist.all_reduce(totals)
         if trainer.writer is None:
-            return Findings()
-        return Findings(pictures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
+            return HookResult()
+        return HookResult(pictures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
 
 
 def picture(norms_L2G: Tensor) -> bytes:

@@ -20,7 +20,7 @@ from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
-from megatron_tape.model.initial import draw_weights, initial_parameters
+from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
@@ -31,11 +31,11 @@ from megatron_tape.position import unread_settings
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
+from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
-from megatron_tape.training.hooks import Findings, build_hooks, joined
-from megatron_tape.training.saving import Saves
+from megatron_tape.training.hooks import HookResult, build_hooks, joined
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.trained import Trains, everything, parameter_table, select_trained
+from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Trainer:
         if self.tokenizer is not None:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
         self.hooks = build_hooks(config)
-        self.saves = Saves(self.engine, config, self.watch, self.frozen_from)
+        self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from)
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:
@@ -170,13 +170,13 @@ class Trainer:
             logger.info("beginning with the weights of %s%s", self.base.path, begins)
             if not drawn:
                 return
-        self.watch.progress("drawing the weights")
+        self.watch.progress("initializing the weights")
         started = time.perf_counter()
-        initials = initial_parameters(config.model, config.extension)
+        initials = weight_initializations(config.model, config.extension)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
-        draw_weights(self.model, initials, config.train.seed, rank, size, drawn)
+        initialize_weights(self.model, initials, config.train.seed, rank, size, drawn)
         if (seconds := time.perf_counter() - started) > 1:
-            logger.info("drew the weights in %.0f s", seconds)
+            logger.info("initialized the weights in %.0f s", seconds)
 
     def _open_writer(self) -> MetricsWriter:
         config, attempt = self.config, self.watch.attempt
@@ -240,7 +240,7 @@ class Trainer:
                 "sets this limit)"
             )
 
-    def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, Findings]]) -> None:
+    def _log(self, result: StepResult, rate: float, speed: float, found: list[tuple[str, HookResult]]) -> None:
         """Evaluate, if that is due at this step, and log the step's metrics, texts and pictures."""
         own = {
             "loss": result.loss,
@@ -249,7 +249,7 @@ class Trainer:
             "tokens_per_second": speed,
             "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
         }
-        found = [("training", Findings(scalars=own)), *found]
+        found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
         whole = joined(found)
@@ -300,12 +300,12 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
-    keep_attention = config.train.recompute == "selective"
+    selective_recompute = config.train.recompute == "selective"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse)
     fused_loss = verified_loss(config.model, layout, dtype)
     settings = dataclasses.replace(config.model, attention_backend=backend)
     model = LanguageModel(
-        settings, translated, layout.groups, layout.device, shifted_sparse, keep_attention, fused_loss
+        settings, translated, layout.groups, layout.device, shifted_sparse, selective_recompute, fused_loss
     )
     if config.extension.adds_lora:
         add_lora(model, config.model, config.extension)

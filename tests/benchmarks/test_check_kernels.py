@@ -28,7 +28,8 @@ def run_unit(monkeypatch, capsys, unit, skipped=0):
 
 
 def test_an_inexact_kernel_and_one_that_fails_are_named_and_the_other_checks_go_on(monkeypatch, capsys):
-    from megatron_tape.ops.kernels import attention, position_update
+    from megatron_tape.ops.kernels import triton_attention as attention
+    from megatron_tape.ops.kernels import triton_position_update as position_update
     from megatron_tape.ops.position_update import plain_update
 
     attend, backward = attention.attend, attention.attend_backward
@@ -68,7 +69,7 @@ def test_an_inexact_kernel_and_one_that_fails_are_named_and_the_other_checks_go_
 
 
 def test_kernels_that_differ_from_run_to_run_are_named(monkeypatch, capsys):
-    from megatron_tape.ops.kernels import attention
+    from megatron_tape.ops.kernels import triton_attention as attention
 
     attend, calls = attention.attend, []
 

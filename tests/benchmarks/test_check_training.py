@@ -127,7 +127,7 @@ def test_weights_to_begin_with_are_not_zero_and_the_same_for_both_encodings(fold
 
 def test_a_wrong_gradient_is_named_with_its_parameter(folder, monkeypatch):
     from megatron_tape.ops import parity
-    from megatron_tape.ops.kernels import position_update
+    from megatron_tape.ops.kernels import triton_position_update as position_update
 
     monkeypatch.setattr(parity, "LENGTH", parity.LENGTH)  # the device's side shortens it
     assert Side(folder, on_device=False).gradients("gradients of tape packed") == {}

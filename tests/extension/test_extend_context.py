@@ -112,8 +112,8 @@ def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, bas
 
 @pytest.mark.parametrize("base, parts", [("rope", {"tape"}), ("tape", set())])
 def test_only_what_the_base_lacks_is_drawn(data, bases, tmp_path, monkeypatch, base, parts):
-    names, draw = [], trainer.draw_weights
-    monkeypatch.setattr(trainer, "draw_weights", lambda *given: names.extend(given[-1]) or draw(*given))
+    names, draw = [], trainer.initialize_weights
+    monkeypatch.setattr(trainer, "initialize_weights", lambda *given: names.extend(given[-1]) or draw(*given))
     first_logits(data, bases[base], tmp_path, "--model.position_encoding=tape")
     assert {part_of(name) for name in names} == parts
 

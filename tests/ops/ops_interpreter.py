@@ -61,8 +61,7 @@ def compiled(dim, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_tape.ops.kernels import attention as triton_attention
-    from megatron_tape.ops.kernels import position_update as triton_position_update
+    from megatron_tape.ops.kernels import triton_attention, triton_position_update
 
     launches = []
 

@@ -15,7 +15,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import HEAD_DIMS, attention
-from megatron_tape.ops.kernels import attention as triton_attention
+from megatron_tape.ops.kernels import triton_attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import check_fused_kernels, inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update

@@ -21,7 +21,7 @@ from megatron_tape.planning.costs import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of
 from megatron_tape.position.base import NO_MEMORY, Memory
-from megatron_tape.training.trained import select_trained, trained_by
+from megatron_tape.training.trained_parameters import select_trained, trained_by
 
 LEARNED, UNIT = {"position_increments": "learned"}, {"position_state_norm": "unit"}
 YARN = dict(

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_cases import RECIPE, option
 
 from megatron_tape.config.evaluations import EVALUATIONS
-from megatron_tape.training.hooks import Findings, Hook, joined
+from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.position_norms import picture
 from pretrain import train
 
@@ -24,10 +24,10 @@ class Toy(Hook):
     def after_step(self, trainer, step, result):
         assert trainer.step == step and not result.skipped
         self.seen += 1
-        return Findings(scalars={"toy/seen": self.seen})
+        return HookResult(scalars={"toy/seen": self.seen})
 
     def evaluate(self, trainer, step):
-        return Findings(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, pictures={"toy/picture": PNG})
+        return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"}, pictures={"toy/picture": PNG})
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_only_named_evaluations_run(run):
 
 
 def test_two_evaluations_cannot_return_the_same_name():
-    found = Findings(scalars={"loss": 1.0})
+    found = HookResult(scalars={"loss": 1.0})
     with pytest.raises(ValueError, match="the evaluation toy returns loss"):
         joined([("training", found), ("toy", found)])
 

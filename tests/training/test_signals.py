@@ -19,7 +19,7 @@ from megatron_tape.checkpoint import saving as checkpoint
 from megatron_tape.run import watch
 from megatron_tape.run.attempts import Attempt, read_attempts
 from megatron_tape.run.watch import EXIT_INTERRUPTED
-from megatron_tape.training import saving
+from megatron_tape.training import checkpoint_saver as saving
 from megatron_tape.training.engine import Engine
 from pretrain import train
 
@@ -221,7 +221,7 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch,
 PROGRAM = """
 import sys, time
 from megatron_tape.training.engine import Engine
-from megatron_tape.training import saving
+from megatron_tape.training import checkpoint_saver as saving
 from pretrain import train
 original = Engine.train_step
 def step(self, *args):

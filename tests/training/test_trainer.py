@@ -147,8 +147,10 @@ def test_recomputed_layers_learn_over_a_frozen_embedding(run, precision):
 
 
 def test_a_run_that_continues_draws_no_weights(run, monkeypatch):
-    drawn, draw = [], trainer.draw_weights
-    monkeypatch.setattr(trainer, "draw_weights", lambda *arguments: drawn.append(arguments[-1]) or draw(*arguments))
+    drawn, draw = [], trainer.initialize_weights
+    monkeypatch.setattr(
+        trainer, "initialize_weights", lambda *arguments: drawn.append(arguments[-1]) or draw(*arguments)
+    )
     assert run("part", steps=1) == run("part", steps=2) == 0
     assert drawn == [None]  # all, once
 

@@ -21,7 +21,7 @@ from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.records import write_record
 from megatron_tape.io.strict_yaml import dump
-from megatron_tape.model.initial import draw_whole, initial_parameters
+from megatron_tape.model.initialization import initialized_whole, weight_initializations
 from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
@@ -73,13 +73,13 @@ class ZeroStart(Mapping):
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
         self._weights, self._model, self._seed = weights, model, seed
-        self._initials = initial_parameters(model)
+        self._initials = weight_initializations(model)
 
     def __getitem__(self, name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
             return self._weights[name]
         own = f"decoder.layers.{match[1]}.{POSITION}{match[2]}"
-        return from_megatron(own, draw_whole(own, self._initials[own], self._seed), self._model)[name]
+        return from_megatron(own, initialized_whole(own, self._initials[own], self._seed), self._model)[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights

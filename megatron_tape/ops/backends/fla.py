@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.householder import Reflections
-from megatron_tape.ops.inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:

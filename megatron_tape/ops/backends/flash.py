@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs
 
 BLOCK = 128
 """Queries and keys of a block of the mask."""

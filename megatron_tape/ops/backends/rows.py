@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.inputs import AttentionInputs
 from megatron_tape.ops.rescore import Rescore
 
 

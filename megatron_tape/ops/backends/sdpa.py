@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import additive_mask
 
 

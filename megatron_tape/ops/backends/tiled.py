@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.rows import attend_by_rows
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.inputs import AttentionInputs
 
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""

@@ -4,12 +4,12 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_tape.ops.inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
-    from megatron_tape.ops.kernels.attention import attention
+    from megatron_tape.ops.kernels.triton_attention import attention
 
     starts, ends = (None, None) if x.packing is None else x.packing.bounds_2BT
     kernel = partial(attention, average_state=x.average_state, starts=starts, ends=ends, rotate=x.rotate)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
-from megatron_tape.model import backend, initial
+from megatron_tape.model import backend, initialization
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.communication import CONTEXT, DATA, SEQUENCE, TENSOR
@@ -28,7 +28,7 @@ from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import replicated_parameters
-from megatron_tape.training.trained import Trains, everything
+from megatron_tape.training.trained_parameters import Trains, everything
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +140,12 @@ class _ObservedRun:
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
                 mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
-                mock.patch.object(initial, "_chunks", _first_chunk(initial._chunks)),
+                mock.patch.object(initialization, "_chunks", _first_chunk(initialization._chunks)),
                 mock.patch.multiple(
                     training,
                     build_batches=_random_batches,
                     Engine=self._engine,
-                    Saves=_GatheredState,
+                    CheckpointSaver=_GatheredState,
                 ),
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(allow_non_fake_inputs=True),

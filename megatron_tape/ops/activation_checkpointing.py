@@ -1,8 +1,8 @@
-"""Selective recomputation: what attention computes is kept, and the rest of a layer is computed again.
+"""Selective activation checkpointing: attention is recorded and replayed, and the rest of a layer is computed again.
 
-A layer that is recomputed runs twice: first without gradients, and again in the backward pass. `KeptAttention` runs
+A layer that is recomputed runs twice: first without gradients, and again in the backward pass. `AttentionRecorder` runs
 attention in the first run only, with its graph. Of what the graph saves, it keeps all but the inputs: as a rule
-outputs and log-sums. The second run computes the inputs again, puts them into the graph, and gets the kept outputs.
+outputs and log-sums. The second run computes the inputs again, puts them into the graph, and gets the recorded outputs.
 """
 
 from collections import defaultdict, deque
@@ -19,35 +19,35 @@ Averages = Callable[..., tuple[Tensor, ...]]
 """Maps tensors, some of which may be None, to tensors; what needs a gradient must be among its arguments."""
 
 
-def run_now(function: Averages, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what `function` returns; `KeptAttention.run` takes its place where layers are recomputed."""
+def run_directly(function: Averages, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what `function` returns; `AttentionRecorder.run` takes its place under selective checkpointing."""
     return function(*tensors)
 
 
-class KeptAttention:
-    """What attention computed in one forward pass of a model, by layer and in the order of its calls."""
+class AttentionRecorder:
+    """Records attention in the first forward pass of a model's layers, and replays it in the second."""
 
     observer: ClassVar[Callable[[Tensor], object] | None] = None
     """Gets every tensor that is kept, to count them: hooks of autograd around a forward pass do not see these."""
 
     def __init__(self):
-        self._calls: dict[Hashable, deque[_Call]] = defaultdict(deque)
+        self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
 
     def run(self, layer: Hashable, function: Averages, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what `function` returns for `tensors`: in a layer's first run by calling it, then as it was kept.
+        """Return what `function` returns for `tensors`: in a layer's first run by calling it, then as it was recorded.
 
         The first run cannot know which tensors need gradients in the second one, so all of them get one.
         """
         if not torch.is_grad_enabled():
-            call = _Call(function, tensors)
+            call = _RecordedCall(function, tensors)
             self._calls[layer].append(call)
             return call.results()
         if not self._calls[layer]:
-            raise RuntimeError(f"layer {layer} runs again, but nothing is kept of its first run without gradients")
-        return _Again.apply(self._calls[layer].popleft(), *tensors)
+            raise RuntimeError(f"layer {layer} runs again, but its first run, without gradients, was not recorded")
+        return _Replay.apply(self._calls[layer].popleft(), *tensors)
 
 
-class _Call:
+class _RecordedCall:
     """A call of attention, whose graph gets its inputs when it is run backward.
 
     The graph refers to the call weakly: Python would never find a cycle through a graph, which would then stay.
@@ -59,7 +59,7 @@ class _Call:
         call = ref(self)
         hooks = saved_tensors_hooks(lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed))
         with torch.enable_grad(), hooks:
-            self._outputs = function(*_Entrance.apply(call, torch.empty(0, requires_grad=True), *tensors))
+            self._outputs = function(*_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *tensors))
         self._inputs = ()
 
     def results(self) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ class _Call:
         found, self._inputs, self._outputs, self._gradients = self._gradients, (), (), ()
         return found
 
-    def take(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def set_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of the inputs."""
         self._gradients = gradients
 
@@ -83,8 +83,8 @@ class _Call:
         for i, x in enumerate(self._inputs):
             if x is not None and _place(x) == place:
                 return i
-        if KeptAttention.observer is not None:
-            KeptAttention.observer(saved)
+        if AttentionRecorder.observer is not None:
+            AttentionRecorder.observer(saved)
         # An output that its own operation saves would otherwise refer to itself.
         return saved.detach()
 
@@ -97,11 +97,11 @@ def _place(x: Tensor) -> tuple:
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 
-class _Entrance(torch.autograd.Function):
+class _GraphInputs(torch.autograd.Function):
     """Hands tensors to a call's graph, which does not keep them as it would keep leaves, and their gradients back."""
 
     @staticmethod
-    def forward(ctx, call: ref[_Call], learned: Tensor, *tensors: Tensor | None):
+    def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(None if x is None else x.detach() for x in tensors)
@@ -109,15 +109,15 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ctx.call().take(gradients)
+        ctx.call().set_gradients(gradients)
         return None, None, *(None for _ in gradients)
 
 
-class _Again(torch.autograd.Function):
-    """A kept call, between the inputs and the outputs of the second run."""
+class _Replay(torch.autograd.Function):
+    """A recorded call, between the inputs and the outputs of the second run."""
 
     @staticmethod
-    def forward(ctx, call: _Call, *tensors: Tensor | None):
+    def forward(ctx, call: _RecordedCall, *tensors: Tensor | None):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         return call.results()

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_tape.ops.kernels.rotation import (
+from megatron_tape.ops.kernels.triton_rotation import (
     last_contiguous,
     load_rows,
     rotated,

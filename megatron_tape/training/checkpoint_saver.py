@@ -22,7 +22,7 @@ LAST_SAVE_WAIT = 30.0
 POLL_SECONDS = 1.0
 
 
-class Saves:
+class CheckpointSaver:
     """The checkpoints of a run; all ranks create it and call its methods together.
 
     With `checkpoint.asynchronous` files are written while the run trains on; at most one save is on its way.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_tape.ops.activation_checkpointing import run_directly
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.kept import run_now
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
@@ -28,8 +28,9 @@ class AttentionInputs:
     rescore: Rescore | None
     log_gate_TBH: Tensor | None
     """The gates alone, for kernels made for them."""
-    run: Callable[..., tuple[Tensor, ...]] = run_now
-    """`run(function, *tensors)` returns what `function` returns for these tensors, a tuple; see `ops.kept`."""
+    run: Callable[..., tuple[Tensor, ...]] = run_directly
+    """`run(function, *tensors)` returns the tuple that `function` returns for these tensors; see
+    `ops.activation_checkpointing`."""
 
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Return queries and keys, rotated by the state if requested."""

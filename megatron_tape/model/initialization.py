@@ -1,4 +1,4 @@
-"""How a model's weights begin.
+"""Weight initialization.
 
 Every number is drawn from the seed, the parameter's name and its own place in the whole tensor (see `ops.philox`). So a
 rank draws only what it keeps, and neither the parallel layout nor the other parameters change it.
@@ -24,8 +24,8 @@ CHUNKS = {"cpu": 2**17, "cuda": 2**22}
 
 
 @dataclass(frozen=True)
-class Initial:
-    """How a parameter begins: normal, uniform or constant."""
+class Initialization:
+    """How a parameter is initialized: normal, uniform or constant."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -46,8 +46,8 @@ class Initial:
         return value.view(-1, self.shape[-1])[rows.start : rows.stop, columns.start : columns.stop]
 
 
-def initial_parameters(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initial]:
-    """Return how every `GPTModel` parameter begins, by name; those of LoRA layers if `extension` adds them.
+def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
+    """Return how every `GPTModel` parameter is initialized, by name; those of LoRA layers if `extension` adds them.
 
     Matrices and embeddings are normal with `model.init_std`, divided by sqrt(2 L) in L layers where they add to the
     residual stream. LoRA's A are uniform up to 1 / sqrt(width of the input), as in peft, and its B zero.
@@ -60,34 +60,34 @@ def initial_parameters(model: ModelConfig, extension: ExtensionConfig | None = N
         kind = kind_of(name)
         if kind == "position":
             declared = encoding.parameters(int(prefix.split(".")[2]))[rest.removeprefix(POSITION)]
-            found[name] = Initial(shape, std=declared.std, value=declared.value)
+            found[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
-            found[name] = Initial(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
+            found[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[rest].side == "A" else 0.0)
         elif kind in ("matrices", "embeddings"):
             scale = (2 * model.num_layers) ** -0.5 if rest in residual else 1.0
-            found[name] = Initial(shape, std=model.init_std * scale)
+            found[name] = Initialization(shape, std=model.init_std * scale)
         else:
-            found[name] = Initial(shape, value=1.0 if kind == "norms" else 0.0)
+            found[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
     return found
 
 
-def draw_whole(name: str, initial: Initial, seed: int) -> Tensor:
-    """Return the whole `GPTModel` parameter `name` as it begins, float32 on the CPU."""
+def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
+    """Return the whole `GPTModel` parameter `name` as it is initialized, float32 on the CPU."""
     whole = torch.empty(initial.shape)
     _fill(whole.view(-1), 0, *_share(initial.shape, None, 0, 1), initial, philox.key_of(seed, name))
     return whole
 
 
 @torch.no_grad()
-def draw_weights(
+def initialize_weights(
     model: nn.Module,
-    initials: Mapping[str, Initial],
+    initials: Mapping[str, Initialization],
     seed: int,
     rank: int,
     size: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Draw the parameters of a `LanguageModel`, or those with these `names`, where their memory is.
+    """Initialize the parameters of a `LanguageModel`, or those with these `names`, where their memory is.
 
     This is tensor-parallel rank `rank` of `size`; under ZeRO 3 it draws its partitions only.
     """
@@ -119,7 +119,9 @@ def _share(shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, si
     return [range((start + x.start) * inner, (start + x.stop) * inner) for start in starts for x in own], range(width)
 
 
-def _fill(memory: Tensor, first: int, rows: list[range], columns: range, initial: Initial, key: philox.Key) -> None:
+def _fill(
+    memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
+) -> None:
     """Fill `memory` with the numbers from the `first` on of a share that consists of these rows and columns."""
     for chunk, place in _chunks(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
         part = initial.part(key, chunk, columns, memory.device).flatten()[max(-place, 0) : len(memory) - place]

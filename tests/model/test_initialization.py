@@ -5,8 +5,8 @@ import torch
 from models import SMALL, build, small_model
 
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.model import initial
-from megatron_tape.model.initial import draw_weights, draw_whole, initial_parameters
+from megatron_tape.model import initialization
+from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import shard
 from megatron_tape.parallel.partitions import own_memory, write_share
@@ -41,7 +41,7 @@ def share(name, declared, axis, stride, rank, size):
 def drawn(parameter, declared, rank, size):
     holder = torch.nn.Module()
     holder.register_parameter("x", parameter)
-    draw_weights(holder, {"x": declared}, 5, rank, size)
+    initialize_weights(holder, {"x": declared}, 5, rank, size)
     return own_memory(parameter)[0].clone()
 
 
@@ -61,10 +61,10 @@ def drawn(parameter, declared, rank, size):
 )
 def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch, shape, axis, stride, kind):
     numbers = torch.arange(float(torch.Size(shape).numel())).view(shape).tolist()
-    declared = initial.Initial(shape, **{kind: numbers if kind == "value" else 0.5})
-    whole = draw_whole("x", declared, 5)
+    declared = initialization.Initial(shape, **{kind: numbers if kind == "value" else 0.5})
+    whole = initialized_whole("x", declared, 5)
     for chunk, size, partitions in ((10**6, 1, 1), (45, 2, 3), (1, 4, 7), (10**6, 4, 100)):
-        monkeypatch.setitem(initial.CHUNKS, "cpu", chunk)
+        monkeypatch.setitem(initialization.CHUNKS, "cpu", chunk)
         for rank in {0, size - 1}:
             parameter = share("x", declared, axis, stride, rank, size)
             expected = shard(whole, parameter, rank, size)
@@ -81,7 +81,7 @@ def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch
 
 def test_every_parameter_begins_as_megatron_and_peft_begin_it():
     model = small_model(qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128)
-    initials = initial_parameters(model, LORA)
+    initials = weight_initializations(model, LORA)
     assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(model, LORA)
     built, _ = build(model, randomize=False, lora=LORA)
     deviations = {
@@ -121,6 +121,6 @@ def test_only_named_parameters_are_drawn():
     built, _ = build(small_model(), randomize=False)
     before = {name: parameter.clone() for name, parameter in built.named_parameters()}
     chosen = "gpt.decoder.layers.1.mlp.linear_fc1.weight"
-    draw_weights(built, initial_parameters(small_model()), 9, 0, 1, [chosen])
+    initialize_weights(built, weight_initializations(small_model()), 9, 0, 1, [chosen])
     changed = [name for name, parameter in built.named_parameters() if not torch.equal(parameter, before[name])]
     assert changed == [chosen]

@@ -8,9 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.kept import KeptAttention
 from megatron_tape.ops.packing import Packing
 
 S, B, H, G, D = 20, 2, 4, 2, 8
@@ -45,7 +45,7 @@ def slopes(distance):
 @pytest.mark.parametrize("biased", [False, True])
 def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
     found = []
-    for kept in (None, KeptAttention()):
+    for kept in (None, AttentionRecorder()):
         q, k, v, z = inputs()
         given = {"backend": backend, "average_state": True}
         tensors = [q, k, v, z]
@@ -70,7 +70,7 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
 
 
 def test_inputs_are_not_kept_and_attention_runs_once():
-    calls, kept = [], KeptAttention()
+    calls, kept = [], AttentionRecorder()
 
     def function(q, k, v):
         calls.append(torch.is_grad_enabled())
@@ -105,7 +105,7 @@ def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
 
     gc.disable()
     try:
-        forward(KeptAttention())
+        forward(AttentionRecorder())
         assert len(places) == 6 and all(place.expired() for place in places)
     finally:
         gc.enable()
@@ -113,12 +113,12 @@ def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
 
 def test_a_layer_that_runs_again_too_often_is_an_error():
     with pytest.raises(RuntimeError, match="layer 3 runs again, but nothing is kept of its first run"):
-        KeptAttention().run(3, lambda x: (x,), torch.ones(2, requires_grad=True))
+        AttentionRecorder().run(3, lambda x: (x,), torch.ones(2, requires_grad=True))
 
 
 def test_each_call_of_a_layer_gets_its_own_graph_back():
     """Shifted sparse attention calls attention twice in a layer; layers run again from the last to the first."""
-    kept, tensors = KeptAttention(), [inputs(seed)[:3] for seed in range(4)]
+    kept, tensors = AttentionRecorder(), [inputs(seed)[:3] for seed in range(4)]
 
     def run(layer, i):
         return attention(*tensors[i], None, backend="tiled", run=partial(kept.run, layer))[0]
