@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.timing import DTYPES, add_record_arguments, positive, recorder
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.model import HFModel
-from megatron_tape.evaluation.perplexity import Perplexity
+from megatron_tape.evaluation.tasks.perplexity import Perplexity
+from megatron_tape.evaluation.transformers_model import HFModel
 
 TOLERANCE = 1e-6
 

@@ -35,7 +35,7 @@ from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import check_tasks
-from megatron_tape.evaluation.source import made_by
+from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record

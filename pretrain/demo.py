@@ -163,7 +163,7 @@ def evaluation(directory: Path, as_in_recipe: bool, quick: bool) -> list[tuple[s
 def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[float], list[float]]:
     """Return positions, and the losses there of text held out, for the last step of a run."""
     newest = max((run_of(directory, name, context) / "evaluation").glob("step-*"))
-    (losses,) = read_results(newest)["tasks"]["perplexity"]["details"]["loss_by_position"].values()
+    (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
     return losses["tokens_before"], losses["loss"]
 
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,15 @@ from megatron_tape import command_line
 from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.source import Source, check_trained_on, find_model, note_on_training
-from megatron_tape.evaluation.tasks import TASKS, task_class
+from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
+from megatron_tape.evaluation.results import NAME, EvaluatedModel
+from megatron_tape.evaluation.tasks import TASKS
+from megatron_tape.io.files import remove
 
 if TYPE_CHECKING:
-    from megatron_tape.evaluation.model import HFModel
-    from megatron_tape.evaluation.runner import Ranks
+    from megatron_tape.evaluation.ranks import Ranks
+    from megatron_tape.evaluation.runner import Planned
+    from megatron_tape.evaluation.transformers_model import HFModel
 
 EXIT_INTERRUPTED = 75
 EXAMPLE = (
@@ -115,7 +119,7 @@ def _no_empty_directory(output: Path) -> Iterator[None]:
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     """Return the options and the tasks that a command line names. Raises ConfigError in one sentence."""
-    sections = {name: task_class(name).Settings for name in TASKS}
+    sections = {name: task.Settings for name, task in TASKS.items()}
     parser = settings_parser(
         sections,
         usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
@@ -142,7 +146,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     missing = missing_settings({name: sections[name] for name in names}, values)
     refuse(bool(missing), f"{', '.join(missing)} must be set; give --TASK.setting value, or --config FILE.yaml")
     try:
-        return options, [task_class(name)(build_section(name, sections[name], values)) for name in names]
+        return options, [TASKS[name](build_section(name, sections[name], values)) for name in names]
     except ConfigError as error:
         raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
 
@@ -178,74 +182,50 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--output {output} cannot be created ({error.strerror}); choose another") from None
+            raise ConfigError("--output", f"{output} cannot be created ({error.strerror})", "choose another") from None
         command_line.say("loading torch and transformers")
-    from megatron_tape.evaluation.model import choose_device
-    from megatron_tape.evaluation.runner import Ranks, finished_tasks, identity_of, refuse_other_model
+    from megatron_tape.evaluation.ranks import Ranks
+    from megatron_tape.evaluation.runner import plan_task, unfinished
+    from megatron_tape.evaluation.transformers_model import choose_device
 
     ranks = Ranks.join()
     with ranks.alone():
         device = choose_device(options.device)
     dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
-    todo, failure = None, None
-    if ranks.rank == 0:
-        # What fails on rank 0 must not leave the others waiting.
-        try:
-            digest = _digest_of_model(source)
-            refuse_other_model(output, digest)
-            data = {task.name: _digests(task) for task in tasks}
-            identities = {task.name: identity_of(task, digest, dtype, data[task.name]) for task in tasks}
-            finished = set() if options.overwrite else finished_tasks(output, identities)
-            for name in finished & {task.name for task in tasks}:
-                command_line.say(f"{name} is finished already; --overwrite evaluates it again")
-            todo = (
-                digest,
-                [(task.name, identities[task.name], data[task.name]) for task in tasks if task.name not in finished],
-            )
-        except Exception as error:
-            failure = error
-    todo = ranks.share(todo)
-    if failure is not None:
-        raise failure
-    refuse(todo is None, "rank 0 has refused to evaluate; see its message")
-    digest, planned = todo
+
+    def plan() -> list[Planned]:
+        digest = _digest_of_model(source)
+        return unfinished((plan_task(task, digest, dtype) for task in tasks), output, options.overwrite)
+
+    planned = ranks.first(plan)
     if planned:
         by_name = {task.name: task for task in tasks}
-        model = _load(options, source, output, device, dtype, ranks)
-        for name, identity, data_of_task in planned:
-            _run(by_name[name], model, ranks, output, identity, data_of_task, dtype, options, source, digest)
+        model = _load(source, output, device, dtype, ranks)
+        for one in planned:
+            _run(by_name[one.task], model, ranks, output, one, source)
         if ranks.rank == 0:
-            _remove_export(output)
+            remove(output / "model")
     if ranks.rank == 0:
-        command_line.say(f"results: {output / 'results.json'}")
+        command_line.say(f"results: {output / NAME}")
     ranks.leave()
 
 
-def _run(
-    task: Task,
-    model: HFModel,
-    ranks: Ranks,
-    output: Path,
-    identity: str,
-    data: dict[str, str],
-    dtype: str,
-    options: argparse.Namespace,
-    source: Source,
-    digest: str,
-) -> None:
-    from megatron_tape.evaluation.runner import draw, facts_of, record, run_task, shown_scores
+def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planned, source: Source) -> None:
+    """Do a task together with the other ranks; rank 0 records and shows what came out."""
+    from megatron_tape.evaluation.runner import draw, record, run_task, shown_scores
 
     started = time.monotonic()
-    result = run_task(task, model, ranks, output, identity, data, dtype)
+    result = run_task(task, model, ranks, output, planned)
     if result is None:
         return
-    result["notes"] += note_on_training(task.name, source)
-    facts = facts_of(model.info, options.model, digest, model.parameters, source.run)
-    results = record(output, model.info.label, facts, task.name, result)
-    pictures = draw(output, type(task), results)
-    print(f"{task.name}: {model.info.label}, {command_line.duration(time.monotonic() - started)}")
-    print("\n".join(shown_scores(result["scores"])))
-    for note in result["notes"]:
+    result = replace(result, notes=result.notes + note_on_training(task.name, source))
+    info, digest = model.info, planned.model_digest
+    evaluated = EvaluatedModel(source.given, digest, model.parameters, info.trained_length, info.config, source.run)
+    results = record(output, info.label, evaluated, planned, result)
+    pictures = draw(output, task, results)
+    print(f"{task.name}: {info.label}, {command_line.duration(time.monotonic() - started)}")
+    print("\n".join(shown_scores(result.scores)))
+    for note in result.notes:
         print(f"  note: {note}")
     for picture in pictures:
         print(f"  {picture}")
@@ -255,35 +235,20 @@ def _run(
 def _digest_of_model(source: Source) -> str:
     if source.checkpoint:
         return source.digest()
-    size = sum(file.stat().st_size for file in source.files())
-    progress = command_line.Progress(size)
+    progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
     digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
     progress.end()
     return digest
 
 
-def _digests(task: Task) -> dict[str, str]:
-    from megatron_tape.evaluation.runner import sha256
-
-    return {str(path): sha256(path) for path in task.inputs()}
-
-
-def _load(options: argparse.Namespace, source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
+def _load(source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     """Return the model; rank 0 exports a checkpoint for it first."""
-    from megatron_tape.evaluation.model import load_model
+    from megatron_tape.evaluation.transformers_model import load_model
 
-    directory, failure = source.path, None
+    directory = source.path
     if source.checkpoint:
         directory = output / "model"
-        if ranks.rank == 0:
-            try:
-                _export(source, directory, dtype)
-            except (ValueError, OSError) as error:
-                failure = ConfigError(f"--model {options.model} cannot be evaluated: {error}")
-        failed = ranks.share(failure is not None)
-        if failure is not None:
-            raise failure
-        refuse(failed, "rank 0 could not export the checkpoint; see its message")
+        ranks.first(lambda: _export(source, directory, dtype))
     trusted = source.checkpoint or "auto_map" in source.info.config
     with ranks.alone():
         return load_model(source.info, directory, dtype, device, trusted)
@@ -291,16 +256,12 @@ def _load(options: argparse.Namespace, source: Source, output: Path, device: str
 
 def _export(source: Source, directory: Path, dtype: str) -> None:
     from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
-    from megatron_tape.io.files import remove
 
     remove(directory)
-    export(source.path, directory, dtype, tokenizer=None if source.info.has_tokenizer else NO_TOKENIZER)
-
-
-def _remove_export(output: Path) -> None:
-    from megatron_tape.io.files import remove
-
-    remove(output / "model")
+    try:
+        export(source.path, directory, dtype, tokenizer=None if source.info.has_tokenizer else NO_TOKENIZER)
+    except (ValueError, OSError) as error:
+        raise ConfigError("--model", f"{source.given} cannot be evaluated: {error}") from None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ORDER = (
     ("parallel",),
     ("position",),
     ("synthetic",),
-    ("config", "planning", "model.lora_shapes"),
+    ("config", "planning", "model.lora_shapes", "evaluation.results"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
@@ -33,12 +33,11 @@ ORDER = (
 )
 WITHOUT_TORCH = "errors io command_line synthetic config planning.costs data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.imports.config_json".split()
-WITHOUT_TORCH += "extension.base evaluation.base evaluation.tasks evaluation.documents evaluation.statistics".split()
-WITHOUT_TORCH += "evaluation.document_task evaluation.perplexity evaluation.context_gain".split()
-WITHOUT_TORCH += ["evaluation.during_training", "evaluation.positions", "model.names"]
+WITHOUT_TORCH += "extension.base evaluation.base evaluation.results evaluation.statistics".split()
+WITHOUT_TORCH += ["evaluation.during_training", "model.names"]
 WITHOUT_TORCH += "planning.parameters planning.communication planning.hardware planning.step_time".split()
 WITHOUT_TORCH += ["planning.search"]
-WITHOUT_TORCH += ["evaluation.scrolls", "evaluation.comparison", "data.examples"]
+WITHOUT_TORCH += ["evaluation.comparison", "data.examples"]
 
 
 def imported_names(tree, package):

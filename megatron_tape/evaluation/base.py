@@ -1,6 +1,6 @@
 """What an evaluation task is: settings, independent units of work, and what their findings add up to.
 
-A task is one file with a subclass of `Task`, entered by name in `evaluation.tasks`. Its module imports neither torch
+A task is one file in `evaluation/tasks` with a subclass of `Task`, entered in its `__init__`. It imports neither torch
 nor transformers nor lm_eval at its top, so that wrong settings are rejected before those are loaded.
 
 The way of the data: `check` refuses what cannot work; `units` cuts the work into pieces, the same ones in the same
@@ -12,10 +12,14 @@ back before `summarize` sees it, so it consists of plain numbers, texts, lists a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.results import Score, TaskResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,28 +35,6 @@ class Unit:
     """Names the unit within its task, such as `1024/17`; the same whenever the task has the same settings and data."""
     cost: float = 1.0
     """How much work it is compared with the task's other units; serves to share them and to tell the time left."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """One figure of a task."""
-
-    metric: str
-    """What it is, in the field's terms, such as `perplexity` or `accuracy`."""
-    value: float
-    better: Literal["lower", "higher", "neither"]
-    """neither for what describes a model without judging it."""
-    length: int | None = None
-    """Tokens of context that it is about; None if it is not about one length."""
-    group: str = ""
-    """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
-    low: float | None = None
-    """The interval in which the value lies with 95 % confidence."""
-    high: float | None = None
-    count: int | None = None
-    """Samples behind it."""
-    unit: str = ""
-    """Such as `nats per token`; nothing for shares between 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +75,7 @@ class ModelInfo:
 
 
 class LanguageModel(Protocol):
-    """A model under evaluation. `evaluation.model` has the one that transformers runs; a training run has another."""
+    """A model under evaluation; `transformers_model` has one of transformers, `training_model` one that trains."""
 
     info: ModelInfo
     tokenizer: Any
@@ -140,8 +122,13 @@ class Task:
     generates: ClassVar[bool] = False
     """Whether it needs a `HuggingFaceModel`; such a task cannot run during training."""
 
-    def __init__(self, settings: Any):
-        self.settings = settings
+    def __init__(self, settings: Any, section: str = ""):
+        """Take the settings and the section that they were given in, if that is not the task's name."""
+        self.settings, self.section = settings, section or self.name
+
+    def key(self, setting: str) -> str:
+        """Return the key of one of the settings, as errors name it."""
+        return f"{self.section}.{setting}"
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError, in one sentence with the fix, if settings, data and model cannot work together.
@@ -165,7 +152,13 @@ class Task:
         """Return what the values by the units' keys add up to. Called on rank 0."""
         raise NotImplementedError
 
+    def require(self, *packages: str) -> None:
+        """Raise ConfigError if one of the packages, by the names that Python imports, is not installed."""
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigError(self.name, f"needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
-        """Return pictures of this task's results (as `results.json` holds them) by the models' labels, in order."""
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+        """Return pictures of this task's results by the models' labels, in order."""
         return []

@@ -19,6 +19,7 @@ from megatron_tape.checkpoint.settings import changes, model_differences
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.statistics import PairedTest, paired_t
 from megatron_tape.io.records import read_record, write_record
 
@@ -220,20 +221,20 @@ def run_values(config: RunConfig, metrics_rows: list[dict[str, Any]], parameters
     ]
 
 
-def score_values(tasks: dict[str, dict[str, Any]], names: Sequence[str]) -> list[Value]:
+def score_values(tasks: dict[str, TaskResult], names: Sequence[str]) -> list[Value]:
     """Return the figures of the tasks `names` of a `results.json`."""
     return [
         {
             "task": name,
-            "metric": score["metric"],
-            "group": score.get("group") or "",
-            "length": score.get("length"),
-            "value": score["value"],
-            "better": score["better"],
-            "unit": score.get("unit") or "",
+            "metric": score.metric,
+            "group": score.group,
+            "length": score.length,
+            "value": score.value,
+            "better": score.better,
+            "unit": score.unit,
         }
         for name in names
-        for score in tasks[name]["scores"]
+        for score in tasks[name].scores
     ]
 
 

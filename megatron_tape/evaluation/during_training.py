@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_tape.config.parse import build_section, missing_settings
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import accept, shown
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import ModelInfo, Task
-from megatron_tape.evaluation.tasks import task_class
+from megatron_tape.evaluation.tasks import TASKS
 
 EVERY = "every"
 
@@ -28,7 +27,7 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
         type(every) is not int or every < 1,
         f"{key}.{EVERY} is {shown(every)}; set it to the number of steps between evaluations, such as 500",
     )
-    settings = task_class(name).Settings
+    settings = TASKS[name].Settings
     kinds, values = get_type_hints(settings), {}
     for setting, value in given.items():
         if setting == EVERY:
@@ -39,7 +38,7 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
         values[f"{key}.{setting}"] = accept(f"{key}.{setting}", value, kinds[setting])
     missing = missing_settings({key: settings}, values)
     refuse(bool(missing), f"{', '.join(missing)} must be set; add it to {key}")
-    return task_class(name)(build_section(key, settings, values))
+    return TASKS[name](build_section(key, settings, values), section=key)
 
 
 def info_of_run(config: RunConfig) -> ModelInfo:
@@ -62,8 +61,4 @@ def check_tasks(config: RunConfig) -> None:
             task.needs_tokenizer and not info.has_tokenizer,
             f"evaluation.{name} needs a tokenizer, and data.tokenizer is null; set it",
         )
-        try:
-            task.check(info)
-        except ConfigError as error:
-            keys = "|".join(get_type_hints(task.Settings))
-            raise ConfigError(re.sub(rf"(?<![\w./-])(?={name}\.({keys})\b)", "evaluation.", str(error))) from None
+        task.check(info)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.results import Score
 from megatron_tape.io.files import write_whole
 
 if TYPE_CHECKING:
@@ -126,6 +127,22 @@ def grid_shape(count: int, columns: int = 3) -> tuple[int, int]:
     """Return rows and columns for `count` panels, at most `columns` side by side."""
     columns = max(1, min(count, columns))
     return -(-count // columns), columns
+
+
+def model_panels(labels: Iterable[str], columns: int = 3, **sizes: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure with titled axes for each model; the rest of the last row is empty."""
+    labels = list(labels)
+    figure, axes = new_figure(*grid_shape(len(labels), columns), **sizes)
+    for one, label in zip(axes, labels):
+        one.set_title(plain(shorten(label)), fontsize=10)
+    for one in axes[len(labels) :]:
+        one.remove()
+    return figure, axes[: len(labels)]
+
+
+def score_curve(axes: Axes, style: Mapping[str, Any], x: Sequence[float], scores: Sequence[Score]) -> None:
+    """Draw the values of scores with their intervals as bars."""
+    curve(axes, style, x, *([getattr(score, key) for score in scores] for key in ("value", "low", "high")))
 
 
 def curve(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import curve, grid_shape, legend, length_axis, new_figure, plain, styles
+from megatron_tape.evaluation.figures import grid_shape, legend, length_axis, new_figure, plain, score_curve, styles
+from megatron_tape.evaluation.results import TaskResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Results = dict[str, dict[str, Any]]
+Results = dict[str, TaskResult]
 """The results of one task by the models' labels."""
 
 
@@ -24,19 +25,19 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
     The axis of values is logarithmic where the largest is more than `steep` times the smallest.
     """
     found = {
-        label: [score for score in result["scores"] if score["metric"] == metric and score["length"] is not None]
+        label: [score for score in result.scores if score.metric == metric and score.length is not None]
         for label, result in results.items()
     }
-    groups = list(dict.fromkeys(score["group"] for scores in found.values() for score in scores))
+    groups = list(dict.fromkeys(score.group for scores in found.values() for score in scores))
 
     def draw(axes: Axes, group: str) -> list[str]:
         sentences, lengths, values = [], set(), []
         for label, scores in found.items():
-            rows = sorted((score for score in scores if score["group"] == group), key=lambda score: score["length"])
+            rows = sorted((score for score in scores if score.group == group), key=lambda score: score.length)
             if not rows:
                 continue
-            x, y, low, high = ([row[key] for row in rows] for key in ("length", "value", "low", "high"))
-            curve(axes, styles(results)[label], x, y, low, high)
+            x, y = [row.length for row in rows], [row.value for row in rows]
+            score_curve(axes, styles(results)[label], x, rows)
             lengths |= set(x)
             values += y
             sentences.append(f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y)))
@@ -50,7 +51,7 @@ def by_length(results: Results, metric: str, name: str, axis: str, steep: float 
 
 def by_position(results: Results, name: str) -> list[Picture]:
     """Return a picture of the mean losses by position in the first window of every document; none if none has them."""
-    found = {label: result["details"].get("loss_by_position", {}) for label, result in results.items()}
+    found = {label: result.details.get("loss_by_position", {}) for label, result in results.items()}
     groups = list(dict.fromkeys(group for curves in found.values() for group in curves))
 
     def draw(axes: Axes, group: str) -> list[str]:

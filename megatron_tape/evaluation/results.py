@@ -1,4 +1,7 @@
-"""`results.json`: what an evaluation found, and everything that is needed to judge it. Imports no torch."""
+"""The record of a score, and `results.json`: the scores of a model, with everything that is needed to judge them.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,79 +9,100 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ClassVar, Literal
 
-from megatron_tape.io.records import read_record, write_record
+from megatron_tape.errors import FileError
+from megatron_tape.io.records import read_small, write_record
 
 FORMAT = 1
 NAME = "results.json"
 _BYTES = 1 << 30
 
 
-class Model(TypedDict):
-    """The model that was evaluated; `run` holds the settings and the step of a checkpoint."""
+@dataclass(frozen=True)
+class Score:
+    """One figure of an evaluation, from the task that measures it to pages, model cards and comparisons."""
+
+    metric: str
+    """What it is, in the field's terms, such as `perplexity` or `accuracy`."""
+    value: float
+    better: Literal["lower", "higher", "neither"]
+    """neither for what describes a model without judging it."""
+    low: float | None = None
+    """The interval in which the value lies with 95 % confidence."""
+    high: float | None = None
+    length: int | None = None
+    """Tokens of context that it is about; None if it is not about one length."""
+    group: str = ""
+    """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
+    count: int | None = None
+    """Samples behind it."""
+    unit: str = ""
+    """Such as `nats per token`; nothing for shares between 0 and 1."""
+    task: str = ""
+    """The task that measured it, which the runner enters."""
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+
+    @property
+    def shown_value(self) -> str:
+        """The value with its unit, as text."""
+        return f"{self.value:.4g} {self.unit}".rstrip()
+
+    @property
+    def shown_interval(self) -> str:
+        """The interval as text; nothing if it is not known."""
+        return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The model that was evaluated."""
 
     path: str
     digest: str
     parameters: int
     trained_length: int | None
     config: dict[str, Any]
-    run: dict[str, Any] | None
+    run: dict[str, Any] | None = None
+    """The settings and the step of a checkpoint."""
 
 
-class _Recorded(TypedDict):
-    metric: str
-    value: float
-    better: str
+@dataclass(frozen=True)
+class TaskResult:
+    """The outcome of one task."""
 
-
-class Score(_Recorded, total=False):
-    """A score, as `evaluation.base.Score` describes it."""
-
-    length: int | None
-    group: str
-    low: float | None
-    high: float | None
-    count: int | None
-    unit: str
-
-
-class _TaskResult(TypedDict):
     settings: dict[str, Any]
     data: dict[str, str]
+    """The digests of the files that were read."""
     seconds: float
     processes: int
     scores: list[Score]
     details: dict[str, Any]
     notes: list[str]
     examples: dict[str, Any]
-
-
-class TaskResult(_TaskResult, total=False):
-    """The outcome of one task; `identity` is a digest of all that it depends on.
-
-    `parts_before` counts the parts that were done before an interruption, whose time is not in `seconds`.
-    """
-
-    identity: str
-    parts_before: int
+    """The values of the task's units."""
     dtype: str
     hardware: str
     versions: dict[str, str]
+    identity: str = ""
+    """A digest of all that the values depend on."""
+    parts_before: int = 0
+    """Parts that were done before an interruption, whose time is not in `seconds`."""
 
 
-class Results(TypedDict):
+@dataclass(frozen=True)
+class Results:
     """The contents of `results.json`."""
 
-    format: int
     label: str
+    model: EvaluatedModel
     created: float
-    model: Model
-    versions: dict[str, str]
-    hardware: str
-    dtype: str
-    tasks: dict[str, TaskResult]
+    """When the last task was finished, in seconds since 1970."""
+    tasks: dict[str, TaskResult] = field(default_factory=dict)
+    format: int = FORMAT
 
 
 def results_file(path: str | Path) -> Path:
@@ -88,20 +112,31 @@ def results_file(path: str | Path) -> Path:
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file, or that of a directory. Raises OSError, or ValueError that names the file."""
+    """Read a results file, or that of a directory. Raises OSError, or FileError for another or a damaged file."""
+    from pydantic import TypeAdapter, ValidationError
+
     file = results_file(path)
-    results = read_record(file, Results, _BYTES)
-    if results["format"] != FORMAT:
-        raise ValueError(
-            f"{file} cannot be used: it has the format {results['format']}, and this version reads {FORMAT}; update "
-            "this project, or evaluate again"
-        )
-    return results
+    try:
+        results = TypeAdapter(Results).validate_json(read_small(file, _BYTES), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
+    except ValueError as error:
+        raise FileError(str(file), f"cannot be used: {error}") from None
+    if results.format != FORMAT:
+        problem = f"cannot be used: it has the format {results.format}, and this version reads {FORMAT}"
+        raise FileError(str(file), problem, "update this project, or evaluate again")
+    tasks = {
+        name: replace(task, scores=[replace(score, task=name) for score in task.scores])
+        for name, task in results.tasks.items()
+    }
+    return replace(results, tasks=tasks)
 
 
 def write_results(directory: Path, results: Results) -> None:
     """Replace the results in a directory, whole or not at all."""
-    write_record(directory / NAME, results)
+    write_record(directory / NAME, asdict(results))
 
 
 @contextmanager

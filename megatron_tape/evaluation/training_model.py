@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tape.evaluation.base import Score, Task, Unit
+from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import EVERY, build_tasks, info_of_run
-from megatron_tape.evaluation.runner import Ranks
+from megatron_tape.evaluation.ranks import Ranks
+from megatron_tape.evaluation.results import Score
 from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:

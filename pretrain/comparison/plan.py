@@ -17,11 +17,11 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation import comparison as results
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.comparison import NAME, Comparison
+from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.evaluation.report.inputs import METRICS, SETTINGS, read_run
 from megatron_tape.evaluation.report.inputs import Run as Metrics
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware, versions
-from megatron_tape.evaluation.source import made_by
 from megatron_tape.extension.base import check_command
 from megatron_tape.io.records import read_yaml
 from megatron_tape.planning.parameters import parameter_count
@@ -105,7 +105,7 @@ class Plan:
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
             try:
-                tasks = read_results(newest)["tasks"]
+                tasks = read_results(newest).tasks
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{run.name} has left no results: {error}") from None
             values = results.score_values(tasks, [task.name for task in self.tasks]) + values

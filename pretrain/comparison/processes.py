@@ -24,7 +24,7 @@ import pretrain
 _LIBRARIES = (
     "megatron_tape.training.trainer",
     "megatron_tape.huggingface.export.to_transformers",
-    "megatron_tape.evaluation.model",
+    "megatron_tape.evaluation.transformers_model",
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -10,7 +10,7 @@ import pytest
 from megatron_tape.config.checks import validate
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.parse import parse_run_config
-from megatron_tape.evaluation.source import made_by
+from megatron_tape.evaluation.model_source import made_by
 from pretrain import evaluate
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes" / "synthetic"

@@ -10,8 +10,9 @@ from lm_eval.api.model import LM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.model import HFModel
-from megatron_tape.evaluation.passkey_prompts import FILLER, QUESTION, TASK
+from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, QUESTION, TASK
+from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.huggingface.tokenizer_files import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,13 +102,18 @@ def finds_the_key(prompt):
 
 def evaluated(task, model):
     """The values of all units of a task, its summary as results.json holds it, and that for `draw`."""
-    from dataclasses import asdict
-
     task.check(model.info)
     values = {unit.key: task.evaluate(unit, model) for unit in task.units(model)}
     summary = task.summarize(values, model.info)
-    scores = [asdict(score) for score in summary.scores]
-    return values, summary, {"scores": scores, "details": summary.details, "notes": summary.notes, "examples": values}
+    return values, summary, result_of(summary, values)
+
+
+def result_of(summary, values, settings=None):
+    """A task's entry of results.json."""
+    return TaskResult(
+        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores, details=summary.details,
+        notes=summary.notes, examples=values, dtype="fp32", hardware="a CPU", versions={},
+    )  # fmt: skip
 
 
 def word_tokenizer():

@@ -1,10 +1,10 @@
 """Models with known losses, and what the tests of tasks about losses share."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from harness_cases import result_of
 
 from megatron_tape.evaluation.base import ModelInfo
 
@@ -59,14 +59,13 @@ def run(task_class, model, **settings):
     assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
     values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
     summary = task.summarize(values, model.info)
-    scores = [asdict(score) for score in summary.scores]
-    return {"scores": scores, "details": summary.details, "notes": summary.notes, "examples": values}
+    return result_of(summary, values)
 
 
 def score(result, metric, length=None, group=None):
     (found,) = [
         one
-        for one in result["scores"]
-        if one["metric"] == metric and length in (None, one["length"]) and group in (None, one["group"])
+        for one in result.scores
+        if one.metric == metric and length in (None, one.length) and group in (None, one.group)
     ]
     return found

@@ -9,8 +9,8 @@ from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.context_gain import ContextGain
 from megatron_tape.evaluation.pictures_of_losses import by_length
+from megatron_tape.evaluation.tasks.context_gain import ContextGain
 
 RANDOM = np.random.default_rng(0)
 SURE = -math.log(0.99)
@@ -28,19 +28,19 @@ def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
     result = run(ContextGain, ByteModel(copies(40)), lengths=[32, 64, 128], **periodic)
     for length, gain in ((32, 0), (64, math.log(256) - SURE), (128, math.log(256) - SURE)):
         found = score(result, "gain", length)
-        assert (found["value"], found["low"], found["high"]) == pytest.approx((gain, gain, gain), abs=1e-5)
+        assert (found.value, found.low, found.high) == pytest.approx((gain, gain, gain), abs=1e-5)
         # Every token becomes predictable, so all are key tokens.
         key = score(result, "key_gain", length)
-        assert key["value"] == pytest.approx(gain, abs=1e-5) and key["count"] == found["count"] == 2 * 64
-    assert score(result, "key_perplexity", 32)["value"] == pytest.approx(256, rel=1e-4)
-    assert score(result, "key_perplexity", 64)["value"] == pytest.approx(1 / 0.99, rel=1e-4)
-    assert result["notes"][0].endswith("128 of 128 tokens of 2 documents are key tokens.")
-    assert "chosen by byte model, the model that they measure, which favours it" in result["notes"][1]
+        assert key.value == pytest.approx(gain, abs=1e-5) and key.count == found.count == 2 * 64
+    assert score(result, "key_perplexity", 32).value == pytest.approx(256, rel=1e-4)
+    assert score(result, "key_perplexity", 64).value == pytest.approx(1 / 0.99, rel=1e-4)
+    assert result.notes[0].endswith("128 of 128 tokens of 2 documents are key tokens.")
+    assert "chosen by byte model, the model that they measure, which favours it" in result.notes[1]
 
 
 def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):
     result = run(ContextGain, ByteModel(uniform(256)), lengths=[64], **periodic)
-    assert score(result, "gain")["value"] == 0 and [one["metric"] for one in result["scores"]] == ["gain"]
+    assert score(result, "gain").value == 0 and [one.metric for one in result.scores] == ["gain"]
 
 
 def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
@@ -52,15 +52,15 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     result = run(ContextGain, ByteModel(copies(40)), lengths=[64], windows=8, **settings)
     first = 65 - 8
     expected = [i for i in range(64) if (first + i) % 4]
-    assert result["details"]["key_tokens"]["t/0"] == expected
-    assert score(result, "gain")["value"] == pytest.approx(
+    assert result.details["key_tokens"]["t/0"] == expected
+    assert score(result, "gain").value == pytest.approx(
         math.log(256) - (len(expected) * SURE + (64 - len(expected)) * LARGE) / 64, abs=1e-5
     )
-    assert score(result, "key_gain")["value"] == pytest.approx(math.log(256) - SURE, abs=1e-5)
+    assert score(result, "key_gain").value == pytest.approx(math.log(256) - SURE, abs=1e-5)
     # The model's gain is 5.5 nats and its loss 0.01.
     for changed in ({"alpha": 5.6}, {"beta": -0.005}):
         none = run(ContextGain, ByteModel(copies(40)), lengths=[64], **settings, **changed)
-        assert none["details"]["key_tokens"]["t/0"] == []
+        assert none.details["key_tokens"]["t/0"] == []
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_several_models_are_measured_on_the_key_tokens_of_one(periodic, write_re
     first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
     path = write_results(first)
     second = run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
-    assert second["details"]["key_tokens"] == first["details"]["key_tokens"]
-    assert score(second, "key_perplexity")["value"] == pytest.approx(9, rel=1e-4)
-    assert second["notes"][1] == "Key tokens were chosen by byte model."
+    assert second.details["key_tokens"] == first.details["key_tokens"]
+    assert score(second, "key_perplexity").value == pytest.approx(9, rel=1e-4)
+    assert second.notes[1] == "Key tokens were chosen by byte model."
     third = run(ContextGain, ByteModel(copies(40)), lengths=[64], key_tokens_from=write_results(second), **periodic)
-    assert third["scores"] == first["scores"] and third["details"]["key_tokens_chosen_by"] == "byte model"
+    assert third.scores == first.scores and third.details["key_tokens_chosen_by"] == "byte model"
 
 
 def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_results):
@@ -95,11 +95,11 @@ def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_result
     for changed in ({"data": data}, {"stride": 4}):
         with pytest.raises(ConfigError, match="which scored other tokens of periodic/0; evaluate both models with"):
             run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **{**periodic, **changed})
-    first["details"]["key_tokens"]["periodic/1"] = [0, 9999]
+    first.details["key_tokens"]["periodic/1"] = [0, 9999]
     with pytest.raises(ConfigError, match="periodic/1"):
         run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=write_results(first), **periodic)
-    for damage in ({"key_tokens": {}}, {"key_tokens": {name: {"0": 1} for name in first["details"]["key_tokens"]}}):
-        path = write_results({**first, "details": first["details"] | damage})
+    for damage in ({"key_tokens": {}}, {"key_tokens": {name: {"0": 1} for name in first.details["key_tokens"]}}):
+        path = write_results({**first, "details": first.details | damage})
         with pytest.raises(ConfigError, match="which scored other tokens"):
             run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
     (tmp_path / "results.json").write_text("{}")

@@ -16,13 +16,13 @@ from megatron_tape.evaluation import tasks
 from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.tasks import TASKS, task_class
+from megatron_tape.evaluation.tasks import TASKS
 from pretrain import evaluate, train
 
 
 def test_every_task_that_does_not_generate_can_be_done_during_training():
     known = {field.name for field in dataclasses.fields(EvaluationConfig)}
-    assert known == {name for name in TASKS if not task_class(name).generates}
+    assert known == {name for name in TASKS if not TASKS[name].generates}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch, capfd):
     arguments = [f"--perplexity.{key}={value}" for key, value in settings.items()]
     command = ["perplexity", "--model", str(run.folder / "run"), "--output", str(output), "--device=cpu", *arguments]
     assert evaluate.main(command) == 0
-    scores = read_results(output)["tasks"]["perplexity"]["scores"]
-    expected = {f"evaluation/perplexity/{s['metric']}/{s['group']}/{s['length']}": s["value"] for s in scores}
+    scores = read_results(output).tasks["perplexity"].scores
+    expected = {f"evaluation/perplexity/{s.metric}/{s.group}/{s.length}": s.value for s in scores}
     assert len(expected) == 6 and found[2] == pytest.approx(expected, rel=1e-5)
 
 

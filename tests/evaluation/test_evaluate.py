@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 
 from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import source, tasks
-from megatron_tape.evaluation.base import ModelInfo, Score, Summary, Task, Unit
-from megatron_tape.evaluation.model import HFModel, load_model
-from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.runner import Parts, Ranks, identity_of, run_task
-from megatron_tape.evaluation.source import find_model
+from megatron_tape.evaluation import model_source, tasks
+from megatron_tape.evaluation.base import ModelInfo, Summary, Task, Unit
+from megatron_tape.evaluation.model_source import find_model
+from megatron_tape.evaluation.ranks import Ranks
+from megatron_tape.evaluation.results import Score, read_results
+from megatron_tape.evaluation.runner import Parts, Planned, identity_of, run_task
+from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
 from pretrain import evaluate
 from tests.configurations import make
@@ -77,7 +78,7 @@ def save_llama(directory, seed):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "toy", f"{__name__}:Toy")
+    monkeypatch.setitem(tasks.TASKS, "toy", Toy)
     monkeypatch.setattr(Toy, "evaluated", [])
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
 
@@ -98,17 +99,15 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     Toy.evaluated.clear()
     assert run("--model", llama, "--output", tmp_path / "cut") == 0
     assert Toy.evaluated == ["unit-2", "unit-3"]
-    whole, cut = (read_results(tmp_path / name)["tasks"]["toy"] for name in ("whole", "cut"))
+    whole, cut = (read_results(tmp_path / name).tasks["toy"] for name in ("whole", "cut"))
     for key in ("examples", "scores", "settings", "identity", "details", "notes"):
-        assert whole[key] == cut[key]
-    assert (whole["parts_before"], cut["parts_before"]) == (0, 2)
+        assert getattr(whole, key) == getattr(cut, key)
+    assert (whole.parts_before, cut.parts_before) == (0, 2)
     assert not list((tmp_path / "cut" / "parts").iterdir())
     results = read_results(tmp_path / "whole")
-    assert results["label"] == "llama" and results["model"]["trained_length"] == 32
-    assert results["model"]["parameters"] == sum(
-        p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters()
-    )
-    assert results["versions"]["torch"] == torch.__version__ and len(results["model"]["digest"]) == 64
+    assert results.label == "llama" and results.model.trained_length == 32
+    assert results.model.parameters == sum(p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters())
+    assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
 
 
 def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, capsys):
@@ -118,7 +117,7 @@ def test_what_is_finished_is_not_done_again_unless_it_changes(llama, tmp_path, c
     assert "toy is finished already" in capsys.readouterr().err
     assert run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
     assert run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0 and len(Toy.evaluated) == 6
-    assert len(read_results(tmp_path)["tasks"]["toy"]["examples"]) == 2
+    assert len(read_results(tmp_path).tasks["toy"].examples) == 2
 
 
 def test_files_that_have_changed_places_are_other_data():
@@ -235,8 +234,8 @@ def test_only_this_projects_own_code_runs_without_being_trusted(llama, tmp_path)
 def test_a_checkpoint_whose_tokenizer_brings_code_is_not_trusted(tmp_path, monkeypatch):
     given = tmp_path / "data" / "tokenizer.json"
     config = config_dict(make(data__tokenizer=str(given)))
-    monkeypatch.setattr(source, "read_state", lambda path: {"config": config, "step": 3})
-    monkeypatch.setattr(source, "find_checkpoint", lambda path, deep: tmp_path / "run" / "checkpoints" / "step-3")
+    monkeypatch.setattr(model_source, "read_state", lambda path: {"config": config, "step": 3})
+    monkeypatch.setattr(model_source, "find_checkpoint", lambda path, deep: tmp_path / "run" / "checkpoints" / "step-3")
     given.parent.mkdir()
     (given.parent / "tokenizer_config.json").write_text("{}")
     found = find_model(str(tmp_path))
@@ -333,12 +332,12 @@ def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path
 
     monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("megatron_tape.evaluation.model.choose_device", fails)
+    monkeypatch.setattr("megatron_tape.evaluation.transformers_model.choose_device", fails)
     assert run("--model", llama, "--output", tmp_path) == 1
     assert capsys.readouterr().err == "error (rank 1): no GPU is left for it\n"
     monkeypatch.setattr(Toy, "evaluate", fails)
     with pytest.raises(ValueError, match="no GPU") as error:
-        run_task(Toy(ToySettings()), None, Second(1, 2), tmp_path, "0" * 64, {}, "fp32")
+        run_task(Toy(ToySettings()), None, Second(1, 2), tmp_path, Planned("toy", "", "fp32", {}, "0" * 64))
     assert not isinstance(error.value, ConfigError)
 
 
@@ -354,9 +353,9 @@ def test_the_first_process_gets_values_from_the_others_and_not_from_their_files(
 
     monkeypatch.setattr(Toy, "evaluate", lambda self, unit, model: {"loss": 1, "pair": (1, 2)})
     model = SimpleNamespace(info=None, device=torch.device("cpu"))
-    result = run_task(Toy(ToySettings()), model, First(0, 2), tmp_path, "0" * 64, {}, "fp32")
-    assert len(result["examples"]) == 4 and result["scores"][0]["value"] == 1.5
-    assert [1, 2] in [value.get("pair") for value in result["examples"].values()], "as JSON gives it back"
+    result = run_task(Toy(ToySettings()), model, First(0, 2), tmp_path, Planned("toy", "", "fp32", {}, "0" * 64))
+    assert len(result.examples) == 4 and result.scores[0].value == 1.5
+    assert [1, 2] in [value.get("pair") for value in result.examples.values()], "as JSON gives it back"
 
 
 def test_a_gpu_that_is_too_small_ends_in_one_sentence(llama, tmp_path, monkeypatch, capsys):
@@ -381,7 +380,8 @@ def test_two_processes_find_what_one_finds(llama, tmp_path):
         "import sys\n"
         "from megatron_tape.evaluation import tasks\n"
         "from pretrain import evaluate\n"
-        "tasks.TASKS['toy'] = 'tests.evaluation.test_evaluate:Toy'\n"
+        "from tests.evaluation.test_evaluate import Toy\n"
+        "tasks.TASKS['toy'] = Toy\n"
         "sys.exit(evaluate.main(sys.argv[1:]))\n"
     )
     (tmp_path / "program.py").write_text(program)
@@ -390,7 +390,7 @@ def test_two_processes_find_what_one_finds(llama, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run([*command, "--output", str(tmp_path / "two")], env=environment, capture_output=True)
     assert finished.returncode == 0, finished.stderr.decode()
-    one, two = (read_results(tmp_path / name)["tasks"]["toy"] for name in ("one", "two"))
-    assert two["processes"] == 2 and {value["rank"] for value in two["examples"].values()} == {0, 1}
-    for key, value in one["examples"].items():
-        assert abs(two["examples"][key]["loss"] - value["loss"]) < 1e-6
+    one, two = (read_results(tmp_path / name).tasks["toy"] for name in ("one", "two"))
+    assert two.processes == 2 and {value["rank"] for value in two.examples.values()} == {0, 1}
+    for key, value in one.examples.items():
+        assert abs(two.examples[key]["loss"] - value["loss"]) < 1e-6

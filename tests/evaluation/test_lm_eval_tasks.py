@@ -11,9 +11,9 @@ import yaml
 from harness_cases import bpe_tokenizer, evaluated, info, random_llama
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.lm_eval_changes import changes
-from megatron_tape.evaluation.lm_eval_tasks import LmEval, LmEvalSettings
 from megatron_tape.evaluation.results import write_results
+from megatron_tape.evaluation.tasks.lm_eval_changes import changes
+from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings
 
 WORDS = "push pop heap item list sort key merge left right child parent".split()
 
@@ -95,7 +95,7 @@ def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder,
         "part."
         for name in ("next_word", "write_word")
     ]
-    assert result["details"]["tasks"]["roll"]["truncated"] == 0
+    assert result.details["tasks"]["roll"]["truncated"] == 0
     assert not caplog.records and logging.getLogger("lm_eval").level == logging.NOTSET
     (picture,) = LmEval.draw({"a": result, "b": result})
     assert f"a: {accuracy.value:.3f} next_word acc" in picture.alternative_text
@@ -205,7 +205,7 @@ def test_settings_that_cannot_work_are_refused(folder, given, message):
 
 
 def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):
-    from megatron_tape.evaluation import harness
+    from megatron_tape.evaluation.tasks import harness
 
     # The harness's whole list takes long to read.
     monkeypatch.setattr(harness, "_index", lambda include, defaults, read=harness._index: read(include, False))

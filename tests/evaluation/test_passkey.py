@@ -17,9 +17,9 @@ from harness_cases import (
 )
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.passkey import Passkey, PasskeySettings
-from megatron_tape.evaluation.passkey_prompts import FILLER, ExactPrompts, is_right, published_prompt
 from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.tasks.passkey import Passkey, PasskeySettings
+from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, ExactPrompts, is_right, published_prompt
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokeniz
             ("accuracy", 300, expected),
         ]
         assert (summary.scores[0].low, summary.scores[0].high) == wilson(6 * expected, 6)
-        assert result["details"]["accuracy"] == [[expected] * 2] * 3 and summary.scores[0].count == 6
+        assert result.details["accuracy"] == [[expected] * 2] * 3 and summary.scores[0].count == 6
 
 
 def test_random_digits_score_chance(tokenizers):
@@ -85,8 +85,8 @@ def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
         return "0" if long and 0.4 < depth < 0.7 else finds_the_key(prompt)
 
     _, summary, result = evaluated(Passkey(settings()), Answering(tokenizers["bpe"], fails_at_depth_half_of_300))
-    assert result["details"]["lengths"] == [160, 300] and result["details"]["depths"] == [0, 0.5, 1]
-    assert result["details"]["accuracy"] == [[1, 1], [1, 0], [1, 1]]
+    assert result.details["lengths"] == [160, 300] and result.details["depths"] == [0, 0.5, 1]
+    assert result.details["accuracy"] == [[1, 1], [1, 0], [1, 1]]
     assert [score.value for score in summary.scores] == [1, pytest.approx(2 / 3)]
     maps, curves = Passkey.draw({"a": result, "b": result})
     assert "down to 0.00, at 300 tokens and depth 50%" in maps.alternative_text
@@ -145,7 +145,7 @@ def test_the_published_form_is_that_of_longlora(tokenizers):
     model = Answering(tokenizers["bpe"], finds_the_key)
     values, summary, result = evaluated(Passkey(settings(form="landmark", lengths=[300], samples=4)), model)
     assert [(score.value, score.count) for score in summary.scores] == [(1, 12)]
-    assert sum(row[0] for row in result["details"]["count"]) == 12
+    assert sum(row[0] for row in result.details["count"]) == 12
     assert sorted(prompt for prompt in model.prompts) == sorted(
         published_prompt(300, seed)[0].prompt for seed in range(12)
     )

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.model import HFModel
-from megatron_tape.evaluation.perplexity import Perplexity
-from megatron_tape.evaluation.source import find_model
+from megatron_tape.evaluation.model_source import find_model
+from megatron_tape.evaluation.tasks.perplexity import Perplexity
+from megatron_tape.evaluation.transformers_model import HFModel
 
 RANDOM = np.random.default_rng(0)
 TEXTS = ["".join(map(chr, RANDOM.integers(32, 127, size))) for size in (150, 40, 260, 200)]
@@ -32,22 +32,22 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(texts):
     result = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 64], stride=8)
     for length in (16, 64):
         perplexity = score(result, "perplexity", length)
-        assert perplexity["value"] == pytest.approx(100, rel=1e-12) and perplexity["count"] == 3
-        assert perplexity["low"] == pytest.approx(100, rel=1e-12) == perplexity["high"]
-        assert score(result, "loss", length)["value"] == pytest.approx(math.log(100), rel=1e-12)
+        assert perplexity.value == pytest.approx(100, rel=1e-12) and perplexity.count == 3
+        assert perplexity.low == pytest.approx(100, rel=1e-12) == perplexity.high
+        assert score(result, "loss", length).value == pytest.approx(math.log(100), rel=1e-12)
         # ASCII: one byte per token.
-        assert score(result, "bits_per_byte", length)["value"] == pytest.approx(math.log2(100), rel=1e-12)
-    assert np.allclose(result["details"]["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
-    assert result["notes"] == [
+        assert score(result, "bits_per_byte", length).value == pytest.approx(math.log2(100), rel=1e-12)
+    assert np.allclose(result.details["loss_by_position"]["texts"]["loss"], math.log(100), rtol=1e-12)
+    assert result.notes == [
         "texts: 192 tokens (192 bytes) of 3 documents are scored, the same ones at every length.",
         "texts: 1 document was too short and left out.",
     ]
     other = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[32, 64], stride=8)
-    recorded = result["details"]["scored"]
+    recorded = result.details["scored"]
     assert (recorded["texts"]["count"], recorded["texts"]["bytes"]) == (192, 192)
-    assert other["details"]["scored"] == recorded
+    assert other.details["scored"] == recorded
     shorter = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 32], stride=8)
-    assert shorter["details"]["scored"]["texts"]["digest"] != recorded["texts"]["digest"]
+    assert shorter.details["scored"]["texts"]["digest"] != recorded["texts"]["digest"]
 
 
 def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):
@@ -63,7 +63,7 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):
     data = write_jsonl(tmp_path / "texts.jsonl", texts)
     result = run(Perplexity, Letters(uniform(256)), data=data, lengths=[40], stride=8, windows=2)
     # 16 tokens of each: 8 stars of 3 bytes, the rest letters of 2.
-    assert score(result, "bits_per_byte")["value"] == pytest.approx(8 * 32 / (8 * 3 + 8 * 2 + 16 * 2))
+    assert score(result, "bits_per_byte").value == pytest.approx(8 * 32 / (8 * 3 + 8 * 2 + 16 * 2))
 
 
 def record_scored(monkeypatch, model, **settings):
@@ -110,9 +110,9 @@ def test_a_copying_model_is_good_where_the_copy_is_within_reach(tmp_path):
     data = write_jsonl(tmp_path / "periodic.jsonl", ["".join(period) * 8] * 2)
     settings = {"data": data, "lengths": [16, 64, 128], "stride": 8}
     result = run(Perplexity, ByteModel(copies(40)), **settings)
-    found = [score(result, "perplexity", length)["value"] for length in settings["lengths"]]
+    found = [score(result, "perplexity", length).value for length in settings["lengths"]]
     assert found == pytest.approx([256, 1 / 0.99, 1 / 0.99])
-    curve = result["details"]["loss_by_position"]["periodic"]
+    curve = result.details["loss_by_position"]["periodic"]
     before, losses = np.array(curve["tokens_before"]), np.array(curve["loss"])  # 64 pairs of positions
     assert np.allclose(losses[before > 40], -math.log(0.99)) and np.allclose(losses[before < 39], math.log(256))
 
@@ -148,10 +148,10 @@ def test_equals_a_plain_loop_over_transformers(llama, texts):
             tokens, size = tokens + stride, size + stride
     settings = {"data": texts, "lengths": [32, 64], "stride": stride, "windows": 4}
     result = run(Perplexity, llama, **settings)
-    assert score(result, "loss", 32)["value"] == pytest.approx(nats / tokens, abs=1e-6)
-    assert score(result, "perplexity", 32)["value"] == pytest.approx(math.exp(nats / tokens), rel=1e-6)
-    assert score(result, "bits_per_byte", 32)["value"] == pytest.approx(nats / math.log(2) / size, abs=1e-6)
-    assert score(result, "loss", 64)["value"] != score(result, "loss", 32)["value"]
+    assert score(result, "loss", 32).value == pytest.approx(nats / tokens, abs=1e-6)
+    assert score(result, "perplexity", 32).value == pytest.approx(math.exp(nats / tokens), rel=1e-6)
+    assert score(result, "bits_per_byte", 32).value == pytest.approx(nats / math.log(2) / size, abs=1e-6)
+    assert score(result, "loss", 64).value != score(result, "loss", 32).value
 
 
 @torch.no_grad()
@@ -168,9 +168,9 @@ def test_longlora_gives_the_figure_of_its_published_program(llama, tmp_path):
     settings = {"data": str(tmp_path / "test.bin"), "lengths": [length], "stride": sliding_window}
     result = run(Perplexity, llama, protocol="longlora", **settings)
     found = score(result, "loss", length, "test (longlora)")
-    assert found["value"] == pytest.approx(np.mean(losses), abs=1e-6) and found["count"] == len(starts)
-    assert score(result, "perplexity")["value"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
-    assert found["low"] is None and "across documents" in result["notes"][-1]
+    assert found.value == pytest.approx(np.mean(losses), abs=1e-6) and found.count == len(starts)
+    assert score(result, "perplexity").value == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
+    assert found.low is None and "across documents" in result.notes[-1]
 
 
 @torch.no_grad()
@@ -197,8 +197,8 @@ def test_yarn_gives_the_figure_of_its_published_program(llama, texts, monkeypatc
                 break
     result = run(Perplexity, llama, data=texts, protocol="yarn", lengths=[max_length], stride=sliding_window)
     found = score(result, "loss", max_length, "texts (yarn)")
-    assert found["value"] == pytest.approx(np.mean(losses), abs=1e-6) and found["count"] == len(losses)
-    assert "mean of the windows' means" in result["notes"][-1]
+    assert found.value == pytest.approx(np.mean(losses), abs=1e-6) and found.count == len(losses)
+    assert "mean of the windows' means" in result.notes[-1]
 
 
 def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
@@ -210,16 +210,16 @@ def test_indexed_datasets_and_compressed_texts_are_read_by_name(tmp_path):
     lengths = IndexedDatasetReader(tmp_path / "tokens").document_lengths()
     used = lengths[lengths > 16]
     numbers = score(result, "perplexity", 16, "numbers")
-    assert numbers["value"] == pytest.approx(9) and numbers["count"] == len(used)
-    tokens = {key: value["tokens"] for key, value in result["examples"].items()}
+    assert numbers.value == pytest.approx(9) and numbers.count == len(used)
+    tokens = {key: value["tokens"] for key, value in result.examples.items()}
     assert sum(count for key, count in tokens.items() if key.startswith("numbers")) == sum(used - 13)
-    assert score(result, "bits_per_byte")["group"] == "letters", "the bytes of token ids are not known"
-    assert score(result, "perplexity", 16, "letters")["low"] is None, "one document gives no interval"
+    assert score(result, "bits_per_byte").group == "letters", "the bytes of token ids are not known"
+    assert score(result, "perplexity", 16, "letters").low is None, "one document gives no interval"
 
 
 def test_only_the_first_documents_are_used(texts):
     result = run(Perplexity, ByteModel(uniform(9)), data=texts, lengths=[16], documents=2, windows=1)
-    assert list(result["examples"]) == ["texts/0/16", "texts/1/16"]
+    assert list(result.examples) == ["texts/0/16", "texts/1/16"]
 
 
 def bad_texts(path):

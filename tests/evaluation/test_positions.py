@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from megatron_tape.config.schema import DataConfig, LoggingConfig, ModelConfig, RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import position_probes as probes
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.positions import PositionPictures, PositionSettings, distances_of
-from megatron_tape.evaluation.source import made_by
+from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.evaluation.tasks import position_probes as probes
+from megatron_tape.evaluation.tasks.positions import PositionPictures, PositionSettings, distances_of
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
@@ -80,28 +80,28 @@ def results(models, data):
 
 
 def by_group(result, metric):
-    return {score["group"]: score["value"] for score in result["scores"] if score["metric"] == metric}
+    return {score.group: score.value for score in result.scores if score.metric == metric}
 
 
 def test_a_model_that_equals_rope_has_no_distance_and_loses_nothing(results):
     result = results["rope-equal"]
-    assert np.all(np.array(result["details"]["distance"]) == 0)
+    assert np.all(np.array(result.details["distance"]) == 0)
     assert set(by_group(result, "state_distance").values()) == {0.0}
     assert set(by_group(result, "loss_increase").values()) == {0.0} and len(by_group(result, "loss_increase")) == 6
-    assert np.all(np.array(result["details"]["maps"]["change"]) == 0)
+    assert np.all(np.array(result.details["maps"]["change"]) == 0)
 
 
 def test_a_planted_matrix_shows_in_its_group_and_in_later_layers_only(results):
-    distance = np.array(results["planted"]["details"]["distance"])
+    distance = np.array(results["planted"].details["distance"])
     assert distance.shape == (LAYERS, GROUPS)
     assert np.all(distance[PLANTED + 1 :, 1] > 0.5)
     distance[PLANTED + 1 :, 1] = 0
     assert np.all(distance == 0)
-    change = np.array(results["planted"]["details"]["maps"]["change"])
+    change = np.array(results["planted"].details["maps"]["change"])
     assert np.all(change[PLANTED + 1 :, 2:] > 1e-3), "heads 2 and 3 read head group 1"
     change[PLANTED + 1 :, 2:] = 0
     assert np.all(change == 0)
-    shown = results["planted"]["details"]["maps"]["shown"]
+    shown = results["planted"].details["maps"]["shown"]
     assert len(shown) == 3 and all(one["layer"] > PLANTED and one["head"] >= 2 for one in shown)
     for one in shown:
         assert [len(row) for row in one["state"]] == list(range(1, 17))
@@ -134,7 +134,7 @@ def test_the_loss_is_that_of_transformers(models):
 
 
 def test_similarity_of_ropes_phases_is_the_known_sum(results):
-    details = results["rope-equal"]["details"]
+    details = results["rope-equal"].details
     assert details["distances"] == distances_of(LENGTH) and details["distances"][0] == 1
     assert details["distances"][-1] == LENGTH - 1
     D = SIZES["hidden_size"] // HEADS

@@ -20,7 +20,7 @@ from megatron_tape.evaluation.report.paper import SHAPE, entries, paper_tables
 from megatron_tape.evaluation.report.pictures import drawn
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.report.training import evaluation_seconds
-from megatron_tape.evaluation.tasks import task_class
+from megatron_tape.evaluation.tasks import TASKS
 from pretrain import report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
@@ -511,7 +511,7 @@ def test_figures_of_the_paper_are_not_shown_where_a_setting_differs(tmp_path, ch
 
 def test_the_papers_tests_are_matched_by_settings_that_the_tasks_have():
     for entry in entries():
-        known = {item.name for item in dataclasses.fields(task_class(entry["task"]).Settings)}
+        known = {item.name for item in dataclasses.fields(TASKS[entry["task"]].Settings)}
         assert {key.partition(".")[0] for key in entry.get("settings", {})} <= known, entry["title"]
         assert ("lengths" in entry) != ("groups" in entry) and set(entry.get("shape", {})) <= SHAPE.keys()
 

@@ -10,7 +10,7 @@ import pytest
 from harness_cases import Answering, evaluated, info, random_llama, word_tokenizer
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.ruler import ESSAYS, OFFLINE, TASKS, Ruler, RulerSettings
+from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, TASKS, Ruler, RulerSettings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +70,7 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     values, summary, result = evaluated(Ruler(settings()), model)
     assert list(values) == [f"{task}/{length}" for length in (1024, 2048) for task in OFFLINE]
     for key, value in values.items():
-        assert value["scores"] == [1.0, 1.0] and value["truncated"] == 0, key
+        assert value.scores == [1.0, 1.0] and value["truncated"] == 0, key
     assert {score.value for score in summary.scores if score.metric == "score"} == {1.0}
     by_metric = {score.metric: score for score in summary.scores if score.metric != "score"}
     assert by_metric["mean of the 6 offline tasks"].count == 12 and by_metric["effective length"].value == 2048
@@ -85,7 +85,7 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
             assert len(tokenizer(prompt).input_ids) == tokens <= length - generated[kind]
             assert tokens > 0.5 * (length - generated[kind])
     assert model.max_lengths == [int(key.split("/")[1]) for key in values]
-    assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result["notes"][0]
+    assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result.notes[0]
 
 
 def test_saying_nothing_scores_0(tokenizer):
@@ -100,12 +100,12 @@ def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokeni
 
     task = Ruler(settings(tasks=["vt", "cwe"]))
     _, summary, result = evaluated(task, Answering(tokenizer, fails_at_vt_of_2048, length=1024))
-    assert result["details"]["tasks"] == {"vt": [1, 0], "cwe": [1, 1]}
+    assert result.details["tasks"] == {"vt": [1, 0], "cwe": [1, 1]}
     scores = {(score.metric, score.length, score.group): score for score in summary.scores}
     assert scores["score", 2048, "vt"].value == 0 and scores["score", 2048, "cwe"].value == 1
     assert scores["mean of 2 chosen tasks", 2048, ""].value == 0.5
     assert scores["effective length", None, "mean of 2 chosen tasks"].value == 1024
-    means, maps = Ruler.draw({"good": result | {"scores": result["scores"]}, "other": result})
+    means, maps = Ruler.draw({"good": result | {"scores": result.scores}, "other": result})
     panels = [axes for axes in maps.figure.axes if axes.images]
     for panel in panels:
         assert np.array_equal(panel.images[0].get_array(), [[1, 0], [1, 1]])
@@ -117,7 +117,7 @@ def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokeni
 
 def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
     from megatron_tape.command_line import Interrupted
-    from megatron_tape.evaluation.ruler_samples import Sources, make_samples
+    from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
 
     calls = []
 
@@ -133,7 +133,7 @@ def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
 
 
 def test_samples_depend_neither_on_the_order_of_tasks_nor_on_what_was_drawn_before(tokenizer):
-    from megatron_tape.evaluation.ruler_samples import Sources, make_samples
+    from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
 
     names = [("vt", 1024), ("cwe", 1024), ("niah_multikey_2", 1024), ("fwe", 1024), ("cwe", 2048)]
     made = {}
@@ -153,7 +153,7 @@ def test_samples_depend_neither_on_the_order_of_tasks_nor_on_what_was_drawn_befo
 
 def test_the_faults_that_are_worked_around_are_still_there(tokenizer):
     """If one of these fails, the harness has got better, and the workaround can go."""
-    from megatron_tape.evaluation.harness import builtin_configuration, own_task, run
+    from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_task, run
 
     config = builtin_configuration("ruler", "fwe")
     module = config["custom_dataset"].__globals__
@@ -185,7 +185,7 @@ def test_a_length_that_is_too_short_is_refused_with_one_that_works(tokenizer, ta
     assert f"ruler.lengths has {length}, where {task} cannot be made" in message and not model.prompts
     least = int(re.search(r"works from about ([\d,]+) tokens on", message).group(1).replace(",", ""))
     values, _, _ = evaluated(Ruler(settings(tasks=[task], lengths=[least])), model)
-    assert values[f"{task}/{least}"]["scores"] == [1.0, 1.0]
+    assert values[f"{task}/{least}"].scores == [1.0, 1.0]
 
 
 def test_a_tokenizer_that_no_length_suits_is_refused(tokenizer):
@@ -229,7 +229,7 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
     files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
     task = Ruler(settings(tasks=["qa_squad", "qa_hotpot"], lengths=[1024], **files))
     values, _, _ = evaluated(task, Answering(tokenizer, knows))
-    assert [value["scores"] for value in values.values()] == [[1.0, 1.0]] * 2
+    assert [value.scores for value in values.values()] == [[1.0, 1.0]] * 2
     assert [str(path) for path in task.inputs()] == list(files.values())
 
 

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import scrolls_metrics
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.model import HFModel
-from megatron_tape.evaluation.scrolls import Scrolls, ScrollsSettings
-from megatron_tape.evaluation.scrolls_metrics import METRICS
+from megatron_tape.evaluation.tasks import scrolls_metrics
+from megatron_tape.evaluation.tasks.scrolls import Scrolls, ScrollsSettings
+from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS
+from megatron_tape.evaluation.transformers_model import HFModel
 
 CHOICES = ("Entailment", "Contradiction", "Not mentioned")
 
@@ -118,19 +118,19 @@ def test_a_model_that_knows_the_answers_scores_100(known):
     result = known["all"]
     for name, metric in METRICS.items():
         found = score(result, scrolls_metrics.SHOWN[metric], group=name)
-        assert (found["value"], found["low"], found["high"]) == pytest.approx((100, 100, 100))
-        assert (found["count"], found["length"], found["unit"]) == (6, 400, "%")
-        assert score(result, "target_loss", group=name)["value"] == 2.0
-    assert score(result, "scrolls_score")["value"] == pytest.approx(100)
-    assert result["notes"] == []
-    assert result["examples"]["qasper/0"]["answer"] == "qasper says number 0 today"
+        assert (found.value, found.low, found.high) == pytest.approx((100, 100, 100))
+        assert (found.count, found.length, found.unit) == (6, 400, "%")
+        assert score(result, "target_loss", group=name).value == 2.0
+    assert score(result, "scrolls_score").value == pytest.approx(100)
+    assert result.notes == []
+    assert result.examples["qasper/0"]["answer"] == "qasper says number 0 today"
 
 
 def test_a_planted_failure_shows_in_its_dataset_alone(known):
     result = known["not qmsum"]
-    values = {one["group"]: one["value"] for one in result["scores"] if one["metric"] in scrolls_metrics.SHOWN.values()}
+    values = {one.group: one.value for one in result.scores if one.metric in scrolls_metrics.SHOWN.values()}
     assert values.pop("qmsum") == 0 and list(values.values()) == pytest.approx([100] * 6)
-    assert score(result, "scrolls_score")["value"] == pytest.approx(600 / 7)
+    assert score(result, "scrolls_score").value == pytest.approx(600 / 7)
 
 
 def test_files_of_a_directory_without_a_metric_are_named(tmp_path):
@@ -149,17 +149,17 @@ def test_a_constant_answer_scores_its_share(data):
         Scrolls, Knowing(lambda _: "entailment."), data={"contract_nli": f"{data}/contract_nli.zip"}, loss=False
     )
     found = score(result, "exact_match")
-    assert found["value"] == pytest.approx(100 / 3) and found["low"] < 34 < found["high"]
-    assert len(result["scores"]) == 1, "no mean of a single dataset, and no loss"
+    assert found.value == pytest.approx(100 / 3) and found.low < 34 < found.high
+    assert len(result.scores) == 1, "no mean of a single dataset, and no loss"
 
 
 def test_the_mean_of_some_datasets_is_not_called_the_score_of_scrolls(data):
     some = {"contract_nli": f"{data}/contract_nli.zip", "qasper": f"{data}/qasper.jsonl"}
     result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
     mean = score(result, "mean_score")
-    assert mean["group"] == "of contract_nli, qasper only" and mean["count"] == 6
-    assert mean["value"] == pytest.approx(100 / 3 / 2)
-    assert not any(one["metric"] == "scrolls_score" for one in result["scores"])
+    assert mean.group == "of contract_nli, qasper only" and mean.count == 6
+    assert mean.value == pytest.approx(100 / 3 / 2)
+    assert not any(one.metric == "scrolls_score" for one in result.scores)
 
 
 def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
@@ -168,13 +168,13 @@ def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
     path.write_text("".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts))
     settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": {"own": 8}}
     result = run(Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings)
-    assert result["notes"] == [
+    assert result.notes == [
         "own: 1 of 2 inputs had to lose their end.",
         "own: 1 of 2 first targets were cut for the loss.",
         "own: 1 of 2 answers did not end within the given tokens.",
     ]
-    assert result["examples"]["own/1"]["tokens"] == 8
-    assert score(result, "f1")["value"] == 50
+    assert result.examples["own/1"]["tokens"] == 8
+    assert score(result, "f1").value == 50
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,13 @@ from training_cases import RECIPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.addition import Addition
-from megatron_tape.evaluation.answers import right_answers
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.grid_navigation import GridNavigation
-from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.model_source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.selective_copy import SelectiveCopy
-from megatron_tape.evaluation.source import Source, check_trained_on, note_on_training
-from megatron_tape.evaluation.tasks import TASKS, task_class
+from megatron_tape.evaluation.tasks import TASKS
+from megatron_tape.evaluation.tasks.addition_task import Addition
+from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy, right_answers
+from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.synthetic import Addition as Sums
 from megatron_tape.synthetic import GridNavigation as Walks
 from megatron_tape.synthetic import SelectiveCopy as Copies
@@ -121,7 +119,7 @@ def results_of(task, model):
 
 
 def by_group(results, metric):
-    return {score["group"]: score for score in results["scores"] if score["metric"] == metric}
+    return {score.group: score for score in results.scores if score.metric == metric}
 
 
 def addition(**settings):
@@ -130,25 +128,25 @@ def addition(**settings):
 
 def test_a_model_that_adds_scores_100_percent_everywhere():
     results = results_of(addition(), Answering(next_of_sum))
-    assert results["details"]["accuracy"] == [[1.0] * 6] * 6
+    assert results.details["accuracy"] == [[1.0] * 6] * 6
     found = by_group(results, "exact match")
-    assert {group: (score["value"], score["count"]) for group, score in found.items()} == {
+    assert {group: (score.value, score.count) for group, score in found.items()} == {
         "up to 6 digits": (1.0, 36 * 8),
         "up to 3 digits": (1.0, 9 * 8),
         "beyond 3 digits": (1.0, 27 * 8),
     }
-    assert all(0.9 < score["low"] < score["high"] == 1 for score in found.values())
+    assert all(0.9 < score.low < score.high == 1 for score in found.values())
 
 
 def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
     results = results_of(addition(), Answering(fails_at(5, 2)))
     expected = np.ones((6, 6))
     expected[4, 1] = 0
-    assert results["details"]["accuracy"] == expected.tolist()
+    assert results.details["accuracy"] == expected.tolist()
     found = by_group(results, "exact match")
-    assert found["up to 3 digits"]["value"] == 1
-    assert found["beyond 3 digits"]["value"] == pytest.approx(26 / 27)
-    assert found["up to 6 digits"]["value"] == pytest.approx(35 / 36)
+    assert found["up to 3 digits"].value == 1
+    assert found["beyond 3 digits"].value == pytest.approx(26 / 27)
+    assert found["up to 6 digits"].value == pytest.approx(35 / 36)
     (picture,) = Addition.draw({"model": results, "other": results_of(addition(step=2), Answering(next_of_sum))})
     image = picture.figure.axes[0].images[0].get_array()
     assert image.tolist() == expected.tolist()
@@ -158,9 +156,9 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
 def test_a_guessing_model_adds_by_chance():
     """A sum of one digit and its end mark are both right with one chance in 13 * 13."""
     task = addition(digits=1, longest=1, samples=20_000, batch_size=5000)
-    (score,) = results_of(task, Guessing(13))["scores"]
+    (score,) = results_of(task, Guessing(13)).scores
     sums = 45 / 81 / 13**3 + 36 / 81 / 13**2  # of two numbers from 1 to 9, 36 of 81 have one digit
-    assert score["low"] < sums < score["high"]
+    assert score.low < sums < score.high
 
 
 def test_only_tested_lengths_are_and_samples_do_not_depend_on_them():
@@ -184,8 +182,8 @@ def test_a_model_that_copies_scores_100_percent():
     for metric in ("accuracy", "exact match"):
         found = by_group(results, metric)
         assert list(found) == ["IID", "dense", "sparse"]
-        assert all((score["value"], score["count"]) == (1, 120) for score in found.values())
-    assert results["notes"] == [] and results["details"] == {}
+        assert all((score.value, score.count) == (1, 120) for score in found.values())
+    assert results.notes == [] and results.details == {}
 
 
 def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
@@ -194,7 +192,7 @@ def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
 
     results = results_of(copies(samples=20), Answering(answer))
     found = by_group(results, "accuracy")
-    assert [score["value"] for score in found.values()] == [1, 1, 0]
+    assert [score.value for score in found.values()] == [1, 1, 0]
     (picture,) = SelectiveCopy.draw({"model": results, "other": results})
     assert "0.0% sparse" in picture.alternative_text
     points = picture.figure.axes[0].lines[0].get_ydata()
@@ -204,8 +202,8 @@ def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
 def test_a_guessing_model_copies_by_chance():
     results = results_of(copies(samples=1500, batch_size=500), Guessing(6))
     for score in by_group(results, "accuracy").values():
-        assert score["low"] < 1 / 6 < score["high"] and score["high"] - score["low"] < 0.03
-    assert by_group(results, "exact match")["IID"]["value"] < 0.01
+        assert score.low < 1 / 6 < score.high and score.high - score.low < 0.03
+    assert by_group(results, "exact match")["IID"].value < 0.01
 
 
 def walks(dimensions, **settings):
@@ -219,21 +217,21 @@ def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
     task = walks(dimensions, samples=30, variants={"IID": [20, 6, 0.5]})
     own = Walks(dimensions=dimensions, objects=7)
     results = results_of(task, Answering(lambda prefix: next_on_walk(prefix, own, 6)))
-    assert [score["value"] for score in results["scores"]] == [1, 1]
+    assert [score.value for score in results.scores] == [1, 1]
 
 
 def test_a_model_that_always_answers_blank_scores_what_the_note_says():
     results = results_of(walks(2, samples=200), Answering(lambda prefix: 7))
     found = by_group(results, "accuracy")
     for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
-        assert found[name]["value"] == results["details"]["blanks"][name] == pytest.approx(share, abs=0.06)
-    assert f"{found['dense']['value']:.1%} (dense)" in results["notes"][0]
+        assert found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
+    assert f"{found['dense'].value:.1%} (dense)" in results.notes[0]
 
 
 def test_a_guessing_model_navigates_by_chance():
     results = results_of(walks(2, samples=800), Guessing(12))
     for score in by_group(results, "accuracy").values():
-        assert score["low"] < 1 / 12 < score["high"] and score["high"] - score["low"] < 0.05
+        assert score.low < 1 / 12 < score.high and score.high - score.low < 0.05
 
 
 def test_padding_and_batches_change_nothing_in_a_real_model():
@@ -273,7 +271,7 @@ def test_padding_and_batches_change_nothing_in_a_real_model():
     ],
 )
 def test_settings_that_cannot_work_are_refused(task, settings, message):
-    kind = task_class(task)
+    kind = TASKS[task]
     with pytest.raises(ConfigError, match=message):
         kind(kind.Settings(**settings)).check(INFO)
 
@@ -281,7 +279,7 @@ def test_settings_that_cannot_work_are_refused(task, settings, message):
 def test_a_model_of_another_vocabulary_is_refused():
     for task in ("addition", "selective_copy", "grid_navigation"):
         assert task in TASKS
-        kind = task_class(task)
+        kind = TASKS[task]
         with pytest.raises(ConfigError, match=rf"^{task} uses \d+ different tokens, but model knows 12; "):
             kind(kind.Settings()).check(replace(INFO, vocab_size=12))
 
@@ -296,13 +294,13 @@ def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypa
     command = ["selective_copy", "--model=run", "--output=out", "--device=cpu", "--selective_copy.samples=5", *sizes]
     assert evaluate.main(command) == 0
     results = read_results(tmp_path / "out")
-    assert results["model"]["run"]["settings"]["data"]["generator"]["copied"] == 5
-    found = by_group(results["tasks"]["selective_copy"], "accuracy")
-    assert [(score["group"], score["count"]) for score in found.values()] == [("IID", 5), ("sparse", 5)]
+    assert results.model.run["settings"]["data"]["generator"]["copied"] == 5
+    found = by_group(results.tasks["selective_copy"], "accuracy")
+    assert [(score.group, score.count) for score in found.values()] == [("IID", 5), ("sparse", 5)]
     assert (tmp_path / "out" / "selective_copy.png").is_file()
     assert evaluate.main(["addition", "--model=run", "--device=cpu"]) == 2
     assert "was trained on selective_copy; give a model that" in capfd.readouterr().err
-    assert results["tasks"]["selective_copy"]["notes"] == []
+    assert results.tasks["selective_copy"].notes == []
 
 
 def test_a_model_of_which_nothing_is_known_is_evaluated_with_a_note_and_one_of_other_data_is_refused():

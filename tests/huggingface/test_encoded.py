@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.model import HFModel
+from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.position import Positions

@@ -16,9 +16,9 @@ from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.evaluation.model import HFModel, load_model
+from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.source import find_model
+from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.encoding_files import encoding_files
 from megatron_tape.huggingface.export.remote_code import code_files
 from megatron_tape.huggingface.export.saved_weights import open_weights
@@ -235,7 +235,7 @@ def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys): 
     options += ["--perplexity.windows", "1"]
     options += ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
     assert evaluate.main(["perplexity", *map(str, options)]) == 0, capsys.readouterr().err
-    scores = {score["metric"]: score for score in read_results(tmp_path / "out")["tasks"]["perplexity"]["scores"]}
+    scores = {score.metric: score for score in read_results(tmp_path / "out").tasks["perplexity"].scores}
     assert 5.0 < scores["loss"]["value"] < 8.0
 
     export(tmp_path / "run", tmp_path / "exported")

@@ -299,9 +299,9 @@ def test_a_comparison_holds_what_its_runs_have_found(compared):
     losses = set()
     for run in found["runs"]:
         directory = output / run["variant"] / f"seed-{run['seed']}"
-        scores = read_results(directory / "evaluation" / "step-00000004")["tasks"]["selective_copy"]["scores"]
+        scores = read_results(directory / "evaluation" / "step-00000004").tasks["selective_copy"].scores
         values = {(value["metric"], value["group"]): value["value"] for value in run["values"]}
-        assert {(score["metric"], score["group"]): score["value"] for score in scores}.items() <= values.items()
+        assert {(score.metric, score.group): score.value for score in scores}.items() <= values.items()
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
         assert values["validation loss", ""] == last["validation_loss"] and values["seconds per step", ""] > 0
         assert values["parameters", ""] > 1000 and run["hardware"].startswith("CPU") and "torch" in run["versions"]

@@ -52,7 +52,7 @@ def test_pretraining_is_extended_and_a_preempted_extension_loses_nothing(cluster
     evaluated = chain.run / "evaluation" / f"step-{STEPS:08d}"
     found = read_results(evaluated)
     assert found["model"]["run"]["step"] == STEPS and (evaluated / "perplexity.png").is_file()
-    assert [score["length"] for score in found["tasks"]["perplexity"]["scores"] if score["metric"] == "loss"] == [4, 8]
+    assert [score.length for score in found.tasks["perplexity"].scores if score.metric == "loss"] == [4, 8]
     config = chain.run / "jobs" / extension / "config.yaml"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     command = [*launcher, "pretrain.extend_context", "--config", str(config), "--logging.directory=runs/alone"]
@@ -108,4 +108,4 @@ def test_a_preempted_evaluation_on_two_nodes_continues(cluster, start, whole):  
     assert cluster.wait(job, 240) == "COMPLETED", cluster.story(job)
     assert cluster.field(job, "Restarts") == "1" and "of them done before" in cluster.log(job)
     (found,) = evaluations.glob("*/results.json")
-    assert read_results(found)["tasks"]["perplexity"]["processes"] == 2
+    assert read_results(found).tasks["perplexity"].processes == 2

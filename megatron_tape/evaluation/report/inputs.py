@@ -11,12 +11,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.results import NAME, Results, read_results
+from megatron_tape.evaluation.results import NAME, EvaluatedModel, Results, TaskResult, read_results
 from megatron_tape.io.records import parse_record, read_yaml
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
@@ -59,9 +59,11 @@ class Model:
     """A model of the report: a checkpoint's evaluations, the run that made it, or both."""
 
     label: str
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What `results.json` holds of each task, with `dtype`, `hardware` and `versions` of its evaluation."""
-    facts: dict[str, Any] | None = None
+    tasks: dict[str, TaskResult] = field(default_factory=dict)
+    """What `results.json` holds of each task, without examples."""
+    created: dict[str, float] = field(default_factory=dict)
+    """When the results of each task were written."""
+    facts: EvaluatedModel | None = None
     """What `results.json` says of the model; None if it was not evaluated."""
     run: Run | None = None
     source: Path = Path()
@@ -70,7 +72,7 @@ class Model:
     @property
     def settings(self) -> Settings:
         """The settings of the run that made the model, as far as they are known."""
-        recorded = (self.facts or {}).get("run") or {}
+        recorded = self.facts.run or {} if self.facts else {}
         settings = recorded.get("settings")
         if isinstance(settings, dict) and all(isinstance(section, dict) for section in settings.values()):
             return settings
@@ -79,7 +81,7 @@ class Model:
     @property
     def step(self) -> int | None:
         """The training step of the checkpoint that was evaluated."""
-        step = ((self.facts or {}).get("run") or {}).get("step")
+        step = (self.facts.run or {} if self.facts else {}).get("step")
         return step if type(step) is int else None
 
 
@@ -189,21 +191,20 @@ def _read(file: Path) -> Results:
 
 def _add(models: list[Model], results: Results, file: Path) -> None:
     """Add results to the model that they are of, or to a new one."""
-    label, facts = clean(results["label"]), dict(results["model"])
-    common = {key: results[key] for key in ("dtype", "hardware", "versions")} | {"created": results["created"]}
-    tasks = {clean(name): {**common, **task, "examples": {}} for name, task in results["tasks"].items()}
+    label, facts = clean(results.label), results.model
+    tasks = {clean(name): replace(task, examples={}) for name, task in results.tasks.items()}
     for model in models:
-        same = model.facts is not None and (model.label, model.facts["digest"]) == (label, facts["digest"])
+        same = model.facts is not None and (model.label, model.facts.digest) == (label, facts.digest)
         if same and all(_comparable(model.tasks[name], tasks[name]) for name in tasks.keys() & model.tasks.keys()):
             for name, task in tasks.items():
-                if name not in model.tasks or task["created"] >= model.tasks[name]["created"]:
-                    model.tasks[name] = task
+                if results.created >= model.created.get(name, 0.0):
+                    model.tasks[name], model.created[name] = task, results.created
             return
-    models.append(Model(label, tasks, facts, source=file.resolve().parent))
+    models.append(Model(label, tasks, dict.fromkeys(tasks, results.created), facts, source=file.resolve().parent))
 
 
-def _comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("settings", "data", "dtype"))
+def _comparable(one: TaskResult, other: TaskResult) -> bool:
+    return (one.settings, one.data, one.dtype) == (other.settings, other.data, other.dtype)
 
 
 def _join(models: list[Model], run: Run) -> None:
@@ -218,5 +219,5 @@ def _join(models: list[Model], run: Run) -> None:
 
 def _made(root: Path, model: Model) -> bool:
     # The path comes from a file: it is compared, and not looked up.
-    weights = Path(os.path.abspath(model.facts["path"]))
+    weights = Path(os.path.abspath(model.facts.path))
     return root in (*model.source.parents, weights, *weights.parents)

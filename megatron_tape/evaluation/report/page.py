@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -26,7 +25,8 @@ from megatron_tape.evaluation.report.settings import evaluation_differences, set
 from megatron_tape.evaluation.report.tables import Table, enumerated
 from megatron_tape.evaluation.report.tokens import per_token, token_differences
 from megatron_tape.evaluation.report.training import curves, evaluation_seconds, runs_table, training_speeds
-from megatron_tape.evaluation.tasks import TASKS, task_class
+from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.tasks import TASKS
 
 HERE = Path(__file__).parent
 
@@ -89,9 +89,9 @@ def _facts(model: Model) -> str:
     """Return in a few words what a model is."""
     found = []
     if model.facts is not None:
-        found.append(f"{_large(model.facts['parameters'])} parameters")
-        if model.facts["trained_length"] is not None:
-            found.append(f"trained at {model.facts['trained_length']:,} tokens")
+        found.append(f"{_large(model.facts.parameters)} parameters")
+        if model.facts.trained_length is not None:
+            found.append(f"trained at {model.facts.trained_length:,} tokens")
     elif (length := model.run.setting("model.seq_length")) is not None:
         found.append(f"trained at {length:,} tokens" if type(length) is int else "")
     if model.step is not None:
@@ -135,7 +135,7 @@ def _scores(models: Sequence[Model]) -> Section:
 def _score_part(models: Sequence[Model], task: str) -> Part:
     differences, tokens = evaluation_differences(models, task), token_differences(models, task)
 
-    def comparable(score: Mapping[str, Any]) -> bool:
+    def comparable(score: Score) -> bool:
         return differences is None and (tokens is None or not per_token(task, score))
 
     warnings = [warning for warning in (differences, tokens) if warning is not None]
@@ -166,7 +166,7 @@ def _tasks(models: Sequence[Model]) -> Section:
             part.warnings.append(tokens)
         about: dict[str, list[str]] = {}
         for label, result in results.items():
-            for note in result["notes"]:
+            for note in result.notes:
                 about.setdefault(clean(str(note)), []).append(label)
         everyone = len(results)
         part.notes = [(note, "" if len(which) == everyone else enumerated(which)) for note, which in about.items()]
@@ -175,9 +175,9 @@ def _tasks(models: Sequence[Model]) -> Section:
     return section
 
 
-def _drawn_by(task: str, results: dict[str, dict]) -> tuple[list[Drawing], list[str]]:
+def _drawn_by(task: str, results: dict[str, TaskResult]) -> tuple[list[Drawing], list[str]]:
     """Return a task's pictures, without the models whose results it cannot draw, and a warning about these."""
-    draw = task_class(task).draw
+    draw = TASKS[task].draw
     try:
         return _shown(f"task-{task}", draw(results)), []
     except Exception as error:  # details of another version, or damaged ones
@@ -209,7 +209,7 @@ def _settings(models: Sequence[Model]) -> Section:
 def _speeds(models: Sequence[Model]) -> Section:
     section = Section("speeds", "Speeds")
     tables = [table for table in (training_speeds(models), evaluation_seconds(models)) if table is not None]
-    hardware = dict.fromkeys(clean(task["hardware"]) for model in models for task in model.tasks.values())
+    hardware = dict.fromkeys(clean(task.hardware) for model in models for task in model.tasks.values())
     if tables:
         section.introduction = f"Evaluated on {enumerated(list(hardware))}." if hardware else ""
         section.parts = [Part(tables=tables)]

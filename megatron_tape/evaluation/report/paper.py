@@ -11,6 +11,7 @@ from megatron_tape.evaluation.report.inputs import Model
 from megatron_tape.evaluation.report.scores import metric_title, ordered, place_columns, place_of
 from megatron_tape.evaluation.report.settings import flat
 from megatron_tape.evaluation.report.tables import Column, Table, decimals_for, number
+from megatron_tape.evaluation.results import Score
 
 SHAPE = {
     "layers": ("num_layers", "num_hidden_layers"),
@@ -41,11 +42,11 @@ def agrees(entry: Mapping[str, Any], model: Model) -> bool:
     task = model.tasks.get(entry["task"])
     if task is None or model.facts is None:
         return False
-    config, settings, run = model.facts["config"], flat(task["settings"]), flat(model.settings)
+    config, settings, run = model.facts.config, flat(task.settings), flat(model.settings)
     return (
         all(_same(settings.get(key), value) for key, value in entry.get("settings", {}).items())
         and all(any(config.get(n) == size for n in SHAPE[part]) for part, size in entry.get("shape", {}).items())
-        and entry.get("trained_length") in (None, model.facts["trained_length"])
+        and entry.get("trained_length") in (None, model.facts.trained_length)
         and (not run or all(_same(run.get(key), value) for key, value in entry.get("run", {}).items()))
     )
 
@@ -55,20 +56,16 @@ def _same(ours: Any, published: Any) -> bool:
     return ours in published if isinstance(published, list) else ours == published
 
 
-def _found(entry: Mapping[str, Any], model: Model) -> dict[Place, Mapping[str, Any]]:
+def _found(entry: Mapping[str, Any], model: Model) -> dict[Place, Score]:
     """Return the model's scores that an entry has figures for, by their places in its table."""
     task, data = model.tasks[entry["task"]], entry.get("data", "")
     published = {place for method in _figures(entry).values() for place in method}
-    all_of_it = bool(task["data"]) and all(data in _name(path) for path in task["data"])
+    all_of_it = bool(task.data) and all(data in _name(path) for path in task.data)
     found = {}
-    for score in task["scores"]:
+    for score in task.scores:
         group, length = place_of(score)
         place = ("", length) if "lengths" in entry else (group, None)
-        if (
-            score["metric"] == entry["metric"]
-            and place in published
-            and (not data or all_of_it or data in _name(group))
-        ):
+        if score.metric == entry["metric"] and place in published and (not data or all_of_it or data in _name(group)):
             found[place] = score
     return found
 
@@ -92,14 +89,14 @@ def _table(entry: Mapping[str, Any], models: Sequence[Model]) -> Table | None:
     places = ordered(
         {place: None for method in published.values() for place in method if any(place in f for f in ours.values())}
     )
-    values = [score["value"] for found in ours.values() for score in found.values()]
+    values = [score.value for found in ours.values() for score in found.values()]
     decimals = decimals_for(values + [by[place] for by in published.values() for place in places if place in by])
     columns, rows = place_columns(places)
     names = len(columns)
     columns += [Column(models[index].label, "number", index) for index in ours]
     columns += [Column(f"{method} (paper)", "number", published=True) for method in published]
     for row, place in zip(rows, places):
-        row += [number(found[place]["value"] if place in found else None, decimals) for found in ours.values()]
+        row += [number(found[place].value if place in found else None, decimals) for found in ours.values()]
         row += [number(by.get(place), decimals) for by in published.values()]
     unknown = [models[index].label for index in ours if entry.get("run") and not models[index].settings]
     caption = f"{entry['title']}: {metric_title(entry['metric'], entry['task'])}, beside {entry['source']}"

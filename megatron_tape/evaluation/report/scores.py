@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import curve, legend, length_axis, new_figure, plain, styles
+from megatron_tape.evaluation.figures import legend, length_axis, new_figure, plain, score_curve, styles
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.tables import (
     Cell,
@@ -19,9 +19,9 @@ from megatron_tape.evaluation.report.tables import (
     shown_number,
     text,
 )
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 
-Score = Mapping[str, Any]
 Kind = tuple[str, str, str]
 """Metric, unit and direction of scores that one table holds."""
 _NAMES = {"lm_eval": "lm-evaluation-harness", "ruler": "RULER", "scrolls": "SCROLLS"}
@@ -63,18 +63,18 @@ def score_tables(models: Sequence[Model], task: str, comparable: Callable[[Score
     """
     # A column keeps its model's number, so that it has the same colour everywhere.
     shown = [(index, model) for index, model in enumerate(models) if task in model.tasks]
-    kinds = dict.fromkeys(kind_of(score) for _, model in shown for score in model.tasks[task]["scores"])
+    kinds = dict.fromkeys(kind_of(score) for _, model in shown for score in model.tasks[task].scores)
     return [_table(shown, task, kind, comparable) for kind in kinds]
 
 
 def kind_of(score: Score) -> Kind:
     """Return which table a score belongs to."""
-    return clean(score["metric"]), clean(score.get("unit", "")), score["better"]
+    return clean(score.metric), clean(score.unit), score.better
 
 
 def place_of(score: Score) -> tuple[str, int | None]:
     """Return which row a score belongs to: its group and length."""
-    return clean(score.get("group", "")), score.get("length")
+    return clean(score.group), score.length
 
 
 def ordered(places: Mapping[tuple[str, int | None], Any]) -> list[tuple[str, int | None]]:
@@ -100,13 +100,13 @@ def place_columns(places: Sequence[tuple[str, int | None]]) -> tuple[list[Column
 def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind, comparable: Callable[[Score], bool]) -> Table:
     found: dict[tuple[str, int | None], dict[int, Score]] = {}
     for index, model in shown:
-        for score in model.tasks[task]["scores"]:
+        for score in model.tasks[task].scores:
             if kind_of(score) == kind:
                 found.setdefault(place_of(score), {})[index] = score
     scores = [score for row in found.values() for score in row.values()]
-    values = [score[key] for score in scores for key in ("value", "low", "high") if score.get(key) is not None]
+    values = [value for score in scores for value in (score.value, score.low, score.high) if value is not None]
     decimals = SHARE if not kind[1] and all(0 <= value <= 1 for value in values) else decimals_for(values)
-    counts = {score.get("count") for score in scores}
+    counts = {score.count for score in scores}
     places = ordered(found)
     groups = {group for group, _ in places}
     # A single group is said once, above the table.
@@ -117,7 +117,7 @@ def _table(shown: Sequence[tuple[int, Model]], task: str, kind: Kind, comparable
     best = max if kind[2] == "higher" else min
     judged = kind[2] in ("higher", "lower") and all(map(comparable, scores))
     for row, place in zip(rows, places):
-        values = [score["value"] for score in found[place].values()]
+        values = [score.value for score in found[place].values()]
         winner = best(values) if judged and len(set(values)) > 1 else None
         for index, _ in shown:
             row.append(_cell(found[place].get(index), decimals, len(counts) > 1, winner))
@@ -128,11 +128,11 @@ def _cell(score: Score | None, decimals: int | None, with_count: bool, winner: f
     if score is None:
         return number(None)
     details = []
-    if score.get("low") is not None and score.get("high") is not None:
-        details.append(interval(score["low"], score["high"], decimals))
-    if with_count and score.get("count") is not None:
-        details.append(f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{score['count']:,}")
-    return number(score["value"], decimals, " \N{MIDDLE DOT} ".join(details), score["value"] == winner)
+    if score.low is not None and score.high is not None:
+        details.append(interval(score.low, score.high, decimals))
+    if with_count and score.count is not None:
+        details.append(f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{score.count:,}")
+    return number(score.value, decimals, " \N{MIDDLE DOT} ".join(details), score.value == winner)
 
 
 def _caption(task: str, kind: Kind, group: str, scores: Sequence[Score], counts: set[int | None]) -> str:
@@ -141,7 +141,7 @@ def _caption(task: str, kind: Kind, group: str, scores: Sequence[Score], counts:
     parts = [(named if task == "lm_eval" else capitalized(named)) + (f", {group}" if group else "")]
     if better in ("higher", "lower"):
         parts.append(f"{better} is better")
-    if any(score.get("low") is not None for score in scores):
+    if any(score.low is not None for score in scores):
         parts.append("below each value its 95 % interval" + (" and the number of samples n" if len(counts) > 1 else ""))
     elif len(counts) > 1:
         parts.append("below each value the number of samples n")
@@ -156,21 +156,20 @@ def _named(task: str, metric: str, unit: str) -> str:
     return f"{name} ({unit})" if unit and unit != name else name
 
 
-def draw_scores(task: str, results: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+def draw_scores(task: str, results: Mapping[str, TaskResult]) -> list[Picture]:
     """Return a picture for each metric of a task that has scores at several lengths, as `Task.draw` returns them."""
     pictures = []
     look = styles(results)
-    kinds = dict.fromkeys(kind_of(score) for result in results.values() for score in result["scores"])
+    kinds = dict.fromkeys(kind_of(score) for result in results.values() for score in result.scores)
     for number_of_kind, kind in enumerate(kinds, 1):
-        points = {label: _points(result["scores"], kind) for label, result in results.items()}
-        lengths = {score["length"] for found in points.values() for score in found}
+        points = {label: _points(result.scores, kind) for label, result in results.items()}
+        lengths = {score.length for found in points.values() for score in found}
         if len(lengths) < 2:
             continue
         figure, (axes,) = new_figure()
         for label, found in points.items():
-            columns = [[score.get(key) for score in found] for key in ("length", "value", "low", "high")]
             if found:
-                curve(axes, look[label], *columns)
+                score_curve(axes, look[label], [score.length for score in found], found)
         length_axis(axes, lengths)
         axes.set_ylabel(plain(_named(task, *kind[:2])))
         legend(figure)
@@ -180,15 +179,15 @@ def draw_scores(task: str, results: Mapping[str, Mapping[str, Any]]) -> list[Pic
 
 def _points(scores: Sequence[Score], kind: Kind) -> list[Score]:
     """Return the scores of a kind by length, without those of subgroups where there are scores of the whole."""
-    found = [score for score in scores if kind_of(score) == kind and score.get("length") is not None]
+    found = [score for score in scores if kind_of(score) == kind and score.length is not None]
     groups = list(dict.fromkeys(place_of(score)[0] for score in found))
     chosen = "" if "" in groups else groups[0] if groups else ""
-    return sorted((s for s in found if place_of(s)[0] == chosen), key=lambda score: score["length"])
+    return sorted((s for s in found if place_of(s)[0] == chosen), key=lambda score: score.length)
 
 
 def _alternative(task: str, kind: Kind, points: Mapping[str, Sequence[Score]]) -> str:
     last = [
-        f"{label} {shown_number(found[-1]['value'], decimals_for([found[-1]['value']]))} at {found[-1]['length']:,}"
+        f"{label} {shown_number(found[-1].value, decimals_for([found[-1].value]))} at {found[-1].length:,}"
         for label, found in points.items()
         if found
     ]

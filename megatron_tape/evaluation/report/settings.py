@@ -12,6 +12,7 @@ from megatron_tape.config.schema import BEFORE, RunConfig, key_of
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting
+from megatron_tape.evaluation.results import TaskResult
 
 _UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map.", "architectures", "dtype", "torch_dtype")
 """How entries of `config.json` begin that say nothing about the model itself."""
@@ -23,7 +24,7 @@ _DIGITS = 12
 def setting_tables(models: Sequence[Model]) -> list[Table]:
     """Return tables of the settings that differ: of runs, of models without a run, and of evaluations."""
     runs = {index: with_defaults(model.settings) for index, model in enumerate(models) if model.settings}
-    configurations = {index: model.facts["config"] for index, model in enumerate(models) if model.facts}
+    configurations = {index: model.facts.config for index, model in enumerate(models) if model.facts}
     found = [_table("Training runs", models, {index: _effective(flat(s)) for index, s in runs.items()})]
     if any(index not in runs for index in configurations):
         described = {
@@ -79,19 +80,19 @@ def _evaluation(model: Model, models: Sequence[Model]) -> dict[str, Any]:
             continue
         found |= {f"{name}.{key}": value for key, value in settings_of(task).items()}
         found[f"{name}: data"] = enumerated(data_of(task)) or None
-        found |= {f"{name}: {key}": task[key] for key in ("dtype", "hardware")}
-        found |= {f"{name}: {key}": value for key, value in flat(task["versions"]).items()}
+        found |= {f"{name}: {key}": getattr(task, key) for key in ("dtype", "hardware")}
+        found |= {f"{name}: {key}": value for key, value in flat(task.versions).items()}
     return found
 
 
-def settings_of(task: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(task: TaskResult) -> dict[str, Any]:
     """Return the settings of a task but the paths of its data, whose digests tell whether they are the same."""
-    return {key: value for key, value in flat(task["settings"]).items() if key.partition(".")[0] != "data"}
+    return {key: value for key, value in flat(task.settings).items() if key.partition(".")[0] != "data"}
 
 
-def data_of(task: Mapping[str, Any]) -> list[str]:
+def data_of(task: TaskResult) -> list[str]:
     """Return the beginnings of the digests of a task's data; where the files lay does not matter."""
-    return sorted(str(digest)[:_DIGITS] for digest in task["data"].values())
+    return sorted(str(digest)[:_DIGITS] for digest in task.data.values())
 
 
 def _table(caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]]) -> Table | None:
@@ -117,13 +118,13 @@ def evaluation_differences(models: Sequence[Model], task: str) -> str | None:
     """Return a sentence that warns of scores that cannot be compared; None if a task was the same for all models."""
     evaluated = [model.tasks[task] for model in models if task in model.tasks]
     different = [key for key in _different([settings_of(found) for found in evaluated]) if key not in _HARMLESS]
-    key_tokens = [result["details"].get("key_tokens") for result in evaluated]
+    key_tokens = [result.details.get("key_tokens") for result in evaluated]
     if key_tokens and key_tokens[0] is not None and all(found == key_tokens[0] for found in key_tokens):
         different = [key for key in different if key != "key_tokens_from"]  # the model that chose names no other
     found = []
     if len({tuple(data_of(result)) for result in evaluated}) > 1:
         found.append("different data")
-    if len({result["dtype"] for result in evaluated}) > 1:
+    if len({result.dtype for result in evaluated}) > 1:
         found.append("different precision")
     if different:
         found.append(f"different settings ({', '.join(different)})")

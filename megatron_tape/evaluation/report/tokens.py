@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.tables import enumerated
+from megatron_tape.evaluation.results import Score, TaskResult
 
 _PERPLEXITIES = ("perplexity", "key_perplexity")
 _OF_DOCUMENTS = ("perplexity", "context_gain")
 
 
-def per_token(task: str, score: Mapping[str, Any]) -> bool:
+def per_token(task: str, score: Score) -> bool:
     """Return whether a score is about single tokens, so that its value depends on the tokenizer."""
-    return score.get("unit") == "nats per token" or (task in _OF_DOCUMENTS and score["metric"] in _PERPLEXITIES)
+    return score.unit == "nats per token" or (task in _OF_DOCUMENTS and score.metric in _PERPLEXITIES)
 
 
 def token_differences(models: Sequence[Model], task: str) -> str | None:
@@ -22,7 +23,7 @@ def token_differences(models: Sequence[Model], task: str) -> str | None:
     measured = [
         model
         for model in models
-        if task in model.tasks and any(per_token(task, score) for score in model.tasks[task]["scores"])
+        if task in model.tasks and any(per_token(task, score) for score in model.tasks[task].scores)
     ]
     if all(_same_tokens(measured[0], model, task) for model in measured[1:]):
         return None
@@ -47,15 +48,15 @@ def _same_tokens(one: Model, other: Model, task: str) -> bool:
     return None in sizes or sizes[0] == sizes[1]
 
 
-def _scored(task: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _scored(task: TaskResult, key: str) -> dict[str, Any]:
     """Return what a task recorded of the tokens that it scored, by source."""
-    scored = task["details"].get("scored")
+    scored = task.details.get("scored")
     found = scored.items() if isinstance(scored, dict) else ()
     return {source: value[key] for source, value in found if isinstance(value, dict) and key in value}
 
 
 def _vocabulary(model: Model) -> int | None:
-    size = (model.facts or {}).get("config", {}).get("vocab_size")
+    size = model.facts.config.get("vocab_size") if model.facts else None
     return size if type(size) is int else None
 
 
@@ -64,7 +65,7 @@ def _comparable_instead(models: Sequence[Model], task: str) -> str:
         return "Scores in other units can."
     if task != "perplexity":
         return "Bits per byte, which the task perplexity measures on texts, can."
-    if not all(any(score["metric"] == "bits_per_byte" for score in model.tasks[task]["scores"]) for model in models):
+    if not all(any(score.metric == "bits_per_byte" for score in model.tasks[task].scores) for model in models):
         return "Bits per byte could, but not all of them have them; they are measured where perplexity.data is text."
     sizes = [_scored(model.tasks[task], "bytes") for model in models]
     texts = []

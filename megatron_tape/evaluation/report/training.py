@@ -13,6 +13,7 @@ from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, pla
 from megatron_tape.evaluation.report.inputs import Model, Run, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, duration_text, enumerated, number
+from megatron_tape.evaluation.results import TaskResult
 
 MOST_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
@@ -205,9 +206,9 @@ def evaluation_seconds(models: Sequence[Model]) -> Table | None:
     return Table(caption, columns, rows) if rows else None
 
 
-def _seconds(task: dict) -> Cell:
-    processes, seconds = task["processes"], task["seconds"]
+def _seconds(task: TaskResult) -> Cell:
+    processes, seconds = task.processes, task.seconds
     detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task['dtype'])}"
-    if before := task.get("parts_before"):
+    if before := task.parts_before:
         detail += f" \N{MIDDLE DOT} without {counted(before, 'part')} done before an interruption"
     return Cell(duration_text(seconds), seconds, detail, "number")

@@ -14,7 +14,7 @@ import time
 def inject():
     settings = json.loads(os.environ["TEST_INJECT"])
     while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
-        if hasattr(model := sys.modules.get("megatron_tape.evaluation.model"), "HFModel"):
+        if hasattr(model := sys.modules.get("megatron_tape.evaluation.transformers_model"), "HFModel"):
             slow_down(model.HFModel, settings.get("sleep", 0))
             return
         time.sleep(0.005)

@@ -9,23 +9,24 @@ import numpy as np
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import (
     COLOR_MAP,
-    curve,
-    grid_shape,
     heat_map,
     legend,
+    model_panels,
     new_figure,
     plain,
+    score_curve,
     shades,
     shorten,
     styles,
 )
+from megatron_tape.evaluation.results import Score, TaskResult
 
 _CURVES = 6
 _DIM = 0.6
 _HEAT = "magma"
 
 
-def draw(results: dict[str, dict[str, Any]]) -> list[Picture]:
+def draw(results: dict[str, TaskResult]) -> list[Picture]:
     """Return the pictures of several models' results by their labels."""
     pictures = [_distances(results), _by_position(results), _similarities(results)]
     if any(_scores(result, "loss_increase") for result in results.values()):
@@ -34,23 +35,13 @@ def draw(results: dict[str, dict[str, Any]]) -> list[Picture]:
     return pictures + [_maps(index, label, result) for index, (label, result) in enumerate(results.items())]
 
 
-def _scores(result: dict[str, Any], metric: str) -> list[dict[str, Any]]:
-    return [score for score in result["scores"] if score["metric"] == metric]
-
-
-def _panels(results: dict[str, Any], **sizes: float) -> tuple[Any, list[Any]]:
-    """Return a figure with titled axes for each model; the rest of the last row is empty."""
-    figure, axes = new_figure(*grid_shape(len(results)), **sizes)
-    for one, label in zip(axes, results):
-        one.set_title(plain(shorten(label)), fontsize=10)
-    for one in axes[len(results) :]:
-        one.remove()
-    return figure, axes[: len(results)]
+def _scores(result: TaskResult, metric: str) -> list[Score]:
+    return [score for score in result.scores if score.metric == metric]
 
 
 def _heat_maps(values: dict[str, np.ndarray], columns: str, bar: str, high: float) -> Any:
     """Return a figure of matrices (layers, columns) by the models' labels, with one range of colours."""
-    figure, panels = _panels(values)
+    figure, panels = model_panels(values)
     for axes, matrix in zip(panels, values.values()):
         rows, count = matrix.shape
         names = {"row_label": "layer", "column_label": columns, "bar": bar if axes is panels[-1] else None}
@@ -63,8 +54,8 @@ def _highest(matrix: np.ndarray, column: str) -> str:
     return f"at most {matrix.max():.3g}, in layer {layer}, {column} {at}"
 
 
-def _distances(results: dict[str, dict[str, Any]]) -> Picture:
-    distances = {label: np.array(result["details"]["distance"]) for label, result in results.items()}
+def _distances(results: dict[str, TaskResult]) -> Picture:
+    distances = {label: np.array(result.details["distance"]) for label, result in results.items()}
     high = max(float(distance.max()) for distance in distances.values()) or 1.0
     figure = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
     said = "; ".join(f"{label}: {_highest(distance, 'head group')}" for label, distance in distances.items())
@@ -72,10 +63,10 @@ def _distances(results: dict[str, dict[str, Any]]) -> Picture:
     return Picture("positions-distance", f"{text}{said}.", figure)
 
 
-def _by_position(results: dict[str, dict[str, Any]]) -> Picture:
-    figure, panels = _panels(results)
+def _by_position(results: dict[str, TaskResult]) -> Picture:
+    figure, panels = model_panels(results)
     for axes, result in zip(panels, results.values()):
-        _layer_curves(axes, result["details"]["positions"], result["details"]["distance_by_position"])
+        _layer_curves(axes, result.details["positions"], result.details["distance_by_position"])
         axes.set(xlabel="position", ylabel="|z - z0| / |z0|")
         axes.set_ylim(bottom=0)
     legend(figure)
@@ -83,10 +74,10 @@ def _by_position(results: dict[str, dict[str, Any]]) -> Picture:
     return Picture("positions-along", f"{text}{', '.join(results)}.", figure)
 
 
-def _similarities(results: dict[str, dict[str, Any]]) -> Picture:
-    figure, panels = _panels(results)
+def _similarities(results: dict[str, TaskResult]) -> Picture:
+    figure, panels = model_panels(results)
     for axes, result in zip(panels, results.values()):
-        details = result["details"]
+        details = result.details
         _layer_curves(axes, details["distances"], details["similarity"])
         # What layer 0 reads are RoPE's phases themselves.
         axes.plot(details["distances"], details["similarity"][0], color="0.5", linestyle="--", label="RoPE")
@@ -105,7 +96,7 @@ def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
         axes.plot(x, layers[layer], color=color, linewidth=1.4, label=f"layer {layer}")
 
 
-def _ablations(results: dict[str, dict[str, Any]]) -> Picture:
+def _ablations(results: dict[str, TaskResult]) -> Picture:
     figure, (axes, whole) = new_figure(1, 2, width=5.2, width_ratios=[4, 1])
     said = []
     for label, style in styles(results).items():
@@ -113,14 +104,12 @@ def _ablations(results: dict[str, dict[str, Any]]) -> Picture:
         if not scores:
             continue
         *layers, everywhere = scores
-        ends = [[score[key] for score in layers] for key in ("value", "low", "high")]
-        curve(axes, {**style, "linestyle": ":"}, range(len(layers)), *ends)
-        ends = [[everywhere[key]] for key in ("value", "low", "high")]
-        curve(whole, {**style, "linestyle": "none"}, [list(results).index(label)], *ends)
-        most = max(range(len(layers)), key=lambda layer: layers[layer]["value"])
+        score_curve(axes, {**style, "linestyle": ":"}, range(len(layers)), layers)
+        score_curve(whole, {**style, "linestyle": "none"}, [list(results).index(label)], [everywhere])
+        most = max(range(len(layers)), key=lambda layer: layers[layer].value)
         said.append(
-            f"{label}: most in layer {most} with {layers[most]['value']:.3g} nats per token, in all layers together "
-            f"{everywhere['value']:.3g}"
+            f"{label}: most in layer {most} with {layers[most].value:.3g} nats per token, in all layers together "
+            f"{everywhere.value:.3g}"
         )
     axes.set(xlabel="layer that reads RoPE's phases", ylabel="increase of the loss (nats per token)")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -130,17 +119,17 @@ def _ablations(results: dict[str, dict[str, Any]]) -> Picture:
     return Picture("positions-ablation", text + "; ".join(said) + ".", figure)
 
 
-def _changes(results: dict[str, dict[str, Any]]) -> Picture:
-    changes = {label: np.array(result["details"]["maps"]["change"]) for label, result in results.items()}
+def _changes(results: dict[str, TaskResult]) -> Picture:
+    changes = {label: np.array(result.details["maps"]["change"]) for label, result in results.items()}
     figure = _heat_maps(changes, "head", "share of attention that moves", high=1.0)
     said = "; ".join(f"{label}: {_highest(change, 'head')}" for label, change in changes.items())
     text = "Heat map of the share of attention that the position state moves, by layer and head, compared with RoPE's "
     return Picture("positions-attention", f"{text}phases in its place. {said}.", figure)
 
 
-def _maps(index: int, label: str, result: dict[str, Any]) -> Picture:
+def _maps(index: int, label: str, result: TaskResult) -> Picture:
     """Draw attention maps of the shown heads, side by side, with the state above and with the phases below."""
-    shown = result["details"]["maps"]["shown"]
+    shown = result.details["maps"]["shown"]
     figure, axes = new_figure(2, len(shown), width=3, height=3)
     for axis, (kind, one) in zip(axes, [(kind, one) for kind in ("state", "phases") for one in shown]):
         size = len(one[kind])

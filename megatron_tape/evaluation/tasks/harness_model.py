@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.harness import quiet
+from megatron_tape.evaluation.tasks.harness import quiet
 
 
 class HarnessModel(HFLM):

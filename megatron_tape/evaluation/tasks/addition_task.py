@@ -1,4 +1,4 @@
-"""Exact match of sums, for every pair of operand lengths up to twice the trained one.
+"""The task `addition`: exact match of sums, for every pair of operand lengths up to twice the trained one.
 
 The sums are those of `synthetic.addition`, on which `data.generator: {task: addition}` trains: all digits reversed.
 """
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.answers import check_generator, check_sizes, right_answers
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Task, Unit
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.tasks.synthetic_tasks import SyntheticTask, right_answers
 from megatron_tape.synthetic import EVALUATION, random_of
 from megatron_tape.synthetic import Addition as Sums
 
@@ -42,25 +43,26 @@ class AdditionSettings:
     """Sums that the model adds at once."""
 
 
-class Addition(Task):
-    """Sums, by the lengths of their operands."""
+class Addition(SyntheticTask):
+    """Exact match of sums, all digits reversed, by the lengths of their operands."""
 
     name = "addition"
     Settings = AdditionSettings
-    needs_tokenizer = False
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes that cannot work."""
-        least = dict.fromkeys(("digits", "longest", "step", "samples", "batch_size"), 1)
-        check_sizes(self.name, self.settings, least)
-        for key in ("digits", "longest", "samples"):
-            value = getattr(self.settings, key)
-            refuse(value is not None and value >= MOST, f"{self.name}.{key} is {value}; set it to less than {MOST}")
+        self.check_sizes("digits", "longest", "step", "samples", "batch_size")
+        for name in ("digits", "longest", "samples"):
+            value = getattr(self.settings, name)
+            refuse(value is not None and value >= MOST, self.key(name), f"is {value}", f"set it to less than {MOST}")
+        step = self.settings.step
         refuse(
             not self.lengths,
-            f"{self.name}.step is {self.settings.step}, but the longest operand has {self.longest} digits; lower it",
+            self.key("step"),
+            f"is {step}, but the longest operand has {self.longest} digits",
+            "lower it",
         )
-        check_generator(self.name, Sums(digits=self.longest), info)
+        self.check_generator(Sums(digits=self.longest), info)
 
     @property
     def longest(self) -> int:
@@ -109,41 +111,35 @@ class Addition(Task):
             if not cells.any() or (cells.all() and scores):
                 continue
             correct, count = int(right[cells].sum()), right[cells].size
-            low, high = wilson(correct, count)
-            scores.append(Score("exact match", correct / count, "higher", group=group, low=low, high=high, count=count))
+            share = correct / count
+            scores.append(Score("exact match", share, "higher", *wilson(correct, count), group=group, count=count))
         accuracy = right.mean(-1).tolist()
         return Summary(scores, {"digits": trained, "lengths": self.lengths, "accuracy": accuracy})
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return one picture with a heat map per model; a line marks the trained lengths."""
-        from megatron_tape.evaluation.figures import grid_shape, new_figure, shorten
+        from megatron_tape.evaluation.figures import model_panels
 
         if not results:
             return []
-        rows, columns = grid_shape(len(results))
-        figure, panels = new_figure(rows, columns, width=4.0, height=3.6)
-        for axes, (label, result) in zip(panels, results.items()):
-            _draw_grid(axes, shorten(label), result["details"], axes is panels[len(results) - 1])
-        for axes in panels[len(results) :]:
-            axes.set_axis_off()
+        figure, panels = model_panels(results, width=4.0, height=3.6)
         told = []
-        for label, result in results.items():
-            shares = (f"{score['value']:.1%} for {score['group']}" for score in result["scores"])
-            told.append(f"{label}: {', '.join(shares)}")
+        for axes, (label, result) in zip(panels, results.items()):
+            _draw_sums(axes, result.details, bar="exact match" if axes is panels[-1] else None)
+            told.append(f"{label}: " + ", ".join(f"{score.value:.1%} for {score.group}" for score in result.scores))
         text = f"Heat map of the share of right sums by the digits of both operands. {'; '.join(told)}."
         return [Picture(cls.name, text, figure)]
 
 
-def _draw_grid(axes: Axes, title: str, details: dict[str, Any], bar: bool) -> None:
-    from megatron_tape.evaluation.figures import heat_map, plain
+def _draw_sums(axes: Axes, details: dict[str, Any], bar: str | None) -> None:
+    from megatron_tape.evaluation.figures import heat_map
 
     lengths, trained = details["lengths"], details["digits"]
-    heat_map(
-        axes, details["accuracy"], lengths, lengths, row_label="digits of the first operand",
-        column_label="digits of the second", title=plain(title), bar="exact match" if bar else None,
-    )  # fmt: skip
+    names = {"row_label": "digits of the first operand", "column_label": "digits of the second"}
+    heat_map(axes, details["accuracy"], lengths, lengths, bar=bar, **names)
     border = sum(length <= trained for length in lengths) - 0.5
     if 0 < border < len(lengths) - 1:
-        axes.plot([-0.5, border, border], [border, border, -0.5], color="white", linewidth=1.5)
-        axes.plot([-0.5, border, border], [border, border, -0.5], color="black", linewidth=1.5, linestyle=(0, (3, 3)))
+        corner = [-0.5, border, border], [border, border, -0.5]
+        axes.plot(*corner, color="white", linewidth=1.5)
+        axes.plot(*corner, color="black", linewidth=1.5, linestyle=(0, (3, 3)))

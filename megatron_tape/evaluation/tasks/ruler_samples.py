@@ -27,7 +27,7 @@ from unittest import mock
 import datasets
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.harness import builtin_configuration, own_task, quiet, seeded, without_bars
+from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_task, quiet, seeded, without_bars
 
 _MOST = 500
 """Samples per task and length that the harness's functions make unless they are stopped."""

@@ -35,6 +35,8 @@ class Source:
     default_output: Path
     runs_own_code: bool
     """Whether the directory brings Python files that transformers has to run, other than this project's."""
+    given: str = ""
+    """How the user named it."""
 
     def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
         """Return the SHA-256 of the weights and settings: of a checkpoint's manifest, or of the directory's files."""
@@ -80,8 +82,8 @@ def find_model(given: str, label: str | None = None) -> Source:
                 "it is an adapter; merge it with its base first (docs/extension.md shows how), and give the result"
             )
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
-            return _from_transformers(path, label)
-        return _from_checkpoint(find_checkpoint(path, deep=False), label)
+            return dataclasses.replace(_from_transformers(path, label), given=given)
+        return dataclasses.replace(_from_checkpoint(find_checkpoint(path, deep=False), label), given=given)
     except NoCheckpoint as error:
         raise ConfigError(
             f"--model {given} cannot be evaluated: {error}, or a directory in the format of transformers, with "

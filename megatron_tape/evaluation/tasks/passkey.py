@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.documents import chosen_lengths
-from megatron_tape.evaluation.packages import require
-from megatron_tape.evaluation.passkey_prompts import (
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.tasks.passkey_prompts import (
     PUBLISHED_TOKENS,
     ExactPrompts,
     Hidden,
@@ -19,7 +19,7 @@ from megatron_tape.evaluation.passkey_prompts import (
     published_prompt,
     random_key,
 )
-from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
 
 MORE_THAN_DIGITS = 3
 """Tokens that a model may generate beyond one per digit, such as a space before the number."""
@@ -65,7 +65,7 @@ class Passkey(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes out of range."""
         settings = self.settings
-        require("passkey", "lm_eval")
+        self.require("lm_eval")
         for name, least in (("depths", 1), ("samples", 1), ("batch_size", 1)):
             value = getattr(settings, name)
             refuse(value < least, f"passkey.{name} is {value}; set it to at least {least}")
@@ -96,7 +96,7 @@ class Passkey(Task):
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         """Return the keys of one length and depth, and what the model answered."""
-        from megatron_tape.evaluation.harness import own_task, run
+        from megatron_tape.evaluation.tasks.harness import own_task, run
 
         if self.settings.form == "exact":
             length, depth = (int(part) for part in unit.key.split("/"))
@@ -131,22 +131,22 @@ class Passkey(Task):
                 right += cell
             low, high = wilson(sum(right), len(right))
             share = sum(right) / len(right)
-            scores.append(Score("accuracy", share, "higher", length, low=low, high=high, count=len(right)))
+            scores.append(Score("accuracy", share, "higher", low, high, length, count=len(right)))
         details: dict[str, Any] = {"lengths": lengths, "depths": self._depths()}
         for name in ("accuracy", "low", "high", "count"):
             details[name] = [[cells[length, depth][name] for length in lengths] for depth in depths]
         return Summary(scores, details, self._notes(lengths, values))
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return a heat map by length and depth for each model, and the accuracies by length of all."""
         from megatron_tape.evaluation.figures import (
-            curve,
             grid_shape,
             heat_map,
             legend,
             length_axis,
             new_figure,
+            score_curve,
             styles,
         )
 
@@ -154,7 +154,7 @@ class Passkey(Task):
         figure, axes = new_figure(*grid_shape(len(results)), width=4.4, height=3.4)
         said = []
         for one, (label, result) in zip(axes, results.items()):
-            details = result["details"]
+            details = result.details
             names = [f"{share:.0%}" for share in details["depths"]]
             columns = [f"{length:,}" for length in details["lengths"]]
             look = {"row_label": "depth of the key", "column_label": "context length (tokens)", "bar": "accuracy"}
@@ -166,13 +166,11 @@ class Passkey(Task):
         figure, (one,) = new_figure(width=6.4, height=3.8)
         everywhere, said = set(), []
         for label, result in results.items():
-            scores = [score for score in result["scores"] if score["metric"] == "accuracy"]
-            lengths = [score["length"] for score in scores]
-            values = [score["value"] for score in scores]
-            lows, highs = ([score[side] for score in scores] for side in ("low", "high"))
-            curve(one, looks[label], lengths, values, lows, highs)
+            scores = [score for score in result.scores if score.metric == "accuracy"]
+            lengths = [score.length for score in scores]
+            score_curve(one, looks[label], lengths, scores)
             everywhere.update(lengths)
-            said.append(f"{label}: " + ", ".join(f"{y:.2f} at {x:,}" for x, y in zip(lengths, values)) + ".")
+            said.append(f"{label}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores) + ".")
         length_axis(one, everywhere)
         one.set(ylabel="accuracy", ylim=(-0.03, 1.03))
         legend(figure)

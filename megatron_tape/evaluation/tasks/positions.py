@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.documents import Source, check_sources, find_sources, long_documents
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio
+from megatron_tape.evaluation.tasks.text_sources import Source, check_sources, find_sources, long_documents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +111,7 @@ class PositionPictures(Task):
         return self._maps(model.model, tokens) if unit.key == MAPS else self._document(model.model, tokens)
 
     def _document(self, model: Any, tokens: Tensor) -> dict[str, Any]:
-        from megatron_tape.evaluation import position_probes as probes
+        from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
         found: dict[str, Any] = {"tokens": tokens.shape[1] - 1, "distance": [], "by_position": [], "similarity": []}
@@ -133,13 +134,13 @@ class PositionPictures(Task):
 
     @staticmethod
     def _ablated(model: Any, tokens: Tensor, layers: Sequence[int]) -> float:
-        from megatron_tape.evaluation import position_probes as probes
+        from megatron_tape.evaluation.tasks import position_probes as probes
 
         with probes.with_phases(model, layers):
             return float(probes.losses(model, tokens).sum())
 
     def _maps(self, model: Any, tokens: Tensor) -> dict[str, Any]:
-        from megatron_tape.evaluation import position_probes as probes
+        from megatron_tape.evaluation.tasks import position_probes as probes
 
         changes: list[list[float]] = []
         shown: list[dict[str, Any]] = []
@@ -221,9 +222,9 @@ class PositionPictures(Task):
         return [np.array([*model.bos, *document.tokens[:needed]], dtype=np.int64) for document in documents]
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return heat maps, curves and bars of all models, and the attention maps of each."""
-        from megatron_tape.evaluation import position_drawings as drawings
+        from megatron_tape.evaluation.tasks import position_drawings as drawings
 
         return drawings.draw(results)
 

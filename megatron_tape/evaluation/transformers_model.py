@@ -135,7 +135,7 @@ class HFModel:
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
-        from megatron_tape.evaluation.harness_model import harness_model
+        from megatron_tape.evaluation.tasks.harness_model import harness_model
 
         self.forget_lengths()
         return harness_model(self, batch_size, max_length)

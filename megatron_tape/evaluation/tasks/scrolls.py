@@ -17,9 +17,10 @@ from megatron_tape.config.examples import TEMPLATE, check_template
 from megatron_tape.config.values import shown
 from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import TAIL, bootstrap_ratio
+from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
 """The longest answers, by metric, as in the TAPE paper's released code."""
@@ -260,7 +261,7 @@ class Scrolls(Task):
         return [f"{name}: {count:,} of {len(found):,} {what}." for what, count in counts.items() if count]
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return bars of the scores and of the losses by dataset."""
         return [
             picture
@@ -318,25 +319,21 @@ def _interval(resampled: np.ndarray, count: int) -> tuple[float | None, float | 
     return float(low), float(high)
 
 
-def _bars(results: dict[str, dict[str, Any]], name: str, metrics: Sequence[str], label: str) -> Picture | None:
+def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], label: str) -> Picture | None:
     from megatron_tape.evaluation.figures import legend, new_figure, styles
 
-    drawn = {
-        model: [score for score in result["scores"] if score["metric"] in metrics] for model, result in results.items()
-    }
-    groups = list(dict.fromkeys(score["group"] or "SCROLLS" for scores in drawn.values() for score in scores))
+    drawn = {model: [score for score in result.scores if score.metric in metrics] for model, result in results.items()}
+    groups = list(dict.fromkeys(score.group or "SCROLLS" for scores in drawn.values() for score in scores))
     if not groups:
         return None
     figure, (axes,) = new_figure(width=max(4.6, 1.6 + 1.1 * len(groups)))
     width, said = 0.8 / len(drawn), []
     for index, (model, style) in enumerate(styles(drawn).items()):
-        at = [
-            groups.index(score["group"] or "SCROLLS") + (index - (len(drawn) - 1) / 2) * width for score in drawn[model]
-        ]
-        values = np.array([score["value"] for score in drawn[model]])
+        at = [groups.index(score.group or "SCROLLS") + (index - (len(drawn) - 1) / 2) * width for score in drawn[model]]
+        values = np.array([score.value for score in drawn[model]])
         ends = [
-            [value if score[key] is None else score[key] for value, score in zip(values, drawn[model])]
-            for key in ("low", "high")
+            [value if end is None else end for value, end in zip(values, some)]
+            for some in ([score.low for score in drawn[model]], [score.high for score in drawn[model]])
         ]
         spread = np.clip([values - ends[0], ends[1] - values], 0, None)
         axes.bar(at, values, width * 0.9, yerr=spread, color=style["color"], label=style["label"], capsize=2)

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_tape.config.values import shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Task, Unit
-from megatron_tape.evaluation.documents import (
+from megatron_tape.evaluation.tasks.text_sources import (
     Document,
     Source,
     check_sources,

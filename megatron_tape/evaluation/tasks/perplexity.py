@@ -10,8 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Unit
-from megatron_tape.evaluation.document_task import (
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.statistics import bootstrap_ratio
+from megatron_tape.evaluation.tasks.document_task import (
     DocumentSettings,
     DocumentTask,
     Window,
@@ -19,8 +21,7 @@ from megatron_tape.evaluation.document_task import (
     by_source_and_length,
     window_losses,
 )
-from megatron_tape.evaluation.documents import Document, Source
-from megatron_tape.evaluation.statistics import bootstrap_ratio
+from megatron_tape.evaluation.tasks.text_sources import Document, Source
 
 NATS = "nats per token"
 POSITION_BINS = 64
@@ -154,7 +155,7 @@ class Perplexity(DocumentTask):
         return Summary(scores, {"scored": scored} | ({"loss_by_position": positions} if positions else {}), notes)
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return pictures of the perplexity by length and of the loss by position, one panel for each source."""
         from megatron_tape.evaluation.pictures_of_losses import by_length, by_position
 

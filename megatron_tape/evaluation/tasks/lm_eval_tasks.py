@@ -9,11 +9,10 @@ from typing import Any
 
 from megatron_tape.config.values import shown
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.lm_eval_changes import NORMAL_QUANTILE, changes, described, metric_name
-from megatron_tape.evaluation.packages import require
-from megatron_tape.evaluation.results import read_results, results_file
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.tasks.lm_eval_changes import NORMAL_QUANTILE, changes, described, metric_name
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
 _SHOWN = 30
@@ -55,7 +54,7 @@ class LmEval(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for names that nobody knows and for results that cannot be compared with."""
         settings = self.settings
-        require("lm_eval", "lm_eval")
+        self.require("lm_eval")
         refuse(not settings.tasks, "lm_eval.tasks is []; name some of what lm_eval ls tasks lists")
         refuse(len(set(settings.tasks)) < len(settings.tasks), "lm_eval.tasks names a task twice; name each once")
         for name, least in (("limit", 1), ("num_fewshot", 0), ("max_length", 2), ("batch_size", 1)):
@@ -71,7 +70,7 @@ class LmEval(Task):
             refuse(file and not Path(name).is_file(), f"lm_eval.tasks has {name}, which is not a file")
         if settings.before is not None:
             self._compared()
-        from megatron_tape.evaluation.harness import find_tasks
+        from megatron_tape.evaluation.tasks.harness import find_tasks
 
         find_tasks(settings.tasks, self._include)
 
@@ -88,7 +87,7 @@ class LmEval(Task):
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         """Return what the tasks behind a name scored."""
-        from megatron_tape.evaluation.harness import find_tasks, load_tasks, run
+        from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run
 
         settings = self.settings
         # Its data is read here, and not for all tasks in `units`: other ranks may need other ones.
@@ -109,7 +108,9 @@ class LmEval(Task):
             for key, metric in outcome["metrics"].items():
                 low, high = _interval(metric, outcome["values"].get(key))
                 better = "higher" if metric["higher_is_better"] else "lower"
-                scores.append(Score(metric_name(key), metric["value"], better, None, name, low, high, count or None))
+                scores.append(
+                    Score(metric_name(key), metric["value"], better, low, high, group=name, count=count or None)
+                )
             tasks[name] = {key: outcome[key] for key in ("version", "fewshot", "truncated")} | {"documents": count}
             if outcome["truncated"]:
                 notes.append(
@@ -125,27 +126,27 @@ class LmEval(Task):
             label, before = self._compared()
             details |= {"before": label, "changes": changes(before, outcomes)}
             scores += [
-                Score(f"{row['metric']}, change", row["change"], row["better"], None, row["task"], row["low"],
-                      row["high"], row["count"])
+                Score(f"{row['metric']}, change", row["change"], row["better"], row["low"], row["high"],
+                      group=row["task"], count=row["count"])
                 for row in details["changes"]
             ]  # fmt: skip
             notes += described(details["changes"], label)
         return Summary(scores, details, notes)
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return the shares that models score in each task, side by side, and the changes where there are any."""
         rows: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
         changed: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
         for label, result in results.items():
-            for score in result["scores"]:
+            for score in result.scores:
                 place = rows
-                if score["metric"].endswith(", change"):
+                if score.metric.endswith(", change"):
                     place = changed
-                elif not 0 <= score["value"] <= 1 or score["better"] == "lower":
+                elif not 0 <= score.value <= 1 or score.better == "lower":
                     continue
-                key = (score["group"], score["metric"].removesuffix(", change"))
-                place.setdefault(key, {})[label] = (score["value"], score["low"], score["high"])
+                key = (score.group, score.metric.removesuffix(", change"))
+                place.setdefault(key, {})[label] = (score.value, score.low, score.high)
         pictures = []
         for name, table, title in (
             ("lm_eval", rows, "Scores in tasks of lm_eval"),
@@ -167,27 +168,27 @@ class LmEval(Task):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"lm_eval.before is {given}, which cannot be read: {reason}") from None
-        found = results["tasks"].get("lm_eval")
+        found = results.tasks.get("lm_eval")
         refuse(
             found is None, f"lm_eval.before is {given}, which has no results of lm_eval; evaluate lm_eval there first"
         )
-        then, now = found["settings"].get("num_fewshot"), self.settings.num_fewshot
+        then, now = found.settings.get("num_fewshot"), self.settings.num_fewshot
         refuse(
             then != now,
             f"lm_eval.before is {given}, whose num_fewshot is {shown(then)} and here is {shown(now)}; evaluate with "
             "the same one",
         )
         try:
-            outcomes = _outcomes(found["examples"])
+            outcomes = _outcomes(found.examples)
         except (KeyError, TypeError):
             raise ConfigError(f"lm_eval.before is {given}, whose results of lm_eval are not whole") from None
-        common = set(found["examples"]) & set(self.settings.tasks)
+        common = set(found.examples) & set(self.settings.tasks)
         refuse(
             not common,
             f"lm_eval.before is {given}, which has none of the tasks {', '.join(self.settings.tasks)}; it has "
             f"{', '.join(found['examples'])}",
         )
-        return results["label"], outcomes
+        return results.label, outcomes
 
 
 def _kept(outcome: Any) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from megatron_tape.config.values import shown
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Score, Summary, Task, Unit
-from megatron_tape.evaluation.documents import chosen_lengths
-from megatron_tape.evaluation.packages import require
+from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import wilson
+from megatron_tape.evaluation.tasks.text_sources import chosen_lengths
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 """Tasks that hide their needles in essays."""
@@ -76,7 +76,7 @@ class Ruler(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for unknown tasks, sizes out of range and files that are not there."""
         settings = self.settings
-        require("ruler", "lm_eval", "wonderwords", "nltk", "scipy")
+        self.require("lm_eval", "wonderwords", "nltk", "scipy")
         refuse(not self._tasks, "ruler.tasks is []; name some tasks, or set it to offline or all")
         for task in self._tasks:
             refuse(task not in TASKS, f"ruler.tasks has {shown(task)}; choose some of {', '.join(TASKS)}")
@@ -102,7 +102,7 @@ class Ruler(Task):
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
         """Return one unit per task and length; ConfigError for lengths that are too short for a task."""
-        from megatron_tape.evaluation.ruler_samples import TooShort, make_samples, smallest_length
+        from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples, smallest_length
 
         lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
         for task in self._tasks:
@@ -122,8 +122,8 @@ class Ruler(Task):
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
         """Return what the model answered in one task of one length."""
-        from megatron_tape.evaluation.harness import run
-        from megatron_tape.evaluation.ruler_samples import TooShort, make_samples
+        from megatron_tape.evaluation.tasks.harness import run
+        from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples
 
         task, length = unit.key.split("/")[0], int(unit.key.split("/")[1])
         settings = self.settings
@@ -162,31 +162,31 @@ class Ruler(Task):
         return Summary([*means, *effective, *scores], details, [*self._notes(values), *notes])
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return the means by length of all models, one panel for each set of tasks, and heat maps of the tasks."""
         from megatron_tape.evaluation.figures import (
-            curve,
             grid_shape,
             heat_map,
             legend,
             length_axis,
             new_figure,
+            score_curve,
             styles,
         )
 
         looks, means = styles(results), {}
         for label, result in results.items():
-            means.setdefault((result["details"]["mean_name"], *result["details"]["tasks"]), []).append(label)
+            means.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
         figure, axes = new_figure(*grid_shape(len(means)), width=5.6, height=3.8, sharey=True)
         said = []
         for one, ((mean_name, *_), labels) in zip(axes, means.items()):
             lengths: set[int] = set()
             for label in labels:
-                rows = [score for score in results[label]["scores"] if score["metric"] == mean_name]
-                places, heights = [row["length"] for row in rows], [row["value"] for row in rows]
-                curve(one, looks[label], places, heights, [row["low"] for row in rows], [row["high"] for row in rows])
+                rows = [score for score in results[label].scores if score.metric == mean_name]
+                places = [row.length for row in rows]
+                score_curve(one, looks[label], places, rows)
                 lengths.update(places)
-                said.append(f"{label}, {mean_name}: " + ", ".join(f"{y:.2f} at {x:,}" for x, y in zip(places, heights)))
+                said.append(f"{label}, {mean_name}: " + ", ".join(f"{row.value:.2f} at {row.length:,}" for row in rows))
             one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
             one.set(ylabel=mean_name, ylim=(-0.03, 1.03))
             length_axis(one, lengths)
@@ -198,7 +198,7 @@ class Ruler(Task):
         figure, axes = new_figure(*grid_shape(len(results)), width=4.8, height=3.8)
         said = []
         for one, (label, result) in zip(axes, results.items()):
-            details = result["details"]
+            details = result.details
             columns = [f"{length:,}" for length in details["lengths"]]
             heat_map(
                 one, list(details["tasks"].values()), list(details["tasks"]), columns,
@@ -220,7 +220,7 @@ class Ruler(Task):
         return getattr(self.settings, QUESTIONS[task]) if task in QUESTIONS else None
 
     def _sources(self) -> Any:
-        from megatron_tape.evaluation.ruler_samples import Sources
+        from megatron_tape.evaluation.tasks.ruler_samples import Sources
 
         return Sources(self.settings.haystack, self.settings.squad, self.settings.hotpotqa)
 
@@ -286,7 +286,7 @@ class Ruler(Task):
             f"The {self._mean_name()} is that of {', '.join(tasks)}; samples of each at a length: {settings.samples}."
         ]
         if set(tasks) & set(ESSAYS):
-            from megatron_tape.evaluation.ruler_samples import has_punkt
+            from megatron_tape.evaluation.tasks.ruler_samples import has_punkt
 
             if settings.haystack is not None:
                 notes.append(
@@ -308,7 +308,7 @@ class Ruler(Task):
 
 def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:
     low, high = wilson(sum(found), len(found))
-    return Score(metric, sum(found) / len(found), "higher", length, group, low, high, len(found))
+    return Score(metric, sum(found) / len(found), "higher", low, high, length, group, len(found))
 
 
 def _check_text(file: Path) -> None:

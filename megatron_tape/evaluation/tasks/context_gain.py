@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Score, Summary, Unit
-from megatron_tape.evaluation.document_task import DocumentSettings, DocumentTask, window_losses
-from megatron_tape.evaluation.results import read_results, results_file
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
+from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import bootstrap_ratio
+from megatron_tape.evaluation.tasks.document_task import DocumentSettings, DocumentTask, window_losses
 
 NATS = "nats per token"
 BIAS = (
@@ -85,15 +85,15 @@ class ContextGain(DocumentTask):
         if given is None:
             return None
         try:
-            found = read_results(given)["tasks"].get(self.name)
+            found = read_results(given).tasks.get(self.name)
         except (ValueError, OSError) as error:
             raise ConfigError(f"context_gain.key_tokens_from is {given}, which cannot be read: {error}") from None
         refuse(
             found is None
-            or not all(isinstance(found["details"].get(key), dict) for key in ("key_tokens", "scored_tokens")),
+            or not all(isinstance(found.details.get(key), dict) for key in ("key_tokens", "scored_tokens")),
             f"context_gain.key_tokens_from is {given}, which has no results of context_gain; evaluate that model first",
         )
-        return found["details"]
+        return found.details
 
     def units(self, model: LanguageModel) -> list[Unit]:
         """Return one unit for each document and length, among them the short one."""
@@ -166,7 +166,7 @@ class ContextGain(DocumentTask):
         return np.flatnonzero((short - long > self.settings.alpha) & (-long > self.settings.beta))
 
     @classmethod
-    def draw(cls, results: dict[str, dict[str, Any]]) -> list[Picture]:
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return pictures of the gain by length, on all tokens and on key tokens."""
         from megatron_tape.evaluation.pictures_of_losses import by_length
 

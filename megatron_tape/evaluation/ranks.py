@@ -1,0 +1,106 @@
+"""The processes that share an evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from megatron_tape.errors import UserError, refuse
+from megatron_tape.evaluation.base import Unit
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share an evaluation; a single one needs no process group."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Return the ranks that torchrun or a Slurm job has started, after they have found each other."""
+        ranks = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        if ranks.count > 1:
+            import torch.distributed as dist
+
+            # Ranks wait for each other at the end of a task, whose units may take hours.
+            dist.init_process_group("gloo", timeout=timedelta(days=7))
+        return ranks
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank."""
+        if self.count == 1:
+            return value
+        import torch.distributed as dist
+
+        values = [value]
+        with _others_alive():
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, and an empty list on the others; all wait for each other."""
+        if self.count == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values = [None] * self.count if self.rank == 0 else None
+        with _others_alive():
+            dist.gather_object(value, values, dst=0)
+            dist.barrier()
+        return values or []
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work` returns on rank 0; its error ends the others, too."""
+        value, failure = None, None
+        if self.rank == 0:
+            try:
+                value = work()
+            except Exception as error:  # raised below, when the others know that they need not wait
+                failure = error
+        value, failed = self.share((value, failure is not None))
+        if failure is not None:
+            raise failure
+        refuse(failed, "the evaluation", "was refused by rank 0", "see its message")
+        return value
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what only this rank does: a UserError, which only rank 0 reports, becomes a ValueError elsewhere."""
+        try:
+            yield
+        except UserError as error:
+            if self.rank == 0:
+                raise
+            raise ValueError(str(error)) from None
+
+    def leave(self) -> None:
+        """End the process group."""
+        if self.count > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def shares(self, units: list[Unit]) -> list[list[Unit]]:
+        """Return which of the units each rank does: the costly ones first, each to the rank with the least to do."""
+        loads, shares = [0.0] * self.count, [[] for _ in range(self.count)]
+        for unit in sorted(units, key=lambda unit: -unit.cost):
+            rank = loads.index(min(loads))
+            loads[rank] += unit.cost
+            shares[rank].append(unit)
+        order = {unit.key: index for index, unit in enumerate(units)}
+        return [sorted(share, key=lambda unit: order[unit.key]) for share in shares]
+
+
+@contextmanager
+def _others_alive() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError("another process of this evaluation has ended; see its message") from error

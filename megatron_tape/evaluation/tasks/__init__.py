@@ -1,0 +1,19 @@
+"""The tasks that `pretrain.evaluate` and training runs know: each is a class in a file of its own, entered here."""
+
+from megatron_tape.evaluation.base import Task
+from megatron_tape.evaluation.tasks.addition_task import Addition
+from megatron_tape.evaluation.tasks.context_gain import ContextGain
+from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval
+from megatron_tape.evaluation.tasks.passkey import Passkey
+from megatron_tape.evaluation.tasks.perplexity import Perplexity
+from megatron_tape.evaluation.tasks.positions import PositionPictures
+from megatron_tape.evaluation.tasks.ruler import Ruler
+from megatron_tape.evaluation.tasks.scrolls import Scrolls
+from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy
+
+_CLASSES = (
+    *(Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls),
+    *(Addition, SelectiveCopy, GridNavigation, PositionPictures),
+)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+"""By name, in the order in which reports show them."""

@@ -1,0 +1,249 @@
+"""What the tasks on sequences of `synthetic` share, and two of them: `selective_copy` and `grid_navigation`.
+
+They are for models that `data.generator` has trained on them. Answers are read from one forward pass over the whole
+sequence, right answers included. Each token is counted by whether it is the likeliest one after the right tokens before
+it. Greedy decoding gives a whole answer exactly if that holds for all its tokens: up to the first wrong token it sees
+the same tokens. So exact match is the same number either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.synthetic import EVALUATION, Generator, random_of
+from megatron_tape.synthetic import GridNavigation as Walks
+from megatron_tape.synthetic import SelectiveCopy as Copies
+
+LARGEST_SEED = 2**32 - 1
+SEQUENCES_PER_UNIT = 100
+
+
+def right_answers(
+    model: LanguageModel, sequences: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int
+) -> list[np.ndarray]:
+    """Return for every sequence, given as `Generator.sequence` returns it, which of its answers are right, bool."""
+    import torch
+
+    found = []
+    for start in range(0, len(sequences), batch_size):
+        part = sequences[start : start + batch_size]
+        padded = np.zeros((len(part), max(len(tokens) for tokens, _ in part)), dtype=np.int64)
+        for row, (tokens, _) in zip(padded, part):
+            row[: len(tokens)] = tokens
+        # What follows a sequence does not change the logits before it.
+        likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
+        for row, (tokens, answers) in zip(likeliest, part):
+            found.append((row[: len(tokens) - 1] == tokens[1:])[answers[1:]])
+    return found
+
+
+class SyntheticTask(Task):
+    """A task whose settings have `samples`, `seed` and `batch_size`, on a model without a tokenizer."""
+
+    needs_tokenizer = False
+
+    def check_sizes(self, *names: str) -> None:
+        """Raise ConfigError if one of these settings, which may be null, is below 1, or the seed is out of range."""
+        for name in names:
+            value = getattr(self.settings, name)
+            refuse(value is not None and value < 1, self.key(name), f"is {value}", "set it to at least 1")
+        seed = self.settings.seed
+        refuse(
+            not 0 <= seed <= LARGEST_SEED,
+            self.key("seed"),
+            f"is {seed}",
+            f"set it to at least 0 and at most {LARGEST_SEED}",
+        )
+
+    def check_generator(self, generator: Generator, info: ModelInfo) -> None:
+        """Raise ConfigError if a generator's settings cannot work, or it makes tokens that the model does not know."""
+        try:
+            generator.check()
+        except ConfigError as error:
+            raise ConfigError(self.section, f"cannot work: {error.subject} {error.problem}", error.fix) from None
+        refuse(
+            generator.vocab_size > info.vocab_size,
+            self.section,
+            f"uses {generator.vocab_size} different tokens, but {info.label} knows {info.vocab_size}",
+            "give the settings with which it was trained, or a model that was trained on this task",
+        )
+
+
+class Variants(SyntheticTask):
+    """A synthetic task as it was trained, and in variants that the training did not show: accuracy by variant."""
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant by its name; the first is that of the training."""
+        raise NotImplementedError
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for settings that cannot work."""
+        self.check_sizes("samples", "batch_size")
+        for generator in self.generators().values():
+            self.check_generator(generator, info)
+
+    def units(self, model: LanguageModel) -> list[Unit]:
+        """Return units of up to `SEQUENCES_PER_UNIT` sequences of one variant."""
+        samples, step = self.settings.samples, SEQUENCES_PER_UNIT
+        return [
+            Unit(f"{name}/{start}", generator.length * (min(samples, start + step) - start))
+            for name, generator in self.generators().items()
+            for start in range(0, samples, step)
+        ]
+
+    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
+        """Return, for every sequence, how many answers are `right` of how many `answers`; and `blanks` among these."""
+        name, _, start = unit.key.rpartition("/")
+        generators = self.generators()
+        # Every variant has numbers of its own, so that no two variants draw from the same stream.
+        numbers = range(int(start), min(self.settings.samples, int(start) + SEQUENCES_PER_UNIT))
+        offset = list(generators).index(name) << 40
+        sequences = [
+            generators[name].sequence(random_of(self.settings.seed, EVALUATION, offset + number)) for number in numbers
+        ]
+        found = right_answers(model, sequences, self.settings.batch_size)
+        return {
+            "right": [int(right.sum()) for right in found],
+            "answers": [len(right) for right in found],
+            "blanks": int(sum((tokens[answers] == generators[name].blank).sum() for tokens, answers in sequences)),
+        }
+
+    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+        """Return by variant the share of right answers and that of sequences whose answers are all right.
+
+        The answers of a sequence depend on each other, so the interval of the former resamples whole sequences.
+        """
+        from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
+
+        scores, blanks = [], {}
+        for name in self.generators():
+            parts = [value for key, value in values.items() if key.rpartition("/")[0] == name]
+            right = np.concatenate([part["right"] for part in parts])
+            answers = np.concatenate([part["answers"] for part in parts])
+            total, whole, count = max(1, int(answers.sum())), int((right == answers).sum()), len(right)
+            blanks[name] = sum(part["blanks"] for part in parts) / total
+            share, common = int(right.sum()) / total, {"group": name, "count": count}
+            scores.append(Score("accuracy", share, "higher", *bootstrap_ratio(right, answers), **common))
+            scores.append(Score("exact match", whole / count, "higher", *wilson(whole, count), **common))
+        return Summary(scores, {"blanks": blanks} if any(blanks.values()) else {}, self.notes(blanks))
+
+    def notes(self, blanks: dict[str, float]) -> list[str]:
+        """Return what a reader must know, given the share of blanks among the answers by variant."""
+        return []
+
+    @classmethod
+    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+        """Return a picture of the accuracy by variant."""
+        from megatron_tape.evaluation.figures import legend, new_figure, score_curve, styles
+
+        names = list(dict.fromkeys(score.group for result in results.values() for score in result.scores))
+        if not names:
+            return []
+        figure, (axes,) = new_figure(width=5.2, height=3.4)
+        looks, told = styles(results), []
+        for number, (label, result) in enumerate(results.items()):
+            shown = [score for score in result.scores if score.metric == "accuracy"]
+            places = [names.index(score.group) + 0.12 * (number - (len(results) - 1) / 2) for score in shown]
+            score_curve(axes, {**looks[label], "linestyle": "none"}, places, shown)
+            told.append(f"{label}: " + ", ".join(f"{score.value:.1%} {score.group}" for score in shown))
+        axes.set_xticks(range(len(names)), names)
+        axes.set(ylim=(-0.03, 1.03), xlim=(-0.5, len(names) - 0.5), ylabel="accuracy")
+        title = cls.name.replace("_", " ")
+        axes.set_title(f"{title}: share of right answers", fontsize=10)
+        legend(figure)
+        return [Picture(cls.name, f"Share of right answers in {title}, by variant. {'; '.join(told)}.", figure)]
+
+
+@dataclass(kw_only=True)
+class SelectiveCopySettings:
+    """Copying symbols from among blanks."""
+
+    copied: int = 128
+    """Symbols to copy, as in training."""
+    symbols: int = 16
+    """Different symbols, as in training."""
+    blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
+    """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
+    samples: int = 1000
+    """Sequences per variant."""
+    seed: int = 0
+    """Seed of the sequences. They are never those of training."""
+    batch_size: int = 50
+    """Sequences that the model reads at once."""
+
+
+class SelectiveCopy(Variants):
+    """Selective copying with as many blanks as in training, and with fewer and more."""
+
+    name = "selective_copy"
+    Settings = SelectiveCopySettings
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for settings that cannot work."""
+        refuse(not self.settings.blanks, self.key("blanks"), "is empty", "name a variant, such as {IID: 128}")
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant."""
+        sizes = {"copied": self.settings.copied, "symbols": self.settings.symbols}
+        return {name: Copies(blanks=blanks, **sizes) for name, blanks in self.settings.blanks.items()}
+
+
+@dataclass(kw_only=True)
+class GridNavigationSettings:
+    """Predicting what a cell holds that was visited before."""
+
+    dimensions: int = 2
+    """1 for a ring of cells, 2 for a torus, as in training."""
+    objects: int = 16
+    """Different objects, as in training."""
+    longest_run: int | None = None
+    """Steps for which a direction is kept at most, as in training; null means 10 in one dimension and 3 in two."""
+    variants: dict[str, list[float]] = field(
+        default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
+    )
+    """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
+    samples: int = 1000
+    """Walks per variant."""
+    seed: int = 0
+    """Seed of the walks. They are never those of training."""
+    batch_size: int = 50
+    """Walks that the model reads at once."""
+
+
+class GridNavigation(Variants):
+    """Grid navigation as in training, and on maps that are denser and sparser; only revisited cells are scored."""
+
+    name = "grid_navigation"
+    Settings = GridNavigationSettings
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for settings that cannot work."""
+        key, variants = self.key("variants"), self.settings.variants
+        refuse(not variants, key, "is empty", "name a variant, such as {IID: [128, 64, 0.5]}")
+        for name, values in variants.items():
+            whole = len(values) == 3 and all(float(value).is_integer() for value in values[:2])
+            fix = "give steps, width and share of blanks, such as [128, 64, 0.5]"
+            refuse(not whole, f"{key}.{name}", f"is {values}", fix)
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant."""
+        settings = self.settings
+        same = {key: getattr(settings, key) for key in ("dimensions", "objects", "longest_run")}
+        return {
+            name: Walks(steps=int(steps), width=int(width), blank_probability=blanks, **same)
+            for name, (steps, width, blanks) in settings.variants.items()
+        }
+
+    def notes(self, blanks: dict[str, float]) -> list[str]:
+        """Return how much a model scores that knows nothing but that most cells are blank."""
+        shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
+        return [f"A model that always answers blank would score {shares}."]
