@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, UserError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
@@ -77,7 +77,7 @@ def _main(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         command_line.say("interrupted; run the same command to continue")
         return 130
-    except ConfigError as error:
+    except UserError as error:
         if is_rank_0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

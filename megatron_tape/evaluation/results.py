@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import read_small, write_record
+from megatron_tape.io.records import read_record, write_record
 
 FORMAT = 1
 NAME = "results.json"
@@ -117,13 +117,11 @@ def read_results(path: str | Path) -> Results:
 
     file = results_file(path)
     try:
-        results = TypeAdapter(Results).validate_json(read_small(file, _BYTES), strict=True)
+        results = TypeAdapter(Results).validate_python(read_record(file, dict[str, Any], _BYTES))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
-    except ValueError as error:
-        raise FileError(str(file), f"cannot be used: {error}") from None
     if results.format != FORMAT:
         problem = f"cannot be used: it has the format {results.format}, and this version reads {FORMAT}"
         raise FileError(str(file), problem, "update this project, or evaluate again")

@@ -6,11 +6,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from evaluation.loss_cases import result_of
 from lm_eval.api.model import LM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.evaluation.base import ModelInfo
-from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, QUESTION, TASK
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.huggingface.tokenizer_files import write_tokenizer
@@ -106,14 +106,6 @@ def evaluated(task, model):
     values = {unit.key: task.evaluate(unit, model) for unit in task.units(model)}
     summary = task.summarize(values, model.info)
     return values, summary, result_of(summary, values)
-
-
-def result_of(summary, values, settings=None):
-    """A task's entry of results.json."""
-    return TaskResult(
-        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores, details=summary.details,
-        notes=summary.notes, examples=values, dtype="fp32", hardware="a CPU", versions={},
-    )  # fmt: skip
 
 
 def word_tokenizer():

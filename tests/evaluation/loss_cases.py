@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from harness_cases import result_of
 
+from megatron_tape.evaluation import results
 from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.results import EvaluatedModel, TaskResult
 
 
 class ByteModel:
@@ -60,6 +61,21 @@ def run(task_class, model, **settings):
     values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
     summary = task.summarize(values, model.info)
     return result_of(summary, values)
+
+
+def result_of(summary, values=(), settings=None):
+    """A task's entry of results.json."""
+    return TaskResult(
+        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores, details=summary.details,
+        notes=summary.notes, examples=dict(values), dtype="fp32", hardware="a CPU", versions={},
+    )  # fmt: skip
+
+
+def write_results(directory, **tasks):
+    """Write the results of tasks as the runner does; return their file."""
+    model = EvaluatedModel("", "", parameters=1, trained_length=64, config={})
+    results.write_results(directory, results.Results("one", model, created=0.0, tasks=tasks))
+    return str(directory / results.NAME)
 
 
 def score(result, metric, length=None, group=None):

@@ -20,6 +20,9 @@ def task(scores, *, settings=None, data=None, details=None, notes=(), **others):
         "details": details or {},
         "notes": list(notes),
         "examples": {},
+        "dtype": "fp32",
+        "hardware": "a CPU of 2 cores",
+        "versions": {"torch": "2.13.0", "megatron_tape": "0.1.0"},
         **others,
     }
 
@@ -39,9 +42,6 @@ def results(
             "config": config,
             "run": run,
         },
-        "versions": {"torch": "2.13.0", "megatron_tape": "0.1.0"},
-        "hardware": "a CPU of 2 cores",
-        "dtype": "fp32",
         "tasks": {"shiny": task([score()])} if tasks is None else tasks,
         **others,
     }

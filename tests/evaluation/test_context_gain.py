@@ -1,15 +1,16 @@
 """Gains of longer contexts: known answers for models that copy, key tokens, and key tokens of another model."""
 
-import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_jsonl
+from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl, write_results
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.base import ModelInfo, Summary
 from megatron_tape.evaluation.pictures_of_losses import by_length
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 
 RANDOM = np.random.default_rng(0)
@@ -63,33 +64,26 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
         assert none.details["key_tokens"]["t/0"] == []
 
 
-@pytest.fixture
-def write_results(tmp_path):
-    def write(result):
-        model = {"path": "", "digest": "", "parameters": 0, "trained_length": None, "config": {}, "run": None}
-        task = {"settings": {}, "data": {}, "seconds": 0.0, "processes": 1, **result}
-        whole = {"format": 1, "label": "one", "created": 0.0, "model": model, "versions": {}, "hardware": ""}
-        path = tmp_path / "results.json"
-        path.write_text(json.dumps({**whole, "dtype": "fp32", "tasks": {"context_gain": task}}))
-        return str(path)
-
-    return write
-
-
-def test_several_models_are_measured_on_the_key_tokens_of_one(periodic, write_results):
+def test_several_models_are_measured_on_the_key_tokens_of_one(periodic, tmp_path):
     first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
-    path = write_results(first)
+    path = write_results(tmp_path, context_gain=first)
     second = run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
     assert second.details["key_tokens"] == first.details["key_tokens"]
     assert score(second, "key_perplexity").value == pytest.approx(9, rel=1e-4)
     assert second.notes[1] == "Key tokens were chosen by byte model."
-    third = run(ContextGain, ByteModel(copies(40)), lengths=[64], key_tokens_from=write_results(second), **periodic)
+    third = run(
+        ContextGain,
+        ByteModel(copies(40)),
+        lengths=[64],
+        key_tokens_from=write_results(tmp_path, context_gain=second),
+        **periodic,
+    )
     assert third.scores == first.scores and third.details["key_tokens_chosen_by"] == "byte model"
 
 
-def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_results):
+def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path):
     first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
-    path = write_results(first)
+    path = write_results(tmp_path, context_gain=first)
     (tmp_path / "other").mkdir()
     data = write_jsonl(tmp_path / "other" / "periodic.jsonl", ["x" * 400] * 2)
     for changed in ({"data": data}, {"stride": 4}):
@@ -97,9 +91,15 @@ def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path, write_result
             run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **{**periodic, **changed})
     first.details["key_tokens"]["periodic/1"] = [0, 9999]
     with pytest.raises(ConfigError, match="periodic/1"):
-        run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=write_results(first), **periodic)
+        run(
+            ContextGain,
+            ByteModel(uniform(9)),
+            lengths=[64],
+            key_tokens_from=write_results(tmp_path, context_gain=first),
+            **periodic,
+        )
     for damage in ({"key_tokens": {}}, {"key_tokens": {name: {"0": 1} for name in first.details["key_tokens"]}}):
-        path = write_results({**first, "details": first.details | damage})
+        path = write_results(tmp_path, context_gain=replace(first, details=first.details | damage))
         with pytest.raises(ConfigError, match="which scored other tokens"):
             run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
     (tmp_path / "results.json").write_text("{}")
@@ -128,16 +128,13 @@ def test_pictures_show_gains_by_length(periodic):
 
 
 def test_negative_gains_are_drawn_on_a_linear_axis():
-    score = {"metric": "gain", "group": "texts", "low": None, "high": None}
-    results = {"model": {"scores": [score | {"length": 16, "value": -0.1}, score | {"length": 32, "value": 0.2}]}}
-    (picture,) = by_length(results, "gain", "gain", "gain (nats per token)")
-    (axes,) = picture.figure.axes
+    def drawn(*values, **options):
+        scores = [Score("gain", value, "higher", group="texts", length=16 << i) for i, value in enumerate(values)]
+        (picture,) = by_length(
+            {"model": result_of(Summary(scores))}, "gain", "gain", "gain (nats per token)", **options
+        )
+        return picture.figure.axes[0]
+
+    axes = drawn(-0.1, 0.2)
     assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -0.1
-    (picture,) = by_length(
-        {"model": {"scores": [score | {"length": 16, "value": 1.0}, score | {"length": 32, "value": 100.0}]}},
-        "gain",
-        "gain",
-        "gain (nats per token)",
-        steep=10,
-    )
-    assert picture.figure.axes[0].get_yscale() == "log"
+    assert drawn(1.0, 100.0, steep=10).get_yscale() == "log"

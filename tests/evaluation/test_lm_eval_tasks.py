@@ -3,15 +3,16 @@
 import json
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from evaluation.loss_cases import write_results
 from harness_cases import bpe_tokenizer, evaluated, info, random_llama
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.results import write_results
 from megatron_tape.evaluation.tasks.lm_eval_changes import changes
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval, LmEvalSettings
 
@@ -161,14 +162,8 @@ def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_
     outcome = json.loads(json.dumps(outcome))
     outcome["values"]["acc,none"] = [1.0] * 24  # it was right everywhere before
     outcome["metrics"]["acc,none"]["value"] = 1.0
-    then = {**result, "examples": {"next_word": {"max_length": 64, "outcomes": [outcome]}}, "data": {}, "seconds": 1.0}
-    then |= {"settings": {"num_fewshot": None}, "processes": 1}
-    record = {
-        "format": 1, "label": "base", "created": 0.0, "versions": {}, "hardware": "", "dtype": "fp32",
-        "model": {"path": "", "digest": "", "parameters": 1, "trained_length": 64, "config": {}, "run": None},
-        "tasks": {"lm_eval": then},
-    }  # fmt: skip
-    write_results(tmp_path, record)
+    examples = {"next_word": {"max_length": 64, "outcomes": [outcome]}}
+    write_results(tmp_path, lm_eval=replace(result, examples=examples, settings={"num_fewshot": None}))
     task = LmEval(settings(folder, before=str(tmp_path)))
     assert task.inputs()[-1] == tmp_path / "results.json"
     _, summary, shown = evaluated(task, model)

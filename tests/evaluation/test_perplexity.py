@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets_for_tests import write_dataset
-from evaluation.loss_cases import ByteModel, copies, run, score, uniform, write_jsonl
+from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.base import ModelInfo, Summary
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.transformers_model import HFModel
@@ -317,7 +317,7 @@ def test_pictures_show_every_model_and_describe_it(texts):
     assert len(position.figure.axes[0].lines) == 2 and perplexity.figure.axes[0].get_yscale() == "linear"
     results["many"] = run(Perplexity, ByteModel(uniform(100)), data=texts, lengths=[16, 64], stride=8)
     assert Perplexity.draw(results)[0].figure.axes[0].get_yscale() == "log"
-    assert Perplexity.draw({"nine": {"scores": [], "details": {}}}) == []
+    assert Perplexity.draw({"nine": result_of(Summary([]))}) == []
 
 
 def test_a_split_leaves_only_documents_for_validation(tmp_path):

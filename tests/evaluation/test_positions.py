@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from evaluation.loss_cases import result_of
 from transformers import LlamaConfig
 
 from megatron_tape.config.schema import DataConfig, LoggingConfig, ModelConfig, RunConfig, TrainConfig
@@ -75,7 +76,7 @@ def results(models, data):
         assert [unit.key for unit in units] == ["document/0", "document/1", "document/2", "maps"]
         values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
         summary = task.summarize(values, model.info)
-        found[label] = {"scores": [vars(score) for score in summary.scores], "details": summary.details}
+        found[label] = result_of(summary)
     return found
 
 

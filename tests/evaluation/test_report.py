@@ -20,6 +20,7 @@ from megatron_tape.evaluation.report.paper import SHAPE, entries, paper_tables
 from megatron_tape.evaluation.report.pictures import drawn
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.report.training import evaluation_seconds
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 from pretrain import report
 
@@ -307,11 +308,9 @@ def test_notes_name_the_models_that_they_are_about(parsed):
 
 
 def test_the_time_of_an_evaluation_that_was_interrupted_says_what_it_is_without():
-    task = {"processes": 2, "seconds": 5.0, "dtype": "fp32"}
-    (before,), (after,) = (
-        [row[1].detail for row in evaluation_seconds([Model("m", {"perplexity": task | more})]).rows]
-        for more in ({"parts_before": 0}, {"parts_before": 2})
-    )
+    done = TaskResult(**task([]))
+    models = [Model("m", {"perplexity": dataclasses.replace(done, parts_before=count)}) for count in (0, 2)]
+    before, after = (evaluation_seconds([model]).rows[0][1].detail for model in models)
     assert after == f"{before} \N{MIDDLE DOT} without 2 parts done before an interruption"
 
 
@@ -371,7 +370,7 @@ def test_equal_labels_of_equal_weights_are_one_model_and_others_are_told_apart(t
     weights = write(tmp_path / "e", results("x", digest="2"))
     models = read_models([first, more, newer, others, weights, tmp_path / "e"])
     assert [model.label for model in models] == ["x (a)", "x (d)", "x (e)"]
-    assert models[0].tasks["shiny"]["scores"][0]["value"] == 3.5 and "other" in models[0].tasks
+    assert models[0].tasks["shiny"].scores[0].value == 3.5 and "other" in models[0].tasks
 
 
 def test_checkpoints_of_one_run_are_told_apart_by_their_step_and_the_run_belongs_to_the_newest(tmp_path):
@@ -429,9 +428,9 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
         (b"{", "results.json cannot be used: it is not JSON"),
         (b"[]", "results.json cannot be used: it is a list"),
         (json.dumps({**results(), "format": 2}).encode(), "results.json cannot be used: it has the format 2"),
-        (json.dumps({**results(), "tasks": {"x": {}}}).encode(), "tasks.x.data is missing"),
-        (json.dumps(results(tasks={"x": task([score(value="1")])})).encode(), "value is '1', where a number belongs"),
-        (json.dumps(results()).replace("10.0", "NaN").encode(), "value is nan, where a number belongs"),
+        (json.dumps({**results(), "tasks": {"x": {"settings": {}}}}).encode(), "tasks.x.data: "),
+        (json.dumps(results(tasks={"x": task([score(value="one")])})).encode(), "tasks.x.scores.0.value: "),
+        (json.dumps(results()).replace("10.0", "NaN").encode(), "tasks.shiny.scores.0.value: "),
     ],
 )
 def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_path, capsys, content, sentence):
@@ -544,12 +543,11 @@ class _Drawn(Task):
 class _Fragile(_Drawn):
     @classmethod
     def draw(cls, results):
-        return super().draw({label: result["details"]["losses"] for label, result in results.items()})
+        return super().draw({label: result.details["losses"] for label, result in results.items()})
 
 
 def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setitem(page_module.TASKS, "shiny", "somewhere:Else")
-    monkeypatch.setattr(page_module, "task_class", lambda name: _Drawn)
+    monkeypatch.setitem(page_module.TASKS, "shiny", _Drawn)
     without = results("first", {"blunt": task([score()])})
     write_results(tmp_path / "1", without)
     write_results(tmp_path / "2", results("second", {"shiny": ours(0.5)}))
@@ -565,8 +563,7 @@ def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypa
 
 
 def test_models_that_cannot_be_drawn_are_named_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(page_module.TASKS, "shiny", "somewhere:Else")
-    monkeypatch.setattr(page_module, "task_class", lambda name: _Fragile)
+    monkeypatch.setitem(page_module.TASKS, "shiny", _Fragile)
     bad = write_results(tmp_path / "1", results("bad", {"shiny": ours(0.5)}))
     good = write_results(tmp_path / "2", results("good", {"shiny": ours(0.5, details={"losses": []})}))
     for files, drawn_text in (([bad, good], "Found by good."), ([bad], "Accuracy by context length; at the longest, ")):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from evaluation.loss_cases import result_of
 from harness_cases import Answering, evaluated, info, random_llama, word_tokenizer
 
 from megatron_tape.errors import ConfigError
@@ -105,7 +106,7 @@ def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokeni
     assert scores["score", 2048, "vt"].value == 0 and scores["score", 2048, "cwe"].value == 1
     assert scores["mean of 2 chosen tasks", 2048, ""].value == 0.5
     assert scores["effective length", None, "mean of 2 chosen tasks"].value == 1024
-    means, maps = Ruler.draw({"good": result | {"scores": result.scores}, "other": result})
+    means, maps = Ruler.draw({"good": result, "other": result})
     panels = [axes for axes in maps.figure.axes if axes.images]
     for panel in panels:
         assert np.array_equal(panel.images[0].get_array(), [[1, 0], [1, 1]])
@@ -288,8 +289,7 @@ def test_means_of_different_tasks_have_different_names():
         chosen = {"all": TASKS, "offline": OFFLINE}.get(str(tasks), ["vt"])
         summary = task.summarize(synthetic({1024: 0.9}, chosen), info(4096))
         names.add(summary.scores[0].metric)
-        scores = [vars(score) for score in summary.scores]
-        results[str(tasks)] = {"scores": scores, "details": summary.details}
+        results[str(tasks)] = result_of(summary)
         assert any("not comparable with published figures" in note for note in summary.notes) == (tasks != "all")
         assert any("(4,096) is not among the lengths" in note for note in summary.notes)
     assert names == {"mean of all 13 tasks", "mean of the 6 offline tasks", "score of vt"}

@@ -200,7 +200,7 @@ def llama():
 def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
     data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "target_tokens": 12}
-    found = run(Scrolls, llama, **data)["examples"]["own/0"]
+    found = run(Scrolls, llama, **data).examples["own/0"]
     prompt = llama.encode("Who was it?\n\nAnswer:")
     answer = []
     while len(answer) < 12 and 256 not in answer:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from evaluation.loss_cases import result_of
 from training_cases import RECIPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,8 +115,7 @@ def results_of(task, model):
     task.check(model.info)
     values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model))) for unit in task.units(model)}
     summary = task.summarize(values, model.info)
-    scores = [vars(score) for score in summary.scores]
-    return {"scores": scores, "details": json.loads(json.dumps(summary.details)), "notes": summary.notes}
+    return result_of(replace(summary, details=json.loads(json.dumps(summary.details))), values)
 
 
 def by_group(results, metric):
@@ -262,12 +262,12 @@ def test_padding_and_batches_change_nothing_in_a_real_model():
         ("addition", {"digits": 10**6}, "addition.digits is 1000000; set it to less than 1000000"),
         ("addition", {"seed": -1}, "addition.seed is -1; set it to at least 0"),
         ("selective_copy", {"blanks": {}}, "selective_copy.blanks is empty"),
-        ("selective_copy", {"blanks": {"IID": -4}}, "selective_copy: blanks is -4; set it to at least 0"),
+        ("selective_copy", {"blanks": {"IID": -4}}, "selective_copy cannot work: blanks is -4; set it to at least 0"),
         ("selective_copy", {"symbols": 31}, "selective_copy uses 33 different tokens, but model knows 32; give"),
         ("grid_navigation", {"variants": {}}, "grid_navigation.variants is empty"),
         ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, r"grid_navigation.variants.IID is \[1.5, 2, 0\]"),
         ("grid_navigation", {"variants": {"IID": [9, 8]}}, r"give steps, width and share of blanks"),
-        ("grid_navigation", {"dimensions": 3}, "grid_navigation: dimensions is 3; set it to 1 or 2"),
+        ("grid_navigation", {"dimensions": 3}, "grid_navigation cannot work: dimensions is 3; set it to 1 or 2"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(task, settings, message):

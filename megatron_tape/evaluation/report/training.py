@@ -208,7 +208,7 @@ def evaluation_seconds(models: Sequence[Model]) -> Table | None:
 
 def _seconds(task: TaskResult) -> Cell:
     processes, seconds = task.processes, task.seconds
-    detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task['dtype'])}"
+    detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task.dtype)}"
     if before := task.parts_before:
         detail += f" \N{MIDDLE DOT} without {counted(before, 'part')} done before an interruption"
     return Cell(duration_text(seconds), seconds, detail, "number")

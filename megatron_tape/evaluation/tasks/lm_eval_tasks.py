@@ -186,7 +186,7 @@ class LmEval(Task):
         refuse(
             not common,
             f"lm_eval.before is {given}, which has none of the tasks {', '.join(self.settings.tasks)}; it has "
-            f"{', '.join(found['examples'])}",
+            f"{', '.join(found.examples)}",
         )
         return results.label, outcomes
 

@@ -337,7 +337,7 @@ def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], lab
         ]
         spread = np.clip([values - ends[0], ends[1] - values], 0, None)
         axes.bar(at, values, width * 0.9, yerr=spread, color=style["color"], label=style["label"], capsize=2)
-        said.append(f"{model}: " + ", ".join(f"{s['group'] or 'SCROLLS'} {s['value']:.3g}" for s in drawn[model]))
+        said.append(f"{model}: " + ", ".join(f"{s.group or 'SCROLLS'} {s.value:.3g}" for s in drawn[model]))
     axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     axes.set_ylabel(label)
     legend(figure)
