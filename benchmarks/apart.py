@@ -22,7 +22,7 @@ ATTEMPTS = 4
 GRACE = 30.0
 """Seconds after the time limit at which the running measurement is ended."""
 
-PATIENCE = 150.0
+MESSAGE_TIMEOUT = 150.0
 """Seconds without any message after which the process is killed."""
 
 
@@ -94,11 +94,15 @@ class _Heard:
 
 
 def run_apart(
-    work: Callable[..., None], *arguments: Any, hear: Callable[[Any], None], deadline: float, patience: float = PATIENCE
+    work: Callable[..., None],
+    *arguments: Any,
+    hear: Callable[[Any], None],
+    deadline: float,
+    timeout: float = MESSAGE_TIMEOUT,
 ) -> str | None:
     """Run `work(tell, *arguments)` in a new process and pass everything that it tells to `hear`.
 
-    Returns None if it ended well, and otherwise why it did not: an error, a crash, no message for `patience` seconds,
+    Returns None if it ended well, and otherwise why it did not: an error, a crash, no message for `timeout` seconds,
     or `deadline`, in seconds of `time.monotonic`, has passed. `work` and `arguments` must be picklable.
     """
     context = multiprocessing.get_context("spawn")
@@ -109,8 +113,8 @@ def run_apart(
     try:
         while True:
             left = deadline - time.monotonic()
-            if not here.poll(max(0.0, min(patience, left))):
-                return "there was no time left" if left < patience else f"was stuck for {patience:.0f} seconds"
+            if not here.poll(max(0.0, min(timeout, left))):
+                return "there was no time left" if left < timeout else f"was stuck for {timeout:.0f} seconds"
             try:
                 told, message = here.recv()
             except EOFError:

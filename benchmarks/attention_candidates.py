@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.measured import BACKENDS
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention, unsupported
+from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import rotate_groups
 
 Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -19,15 +21,28 @@ Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | No
 Factory = Callable[[int], Candidate]
 """Makes a candidate for sequences of one length."""
 
-BACKENDS = ("triton", "flash_attn", "torch", "tiled")
-"""Backends of a model that are candidates; each is called `rope NAME` or `tape NAME`."""
-
 LONGEST_MASK = 16384
 """Tokens up to which FlexAttention's mask is made from all pairs; beyond that by a compiled function."""
 
 FLEX_WIDE = {"fwd_num_stages": 2, "bwd_num_stages": 2, "bwd_num_warps": 8}
 FLEX_WIDE |= dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64)
 """FlexAttention chooses tiles by the width of the keys; with values of 256 those do not fit into shared memory."""
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    """Return heads, groups and head dimension."""
+    heads, dim = text.split("x")
+    heads, _, groups = heads.partition("/")
+    return int(heads), int(groups or heads), int(dim)
+
+
+def inputs(length: int, batch: int, heads: int, groups: int, dim: int, dtype: torch.dtype, device: torch.device):
+    """Draw q, k, v and z; z is RoPE's phases with small changes."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(length, batch, n, dim) for n in (heads, groups, groups, groups)]
+    q, k, v, z = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
+    z.mul_(0.1).add_(rope(length, dim, dtype, device))
+    return [x.requires_grad_() for x in (q, k, v, z)]
 
 
 def candidates(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Factory], dict[str, str]]:
@@ -151,3 +166,30 @@ def flex(rotate: Callable, device: torch.device, length: int, phases: Tensor | N
         return out.chunk(2, dim=-1) if phases is None else (out, None)
 
     return attend
+
+
+def layer(name: str, candidate: Candidate, heads: int, groups: int, dim: int, dtype, device, update: bool) -> Candidate:
+    """Return an attention layer around `candidate` with its projections and, if `update`, the update of z.
+
+    As in a model, z accumulates in float32, and attention reads it rounded.
+    """
+    width, inner = heads * dim, 4 * heads
+
+    def matrix(*shape: int) -> Tensor:
+        return (torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5).requires_grad_()
+
+    qkv, proj = matrix((heads + 2 * groups) * dim, width), matrix(width, width)
+    gate, matrices = matrix(inner, width), [matrix(groups, heads), matrix(inner, groups), matrix(groups, inner)]
+    fused = name == "tape triton" and fits_fused(groups, heads, dim, inner, dtype)
+
+    def whole(hidden: Tensor, _k: Tensor, _v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k, v = F.linear(hidden.flatten(2), qkv).unflatten(2, (-1, dim)).split([heads, groups, groups], dim=2)
+        o, u = candidate(q, k, v, z.to(hidden.dtype))
+        out = F.linear(o.flatten(2), proj)
+        if u is not None and update:
+            states = z.flatten(0, 1), u.reshape(-1, heads, dim), F.linear(out, gate).flatten(0, 1)
+            u = (fused_update if fused else plain_update)(*states, *matrices)
+        return out, u
+
+    whole.weights = [qkv, proj, *((gate, *matrices) if update else ())]
+    return whole

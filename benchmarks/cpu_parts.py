@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import positive
+from benchmarks.environment import positive
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.position_update import plain_update
 from megatron_tape.ops.rotation import rotate_groups

@@ -15,28 +15,36 @@ Decoding is measured the same way with the exported models, beside a Llama: one 
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 import statistics
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.contestant import Contestant, dtype_of
-from benchmarks.decoding import Decoder
+from benchmarks.environment import add_record_arguments, positive, recorder
+from benchmarks.measured_model import MeasuredModel, dtype_of
 from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
-from benchmarks.timing import positive, reason, recorder
+from benchmarks.timing import reason
 from megatron_tape.config.checks import validate
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
+from megatron_tape.huggingface.export.remote_code import write_code
+from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN
+from megatron_tape.position import BUILT_IN, encoding_of
 
 BASELINE = "rope"
 LEARNED = {"position_increments": "learned"}
@@ -52,6 +60,8 @@ VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name}
     "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position_state_norm": "unit"},
 }
 """What is measured: settings of `model`, which start from RoPE's, by name."""
+CLOSE = 1e-3
+"""Largest difference of logits with and without a cache, relative to their spread, in fp32; ten times as much else."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,9 +121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="of the CPU (default: %(default)s)"
     )
-    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
+    add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     fixed = {"tensor_parallel": 1, "recompute": "none", "tape_backend": "auto", "rope_backend": "auto"}
     for name, value in fixed.items():
@@ -168,19 +176,19 @@ def steps(
     rope.release()
 
 
-def built(config: RunConfig, layout: ParallelLayout) -> Contestant:
+def built(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     """Return a model with its optimizer; ConfigError if it does not compute what the plainest attention does."""
     dtype = dtype_of(config)
     backend = chosen_backend(config.model, dtype, layout.device)
-    contestant = Contestant(config, layout, backend)
-    losses = contestant.token_losses()
-    contestant.use("naive")
-    difference = (contestant.token_losses() - losses).square().mean().sqrt().item()
-    contestant.use(backend)
+    measured = MeasuredModel(config, layout, backend)
+    losses = measured.token_losses()
+    measured.use("naive")
+    difference = (measured.token_losses() - losses).square().mean().sqrt().item()
+    measured.use(backend)
     allowed = EQUAL if dtype is torch.float32 else 0.1
     if not difference <= allowed:
         raise ConfigError(f"losses of a token differ by {difference:.2g} from those of plain attention")
-    return contestant
+    return measured
 
 
 def decoding(
@@ -205,6 +213,68 @@ def decoding(
         row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
         print(f"  {row['decoding_over_rope']:.2f} times a Llama's token", flush=True)
         keep()
+
+
+class Decoder:
+    """An exported model with random weights. Raises ConfigError if a cache changes what it computes."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device):
+        self.model = random_model(model).to(device, dtype).eval()
+        self.text = torch.randint(model.vocab_size, (1, model.seq_length), device=device)
+        self._check()
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        text = self.text[:, :24]
+        whole = self.model(text, use_cache=False).logits.float()
+        cache = DynamicCache(config=self.model.config)
+        parts = [self.model(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+        difference = ((torch.cat(parts, 1) - whole).abs().max() / whole.std()).item()
+        allowed = CLOSE if self.model.dtype is torch.float32 else 10 * CLOSE
+        if not difference <= allowed:
+            raise ConfigError(f"logits with a cache differ by {difference:.2g} of their spread from those without")
+
+    @torch.inference_mode()
+    def beside(self, other: "Decoder", context: int, tokens: int) -> list[tuple[float, float]]:
+        """Return the seconds of both for each of `tokens` tokens, with a cache that ends with `context` tokens."""
+        prompt = self.text[:, : context - tokens - 1]
+        caches = [DynamicCache(config=one.model.config) for one in (self, other)]
+        for one, cache in zip((self, other), caches):
+            one.model(prompt, past_key_values=cache, logits_to_keep=1)
+        taken = []
+        for i in range(1 + tokens):
+            token = self.text[:, i, None]
+            taken.append(tuple(_seconds(one.model, token, cache) for one, cache in zip((self, other), caches)))
+        return taken[1:]
+
+
+def random_model(model: ModelConfig) -> PreTrainedModel:
+    """Return the transformers model of an export, with random weights that do not depend on the encoding."""
+    encoding = encoding_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps(huggingface_config(model, model.vocab_size, "fp32")))
+        if encoding.exports_to != "plain":
+            write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if ".position." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return made
+
+
+def _seconds(model: PreTrainedModel, token: Tensor, cache: DynamicCache) -> float:
+    if token.is_cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    model(token, past_key_values=cache)
+    if token.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def table(result: dict) -> list[str]:

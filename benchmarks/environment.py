@@ -1,5 +1,9 @@
-"""Describe the machine, the packages and the code with which a number was measured."""
+"""The record of a measurement, with the machine, the packages and the code it was made with; imports no torch.
 
+python -m benchmarks.environment        prints what a record says of this machine
+"""
+
+import argparse
 import importlib.metadata
 import json
 import os
@@ -12,9 +16,11 @@ from pathlib import Path
 
 from megatron_tape.io.files import atomic_output
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
-_PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "flash-attn", "numpy", "sentencepiece", "tokenizers")
+PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
+PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist")
 
 
 def describe() -> dict:
@@ -22,20 +28,30 @@ def describe() -> dict:
 
     `commit` ends in "+changes" when tracked files differ from it. GPUs are listed when this process has imported torch.
     """
-    return {
+    found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "cpu": _cpu(),
-        "threads": torch.get_num_threads() if (torch := sys.modules.get("torch")) else None,
+        "threads": None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _gpus(),
-        "gpu_software": _gpu_software(),
+        "gpus": [],
+        "gpu_software": {},
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
+    if torch := sys.modules.get("torch"):
+        found["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            first = torch.cuda.get_device_properties(0)
+            found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            found["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
+            found["capability"] = f"{first.major}.{first.minor}"
+            found["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {_driver()}"}
+            found["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
+    return found
 
 
 class Record:
@@ -58,15 +74,47 @@ class Record:
         with atomic_output(self.path, "w", overwrite=True) as file:
             file.write(json.dumps({"environment": self.origin, **result}, indent=1) + "\n")
         if not self.announced:
-            root = Path(__file__).resolve().parent.parent
             path = self.path.resolve()
-            print(f"recorded in {path.relative_to(root) if path.is_relative_to(root) else path}", flush=True)
+            print(f"recorded in {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
         self.announced = True
 
 
-def record(name: str, result: dict) -> None:
-    """Write `result` with its origin to benchmarks/results/NAME-DATE.json and print the path."""
-    Record(name).write(result)
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where to write the results."""
+    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
+    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
+    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
+
+
+def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
+    """Return the record to write, or None if none was requested."""
+    if not arguments.record and arguments.output is None:
+        return None
+    return Record(name, arguments.output or RESULTS, arguments.commit)
+
+
+def settings(arguments: argparse.Namespace) -> dict:
+    """Return a command line's options, ready for JSON."""
+    plain = (str, int, float, bool, list, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in vars(arguments).items()}
+
+
+def positive(text: str) -> int:
+    """Read a whole number above zero."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above zero")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """Read a number of minutes above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above zero")
+    return value
 
 
 def _program() -> list[str]:
@@ -74,20 +122,27 @@ def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["-m", spec.name]
-    root, program = Path(__file__).resolve().parent.parent, Path(sys.argv[0]).resolve()
-    return [program.relative_to(root).as_posix() if program.is_relative_to(root) else program.name]
+    program = Path(sys.argv[0]).resolve()
+    return [program.relative_to(ROOT).as_posix() if program.is_relative_to(ROOT) else program.name]
 
 
 def _commit() -> str | None:
     try:
-        commit = _git("rev-parse", "HEAD")
-        return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
+        commit = _answer("git", "-C", str(ROOT), "rev-parse", "HEAD")
+        changes = _answer("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+        return f"{commit}+changes" if changes else commit
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+def _driver() -> str:
+    try:
+        return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def _answer(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -99,28 +154,14 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def _gpu_software() -> dict[str, str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return {}
-    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found["driver"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        pass
-    return found
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401
+
+    print(json.dumps(describe()))

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 
 import torch
-import transformers
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from benchmarks.apart import Measurements
-from benchmarks.timing import add_record_arguments, reason, recorder
+from benchmarks.environment import recorder, settings
+from benchmarks.timing import DTYPES, add_time_arguments, reason
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace, measurements: Measurements, keep: Cal
     check_parity(arguments, text[:, :48])
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
     measurements.say(f"building models of {arguments.layers} layers")
-    models = build(arguments, arguments.layers, {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision])
+    models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
     result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}}
     result |= {"lengths": {}, "along": {}, "rejected": {}}
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
-    add_record_arguments(parser)
+    add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.layers, arguments.heads, arguments.groups, arguments.head_dim, arguments.ffn = 2, 4, 2, 16, 64
@@ -251,12 +251,11 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = recorder("generate", arguments)
-    settings = {name: str(value) if name in ("device", "output") else value for name, value in vars(arguments).items()}
-    settings |= {"threads": torch.get_num_threads()}
+    options = settings(arguments) | {"threads": torch.get_num_threads()}
 
     def keep(result: dict) -> None:
         if record:
-            record.write({"arguments": settings, "transformers": transformers.__version__, **result})
+            record.write({"arguments": options, **result})
 
     with torch.no_grad():
         measure(arguments, Measurements(arguments.minutes, apart=False), keep)

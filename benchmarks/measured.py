@@ -10,10 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
+from benchmarks.environment import Record
 from megatron_tape.command_line import run
 from megatron_tape.io.records import read_record, write_record
 from megatron_tape.ops import measured
 from megatron_tape.ops.measured import Row, check, key, read_table
+
+BACKENDS = ("triton", "flash_attn", "torch", "tiled")
+"""Backends of a model that `benchmarks.attention` measures, each as `rope NAME` and as `tape NAME`."""
 
 
 class AttentionRecord(TypedDict):
@@ -41,6 +45,38 @@ def merge(records: Iterable[str | Path], table: Path | None = None) -> int:
         merged = {key(row): row for row in (*read_table(table), *found)}
         write_record(table, [merged[each] for each in sorted(merged)])
     return len(found)
+
+
+def table_rows(results: list[dict], precision: str, record: Record) -> list[Row]:
+    """Return the rows for the table by which `auto` chooses: what the backends of a model took on this GPU."""
+    origin, rows = record.origin, []
+    if not origin["gpus"]:
+        return rows
+    for result in results:
+        timings = result.get("attention forward+backward", {"timings": {}})["timings"]
+        for encoding, averages in (("tape", True), ("rope", False)):
+            names = {backend: f"{encoding} {backend}" for backend in BACKENDS}
+            seconds = {b: timings[n]["seconds"] for b, n in names.items() if "seconds" in timings.get(n, {})}
+            if seconds:
+                rows.append(
+                    Row(
+                        gpu=origin["gpus"][0],
+                        precision=precision,
+                        heads=result["heads"],
+                        groups=result["groups"],
+                        head_dim=result["head_dim"],
+                        seq_length=result["length"],
+                        averages=averages,
+                        batch=result["batch"],
+                        seconds=seconds,
+                        torch=origin["packages"]["torch"],
+                        triton=origin["packages"].get("triton"),
+                        date=origin["date"],
+                        commit=origin["commit"],
+                        record=record.path.name,
+                    )  # fmt: skip
+                )
+    return rows
 
 
 def main() -> None:

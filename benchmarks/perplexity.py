@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.timing import DTYPES, add_record_arguments, positive, recorder
+from benchmarks.environment import positive, recorder, settings
+from benchmarks.timing import DTYPES, add_time_arguments
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.transformers_model import HFModel
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument("--repetitions", type=positive, default=7, help="pairs of measurements (default: %(default)s)")
-    add_record_arguments(parser)
+    add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.length, arguments.layers, arguments.heads, arguments.head_dim = 64, 2, 2, 16
@@ -125,12 +125,10 @@ def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], flo
         f"{seconds['loop']:.3f} s; ratio {ratio:.3f}, the median of {len(taken['loop'])} pairs"
     )
     if record:
-        settings = {name: str(v) if name in ("device", "output") else v for name, v in vars(arguments).items()}
-        settings |= {"threads": torch.get_num_threads()}
+        options = settings(arguments) | {"threads": torch.get_num_threads()}
         record.write(
             {
-                "arguments": settings,
-                "transformers": transformers.__version__,
+                "arguments": options,
                 "seconds": seconds,
                 "task_over_loop": ratio,
                 "pairs": taken,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.apart import Measurements, Tell
-from benchmarks.timing import DTYPES, add_arguments, reason, recorder, timed
+from benchmarks.environment import recorder
+from benchmarks.timing import DTYPES, add_arguments, reason, timed
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.parity import inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update

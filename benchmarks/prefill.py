@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from benchmarks.apart import Measurements
+from benchmarks.environment import positive, recorder, settings
 from benchmarks.generate import PARITY_LAYERS, build, new_cache, randomize, seconds, summarize
-from benchmarks.timing import DTYPES, add_record_arguments, positive, reason, recorder
+from benchmarks.timing import DTYPES, add_time_arguments, reason
 
 SHAPES = {
     "smollm2-135m": dict(layers=30, heads=9, groups=3, head_dim=64, ffn=1536, vocab_size=49152),
@@ -33,8 +33,8 @@ PARITY_TOKENS = 300
 
 def models_of(shape: str, arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """Return a Llama and a TAPE model of this shape with the same weights; TAPE's matrices are zero."""
-    settings = vars(arguments) | (TOY if arguments.toy else SHAPES[shape])
-    models = build(argparse.Namespace(**settings, steps=0), layers, dtype)
+    sizes = vars(arguments) | (TOY if arguments.toy else SHAPES[shape])
+    models = build(argparse.Namespace(**sizes, steps=0), layers, dtype)
     for model in models.values():
         model.set_attn_implementation(arguments.attention)
     return models
@@ -120,19 +120,18 @@ def main() -> None:
     parser.add_argument("--precision", choices=DTYPES, default=precision, help="default here: %(default)s")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
-    add_record_arguments(parser)
+    add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.lengths = [64]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = recorder("prefill", arguments)
-    settings = {name: str(value) if name in ("device", "output") else value for name, value in vars(arguments).items()}
-    settings |= {"threads": torch.get_num_threads()}
+    options = settings(arguments) | {"threads": torch.get_num_threads()}
 
     def keep(result: dict) -> None:
         if record:
-            record.write({"arguments": settings, "transformers": transformers.__version__, **result})
+            record.write({"arguments": options, **result})
 
     with torch.no_grad():
         measure(arguments, Measurements(arguments.minutes, apart=False), keep)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.environment import record
+from benchmarks.environment import Record
 from megatron_tape import command_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ def main() -> None:
             print("{workers} workers: {ours:.2f} s ({ours_mb_s:.1f} MB/s), Megatron-LM's way {megatron:.2f} s "
                   "({megatron_mb_s:.1f} MB/s), ratio {ratio:.2f}".format(**rows[-1]), flush=True)  # fmt: skip
     if arguments.record:
-        record("preprocess", {"corpus_mb": megabytes, "model_type": arguments.model_type, "rows": rows})
+        Record("preprocess").write({"corpus_mb": megabytes, "model_type": arguments.model_type, "rows": rows})
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:

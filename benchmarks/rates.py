@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.attention_timing import matmul_peak
 from benchmarks.environment import describe
-from benchmarks.timing import timed
+from benchmarks.timing import matmul_peak, timed
 from megatron_tape.io.records import write_record
 from megatron_tape.planning.hardware import Rates
 

@@ -13,7 +13,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.environment import record
+from benchmarks.environment import Record
 from megatron_tape.ops.position_update import plain_update
 from megatron_tape.ops.rotation import rotate
 
@@ -100,7 +100,7 @@ def main() -> None:
         )
         results.append(found)
     if arguments.record:
-        record("state_precision", {"layers": arguments.layers, "positions": POSITIONS, "results": results})
+        Record("state_precision").write({"layers": arguments.layers, "positions": POSITIONS, "results": results})
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention_timing import matmul_peak
-from benchmarks.contestant import Contestant, Step, candidates, dtype_of, free_memory, training_backend
-from benchmarks.phases import PHASES
+from benchmarks.environment import recorder, settings
+from benchmarks.measured_model import PHASES, MeasuredModel, Step, candidates, dtype_of, free_memory, training_backend
 from benchmarks.shapes import ENCODINGS, Shape, run_config
 from benchmarks.step_profile import profiled
-from benchmarks.step_table import table
-from benchmarks.timing import reason, recorder
+from benchmarks.timing import matmul_peak, reason
 from benchmarks.utilization import peak_flops, utilization
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
@@ -49,11 +46,11 @@ class Comparison:
         self.gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
         self.peak = peak_flops(self.gpu) if self.on_gpu and arguments.precision == "bf16" else None
 
-    def run(self) -> None:
-        """Measure, with smaller micro-batches if memory runs out, and print a table. Raises ConfigError."""
+    def run(self) -> dict:
+        """Measure, with smaller micro-batches if memory runs out; return the results. Raises ConfigError."""
         self.matmul = matmul_peak(dtype_of(self.config("rope")), self.layout.device)
         self.say(f"a large matrix product: {self.matmul / 1e12:.2f} TFLOP/s")
-        self._fit_estimate()
+        self.fit_estimate()
         while True:
             self._begin()
             try:
@@ -67,8 +64,8 @@ class Comparison:
             self._halve(self._out_of_memory(why))
         if self.arguments.profile:
             self._profile()
-        self.say("\n".join(table(self.result)))
         self.layout.any_rank(False)  # a rank that ends closes connections that others may still be using
+        return self.result
 
     def config(self, encoding: str) -> RunConfig:
         """Return the run that is measured with `encoding`."""
@@ -81,7 +78,8 @@ class Comparison:
 
     # The size of a micro-batch.
 
-    def _fit_estimate(self) -> None:
+    def fit_estimate(self) -> None:
+        """Make micro-batches smaller until the estimate of memory fits the GPU."""
         if not self.on_gpu:
             return
         total = torch.cuda.get_device_properties(self.layout.device).total_memory
@@ -135,19 +133,19 @@ class Comparison:
         self._choose_backend()
         with self._built("rope") as rope, self._built("tape") as tape:
             self._check_parity()
-            contestants = {"rope": rope, "tape": tape}
-            blocks = {name: self._new_block(contestant) for name, contestant in contestants.items()}
+            models = {"rope": rope, "tape": tape}
+            blocks = {name: self._new_block(measured) for name, measured in models.items()}
             warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
             for repetition in range(total):
-                for name, contestant in contestants.items():
-                    step = contestant.step()
+                for name, measured in models.items():
+                    step = measured.step()
                     if repetition >= warmup:
                         _add(blocks[name], step)
                 self.say(f"{repetition + 1} of {total} pairs of steps")
                 if repetition >= warmup:
                     self._summarize()
-            for name, contestant in contestants.items():
-                blocks[name]["memory"] = contestant.memory()
+            for name, measured in models.items():
+                blocks[name]["memory"] = measured.memory()
             self._summarize()
 
     def _blocks(self) -> None:
@@ -156,25 +154,25 @@ class Comparison:
             tape.step()
         self._choose_backend()
         for encoding, group in itertools.groupby(BLOCKS):
-            with self._built(encoding) as contestant:
+            with self._built(encoding) as measured:
                 if not self.result["blocks"]:
                     self._check_parity()
                 for _ in group:
-                    self._block(contestant)
+                    self._block(measured)
 
-    def _block(self, contestant: Contestant) -> None:
+    def _block(self, measured: MeasuredModel) -> None:
         arguments = self.arguments
-        block = self._new_block(contestant)
+        block = self._new_block(measured)
         for _ in range(arguments.warmup):
-            contestant.step()
+            measured.step()
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         for repetition in range(arguments.repetitions):
-            _add(block, contestant.step())
+            _add(block, measured.step())
             if repetition >= 2 and self._any(time.perf_counter() - started > arguments.block_seconds):
                 break
-        block["memory"] = contestant.memory()
+        block["memory"] = measured.memory()
         self._summarize()
         seconds = statistics.median(block["seconds"])
         number = len(self.result["blocks"])
@@ -183,19 +181,19 @@ class Comparison:
         )
 
     @contextmanager
-    def _built(self, encoding: str, backend: str | None = None) -> Iterator[Contestant]:
+    def _built(self, encoding: str, backend: str | None = None) -> Iterator[MeasuredModel]:
         """Build a model; when the block ends, free its memory."""
         started, config = time.perf_counter(), self.config(encoding)
-        contestant = Contestant(config, self.layout, backend or self._backend(encoding, config))
-        self.first_losses[encoding] = contestant.first_losses
+        measured = MeasuredModel(config, self.layout, backend or self._backend(encoding, config))
+        self.first_losses[encoding] = measured.first_losses
         if encoding == "rope":
-            self.plain_losses = contestant.plain_losses
+            self.plain_losses = measured.plain_losses
         seconds = time.perf_counter() - started
         self.say(f"{encoding}: {parameter_count(config.model):,} parameters, built in {seconds:.1f} s")
         try:
-            yield contestant
+            yield measured
         finally:
-            contestant.release()
+            measured.release()
 
     def _backend(self, encoding: str, config: RunConfig) -> str:
         if encoding not in self.backends:
@@ -262,20 +260,20 @@ class Comparison:
             path = self.record and self.record.path
             trace = path.with_name(f"{path.stem}-{encoding}.trace.json.gz") if path else None
             try:
-                with self._built(encoding) as contestant:
-                    contestant.step()
-                    contestant.step()
-                    found[encoding] = profiled(contestant, trace)
+                with self._built(encoding) as measured:
+                    measured.step()
+                    measured.step()
+                    found[encoding] = profiled(measured, trace)
             except Exception as error:  # what was measured stays
                 found[encoding] = {"failed": reason(error)}
             self._write()
 
     # The results.
 
-    def _new_block(self, contestant: Contestant) -> dict:
+    def _new_block(self, measured: MeasuredModel) -> dict:
         block = {
-            "encoding": contestant.config.model.position_encoding,
-            **contestant.description(),
+            "encoding": measured.config.model.position_encoding,
+            **measured.description(),
             "seconds": [],
             "phases": {phase: [] for phase in PHASES},
             "losses": [],
@@ -326,8 +324,7 @@ class Comparison:
         if self.record:
             order = ("ratio_time", "ratio_memory", "encodings")
             first = {key: self.result[key] for key in order if key in self.result}
-            arguments = {key: str(x) if isinstance(x, Path) else x for key, x in vars(self.arguments).items()}
-            self.record.write({**first, **self.result, "arguments": arguments})
+            self.record.write({**first, **self.result, "arguments": settings(self.arguments)})
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.phases import surrounded
+from benchmarks.measured_model import MeasuredModel, surrounded
 
 KERNELS = 20
 """How many kernels are listed."""
@@ -18,17 +18,17 @@ REST = "other"
 """Residual additions, gradients that are added up and averaged, and what belongs to no part."""
 
 
-def profiled(contestant: Any, trace: Path | None) -> dict:
+def profiled(measured: MeasuredModel, trace: Path | None) -> dict:
     """Profile one step; write a Chrome trace, compressed with gzip, if `trace` is given.
 
     Returns the seconds by part of the model, forward and backward together, and the most expensive kernels (on a CPU:
     operators) with their seconds and calls. Profiling slows a step down; a GPU's kernels take as long as without.
     """
-    on_gpu = contestant.layout.device.type == "cuda"
+    on_gpu = measured.layout.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with surrounded(_places(contestant)), profile(activities=activities) as profiler:
-        seconds = contestant.step().seconds
-    result = {"seconds": seconds, "by_part": _by_part(profiler.events(), on_gpu)}
+    with surrounded(_places(measured)), profile(activities=activities) as profiler:
+        seconds = measured.step().seconds
+    result = {"seconds": seconds, "by_part": by_part(profiler.events(), on_gpu)}
     result["kernels"] = _kernels(profiler.key_averages(), on_gpu)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
@@ -36,11 +36,11 @@ def profiled(contestant: Any, trace: Path | None) -> dict:
     return result
 
 
-def _places(contestant: Any) -> Iterator[tuple[Any, str, AbstractContextManager]]:
+def _places(measured: MeasuredModel) -> Iterator[tuple[Any, str, AbstractContextManager]]:
     def place(owner: Any, method: str, part: str):
         return owner, method, lambda: record_function(part)
 
-    gpt = contestant.model.gpt
+    gpt = measured.model.gpt
     for layer in gpt.decoder.layers:
         yield place(layer.self_attention, "forward", "projections")
         yield place(layer.self_attention.core_attention, "forward", "attention")
@@ -52,10 +52,10 @@ def _places(contestant: Any) -> Iterator[tuple[Any, str, AbstractContextManager]
     yield place(gpt.decoder.final_layernorm, "forward", "norms")
     yield place(gpt.embedding, "forward", "embedding")
     yield place(gpt.output_layer, "forward", "logits and loss")
-    yield place(contestant.engine._engine, "step", "optimizer")
+    yield place(measured.engine._engine, "step", "optimizer")
 
 
-def _by_part(events: list, on_gpu: bool) -> dict[str, float]:
+def by_part(events: list, on_gpu: bool) -> dict[str, float]:
     """Add up the seconds of each part: of GPU kernels by the operator that launched them, otherwise of operators.
 
     An operator belongs to the innermost part that it runs in. One that runs backward belongs to the part of the forward

@@ -4,35 +4,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Set
-from pathlib import Path
 
 import torch
 
 from benchmarks.apart import Tell
-from benchmarks.environment import RESULTS, Record
+from benchmarks.environment import add_record_arguments, minutes, positive
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ENOUGH_SECONDS = 2.0
 """Total time after which a candidate is not repeated, once it has run three times."""
-
-
-def positive(text: str) -> int:
-    """Read a whole number above zero."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above zero")
-    return int(text)
-
-
-def minutes(text: str) -> float:
-    """Read a number of minutes above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above zero")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: int) -> None:
@@ -44,25 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser, on_gpu: bool, repetitions: in
         "--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="default here: %(default)s"
     )
     parser.add_argument("--repetitions", type=positive, default=repetitions, help="maximum (default: %(default)s)")
-    add_record_arguments(parser)
+    add_time_arguments(parser)
 
 
-def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how long to measure and where to write the results."""
+def add_time_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how long and how much to measure, and where to write the results."""
     parser.add_argument(
         "--minutes", type=minutes, default=8.0, help="begin nothing after this time (default: %(default)s)"
     )
     parser.add_argument("--toy", action="store_true", help="the smallest sizes, to see whether everything runs")
-    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
-
-
-def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
-    """Return the record to write, or None if none was requested."""
-    if not arguments.record and arguments.output is None:
-        return None
-    return Record(name, arguments.output or RESULTS, arguments.commit)
+    add_record_arguments(parser)
 
 
 def reason(error: Exception) -> str:
@@ -135,3 +107,10 @@ def timed(
         if name not in failed
     }
     return timings | {name: {"interpreted": True} for name in functions if name in interpreted - failed.keys()}, failed
+
+
+def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """Measure the FLOP/s of a large matrix product."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]

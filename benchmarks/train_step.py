@@ -28,12 +28,12 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
+from benchmarks.environment import add_record_arguments, positive
 from benchmarks.shapes import ENCODINGS, SHAPES, Shape, run_config
-from benchmarks.timing import positive
 from megatron_tape.config.checks import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
 
     try:
-        Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
+        result = Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
     except ConfigError as error:
         abort_process_groups()
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:
         abort_process_groups()
         raise
+    if rank == 0:
+        print("\n".join(table(result)), flush=True)
     return 0
 
 
@@ -115,9 +117,7 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
         help="afterwards profile one step of each: time by part of the model, longest kernels and, with a record, a "
         "trace beside it",
     )  # fmt: skip
-    parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
-    parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
+    add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)}
     changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size is not None})
@@ -136,6 +136,57 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     if arguments.zero_stage is None:
         arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments, changed
+
+
+def table(result: dict) -> list[str]:
+    """Return the lines of the table of a record, as `benchmarks.step_comparison` makes it."""
+    return list(_lines(result))
+
+
+def _lines(result: dict) -> Iterator[str]:
+    shape, run, encodings = result["shape"], result["run"], result["encodings"]
+    yield (
+        f"\n{shape['name']}: {shape['layers']} layers, {shape['heads']} heads x {shape['head_dim']}, "
+        f"{shape['seq_length']} tokens, vocabulary {shape['vocab_size']}; {run['precision']}, "
+        f"ZeRO {run['zero_stage']}, micro-batch {shape['micro_batch']} x {shape['accumulate']}, {run['device']}; "
+        f"{run['processes']} process{'' if run['processes'] == 1 else 'es'}, {run['tensor_parallel']} tensor parallel"
+    )
+    yield f"{'':5}{'step':>11}{'tokens/s':>11}{'TFLOP/s':>9}{'MFU':>7}{'of matmul':>11}{'memory (estimate)':>22}"
+    for name in ENCODINGS:
+        one = encodings[name]
+        memory = f"{_gib(one['memory']['peak'])} ({_gib(one['memory']['estimated_peak'])})"
+        yield (
+            f"{name:5}{one['seconds_per_step']:9.4f} s{one['tokens_per_second']:11,.0f}{one['tflops']:9.2f}"
+            f"{_percent(one['mfu']):>7}{_percent(one['of_matmul']):>11}{memory:>22}"
+        )
+    for name in ENCODINGS:
+        one = encodings[name]
+        phases = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in one["phases"].items())
+        how = f"attention by {one['attention']}, rotation {one['rotation']}"
+        if "position_update" in one:
+            how += f", position update by {one['position_update']}"
+        yield f"{name}: {phases}; {how}"
+    rope, tape = (encodings[name]["seconds_by_block"] for name in ENCODINGS)
+    if len(rope) > 1:
+        blocks = ", ".join(f"{t / r:.3f}" for r, t in zip(rope, tape))
+        yield f"pairs of blocks: {blocks}; RoPE's last block divided by its first: {rope[-1] / rope[0]:.3f}"
+    ratios = f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}"
+    strict = encodings["tape"]["mfu_of_rope_flops"]
+    yield ratios if strict is None else f"{ratios}; TAPE's MFU by RoPE's FLOPs: {strict:.1%}"
+    if "fell_back" in result:
+        yield f"WARNING: TAPE was not measured with its fused kernels: {result['fell_back']}"
+    for name, found in result.get("profile", {}).items():
+        parts = sorted(found.get("by_part", {}).items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{part} {seconds:.4f} s" for part, seconds in parts)
+        yield f"{name}, one profiled step: {listed or found['failed']}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _prepare_libraries(arguments: argparse.Namespace, on_gpu: bool, rank: int) -> None:

@@ -8,17 +8,24 @@ from pathlib import Path
 
 import pytest
 
-# These tests check the CPU path on any machine; with TESTS_ON=gpu, those of the kernels run on a GPU.
-if os.environ.get("TESTS_ON") != "gpu":
+# These tests check the CPU path on any machine; with TESTS_ON=gpu, those marked gpu run on a GPU.
+ON_GPU = os.environ.get("TESTS_ON") == "gpu"
+if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
     # With small tensors and many processes, threads would only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 else:
+    # Exact comparisons need fp32 without TF32, which some images switch on.
+    os.environ |= {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     if not torch.cuda.is_available():
         pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
+
+GIB_PER_WORKER = 9
+"""Memory of a GPU that a worker of pytest-xdist may need; float64's scores of 4,096 tokens take most of it."""
 
 # In a script's background, pytest inherits that SIGINT is ignored, and would pass this on to what the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +46,24 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """Begin with the files that take longest, so that no worker of pytest-xdist is left with one at the end."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_xdist_auto_num_workers(config):
+    """On a GPU, as many workers as its memory has room for; most of their time they compile."""
+    if not ON_GPU:
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return max(1, min(8, (os.cpu_count() or 1) // 2, int(memory // GIB_PER_WORKER)))
+
+
+@pytest.fixture(autouse=ON_GPU)
+def gpu_answers():
+    """After a fault on a GPU, nothing that this process computes can be trusted; pytest-xdist starts another one."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        os._exit(1)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import contestant, train_step
+from benchmarks import measured_model, train_step
 
 LAYOUTS = {
     "data_parallel": ["--precision=bf16"],
@@ -29,6 +29,6 @@ def main(folder):
     def step(self):
         raise torch.OutOfMemoryError("no room")
 
-    contestant.Contestant.step = step
+    measured_model.MeasuredModel.step = step
     found["out_of_memory"] = train_step.main(["--shape=toy"])
     return {**found, "written_by": others}

@@ -12,7 +12,7 @@ from launch import run_group
 from torch.profiler import profile, record_function
 
 from benchmarks import step_comparison, step_profile, train_step
-from benchmarks.contestant import Contestant
+from benchmarks.measured_model import MeasuredModel
 from benchmarks.shapes import ENCODINGS, SHAPES, run_config
 from benchmarks.step_comparison import BLOCKS, Comparison
 from benchmarks.utilization import peak_flops, utilization
@@ -75,17 +75,12 @@ def test_blocks_are_recorded_with_phases_speed_and_memory(blocks):
     assert next(iter(record)) == "environment" and list(record)[1] == "ratio_time"
 
 
-def test_the_models_learn_and_every_build_is_the_same(blocks):
+def test_two_engines_in_one_process_train_as_one_after_the_other(blocks, alternating):
     first, tape, again, last = blocks[0]["blocks"]
     assert first["losses"] == last["losses"] and first["losses"] != tape["losses"]
     assert first["losses"][0] > first["losses"][-1] and tape["losses"][0] > again["losses"][-1]
-
-
-def test_two_engines_in_one_process_train_as_one_after_the_other(blocks, alternating):
     check(alternating)
-    assert len(alternating["blocks"]) == 2
-    for ours, apart in zip(alternating["blocks"], blocks[0]["blocks"]):
-        assert ours["encoding"] == apart["encoding"] and ours["losses"] == apart["losses"]
+    assert [block["losses"] for block in alternating["blocks"]] == [first["losses"], tape["losses"]]
     rope, tape = (block["seconds"] for block in alternating["blocks"])
     assert alternating["ratio_time"] == pytest.approx(sum(t / r for t, r in zip(tape, rope)) / 2)
 
@@ -130,14 +125,14 @@ def test_several_processes_that_run_out_of_memory_end_with_a_sentence(two_proces
 
 
 def out_of_memory_above(monkeypatch, largest):
-    step = Contestant.step
+    step = MeasuredModel.step
 
     def limited(self):
         if self.config.train.micro_batch_size > largest:
             raise torch.OutOfMemoryError("no room")
         return step(self)
 
-    monkeypatch.setattr(Contestant, "step", limited)
+    monkeypatch.setattr(MeasuredModel, "step", limited)
 
 
 def test_micro_batches_are_halved_until_they_fit(tmp_path, monkeypatch):
@@ -165,7 +160,7 @@ def test_micro_batches_that_the_estimate_finds_too_large_are_not_tried(monkeypat
         arguments, shape = train_step.parse([f"--shape={name}", "--precision=bf16"], False)
         comparison = Comparison(arguments, shape, SimpleNamespace(device=torch.device("cpu"), rank=1, world_size=1))
         comparison.on_gpu = True
-        comparison._fit_estimate()
+        comparison.fit_estimate()
         sizes[name] = comparison.shape.micro_batch, comparison.shape.accumulate
     assert sizes == {"155m-1k": (32, 4), "1.3b-4k": (4, 4), "7b-8k": (1, 4)}
 
@@ -184,18 +179,11 @@ def test_no_figure_is_given_for_a_model_that_does_not_start_as_rope(precision, s
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--precision=bf16", "--zero-stage=0"], "set zero_stage to 1, 2 or 3"),
-        (["--tensor-parallel=3"], "3"),
-        (["--head-dim=31"], "has no rotary pairs"),
-        (["--tape-backend=flash_attn"], "model.attention_backend is flash_attn"),
-    ],
+    "options", [["--precision=bf16", "--zero-stage=0"], ["--tensor-parallel=3"], ["--head-dim=31"]]
 )
-def test_what_cannot_be_trained_is_refused(options, sentence, capsys):
+def test_what_cannot_be_trained_is_refused(options, capsys):
     assert train_step.main([TOY, *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and sentence in error
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_profile_has_parts_kernels_and_a_trace(blocks):
@@ -217,7 +205,7 @@ def test_a_backward_operator_belongs_to_the_part_of_its_forward_operator():
             hidden = torch.randn(64, 64) @ weight
         (hidden * 2).sum().backward()
     events = profiler.events()
-    parts = step_profile._by_part(events, on_gpu=False)
+    parts = step_profile.by_part(events, on_gpu=False)
     backward = next(e for e in events if e.name.startswith("autograd::engine::evaluate_function: Mm"))
     forward = next(e for e in events if e.name == "MLP")
     expected = (backward.cpu_time_total + forward.cpu_time_total) / 1e6
@@ -239,7 +227,7 @@ def test_kernels_of_a_gpu_belong_to_the_part_that_launched_them():
     backward = event("aten::mm", "CPU", 4, kernels=[2, 3], parent=node)
     kernels = [event("gemm", "CUDA", seconds=seconds) for seconds in (1, 2, 3, 4)]
     shadows = [event("attention", "CUDA", seconds=9), event("anything", "CUDA", seconds=9, shadow=True)]
-    parts = step_profile._by_part([part, forward, node, backward, *kernels, *shadows], on_gpu=True)
+    parts = step_profile.by_part([part, forward, node, backward, *kernels, *shadows], on_gpu=True)
     assert parts["attention"] == 6 and parts["other"] == 4 and sum(parts.values()) == 10
 
 

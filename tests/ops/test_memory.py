@@ -14,6 +14,7 @@ from megatron_tape.ops import chunks, parity
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.swiglu import swiglu
 
+pytestmark = pytest.mark.gpu
 S, B, C, V = 7, 3, 5, 11
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -21,6 +21,7 @@ from megatron_tape.ops.parity import check_fused_kernels, inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import with_modulus
 
+pytestmark = pytest.mark.gpu
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_size=64, seq_length=48, vocab_size=64)
 

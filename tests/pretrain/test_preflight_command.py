@@ -1,5 +1,6 @@
 """`python -m pretrain.preflight` in one process; tests/slurm/test_preflight.py runs it in jobs of two nodes."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -72,3 +73,37 @@ def test_a_mistake_in_the_configuration_stops_the_job(preflight):
     assert done.returncode == 1
     (record,) = read_attempts(preflight.folder / "run")
     assert record.outcome == "refused" and "train.global_batch_size 3" in record.message
+
+
+COUNTED = """
+import json, os, sys
+opened = []
+sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
+from pretrain import preflight
+status = preflight.main(sys.argv[1:])
+print(json.dumps([path for path in opened if not path.startswith("/") and os.path.exists(path)]))
+sys.exit(status)
+"""
+
+
+def test_a_rank_reads_the_configuration_and_leaves_the_rest_to_the_first_of_its_node(preflight):
+    """Otherwise the files that a start touches would grow with its ranks, not with its nodes."""
+    shutil.copy(RECIPE, preflight.folder / "config.yaml")
+    options = ["--config=config.yaml", "--data.prefix=a", "--logging.directory=run", "--nodes=alpha,beta"]
+    port, ranks = free_port(), []
+    for rank in range(4):
+        place = {"LOCAL_RANK": str(rank % 2), "SLURMD_NODENAME": ("alpha", "beta")[rank // 2], "TAPE_ATTEMPT": "1"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", COUNTED, *options, "--train.global_batch_size=4", "--train.micro_batch_size=1"],
+                env=environment(rank, 4, port) | place,
+                cwd=preflight.folder,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, answers
+    opened = [json.loads(answer.splitlines()[-1]) for answer in answers]
+    assert opened[1] == opened[3] == ["config.yaml"]
+    assert all(any(path.startswith("a.") for path in opened[first]) for first in (0, 2))

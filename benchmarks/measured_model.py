@@ -1,16 +1,19 @@
 """A model under training that takes measured steps on random tokens. Needs megatron-core and deepspeed."""
 
+import contextlib
 import dataclasses
 import gc
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.phases import PhaseTimer
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
@@ -28,6 +31,7 @@ from megatron_tape.planning.costs import estimate
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 
+PHASES = ("forward", "backward", "optimizer")
 LEARNING_RATE = 1e-4
 COMPARED = 1024
 """Tokens of a sequence whose losses are compared; later ones change none of them."""
@@ -42,7 +46,7 @@ class Step:
     loss: float
 
 
-class Contestant:
+class MeasuredModel:
     """A model with its optimizer, and the batch on which every step trains.
 
     `first_losses` are `token_losses` before the encoding's parameters are moved away from their start; `plain_losses`
@@ -217,3 +221,58 @@ def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -
         else:
             found.append(name)
     return found, rejected
+
+
+@contextlib.contextmanager
+def surrounded(places: Iterable[tuple[Any, str, Callable[[], AbstractContextManager]]]) -> Iterator[None]:
+    """Let methods run inside contexts while the block runs; a place is an object, a method's name, and the context."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, context in places:
+            own = name in vars(owner)
+            method = getattr(owner, name)
+
+            def call(*args, method=method, context=context, **kwargs):
+                with context():
+                    return method(*args, **kwargs)
+
+            setattr(owner, name, call)
+            stack.callback(setattr, owner, name, method) if own else stack.callback(delattr, owner, name)
+        yield
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase of a DeepSpeed engine's step: on a GPU between CUDA events, else on the clock.
+
+    The backward pass includes averaging gradients over ranks; the optimizer includes clipping.
+    """
+
+    def __init__(self, engine: Any, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+        methods = zip(PHASES, ("forward", "backward", "step"))
+        self._places = [(engine, method, lambda phase=phase: self._timed(phase)) for phase, method in methods]
+
+    def timing(self) -> AbstractContextManager:
+        """Time all steps that are taken inside this context."""
+        return surrounded(self._places)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call; what was started on a GPU must have ended."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self._marks:
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+        self._marks.clear()
+        return seconds
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self._marks.append((phase, start, self._mark()))
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

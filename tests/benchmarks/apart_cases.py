@@ -1,4 +1,4 @@
-"""What runs in processes of their own in test_benchmarks.py; imports no torch, so that they start soon."""
+"""What runs in processes of their own in test_measurements.py; imports no torch, so that they start soon."""
 
 import os
 import signal

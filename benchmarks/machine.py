@@ -1,0 +1,99 @@
+"""The machine that `benchmarks.check_gpu` runs on, and how a slice's program ended there. Imports no torch."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.goals import Slice
+
+ROOT = Path(__file__).resolve().parent.parent
+DONE, FAILED, STOPPED = "done", "failed", "stopped"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the slices run on."""
+
+    gpus: tuple[str, ...]
+    python: str
+    packages: dict[str, str]
+    """Versions of the packages that are there."""
+    gpu_memory_gib: float | None = None
+    capability: str | None = None
+    gpu_software: dict[str, str] = field(default_factory=dict)
+    toy: bool = False
+
+    def versions(self) -> list[str]:
+        """Return the versions of what compiles and runs kernels."""
+        return [f"{name} {self.packages.get(name, 'not installed')}" for name in ("torch", "triton")]
+
+    @property
+    def processes(self) -> int:
+        """How many processes use all GPUs; at toy size two, so that this code runs as well."""
+        return 2 if self.toy else len(self.gpus)
+
+    def why_not(self, part: Slice) -> str | None:
+        """Return why a slice cannot run here, as the predicate of a sentence, or None."""
+        if missing := [name for name in part.packages if name not in self.packages]:
+            return f"needs {' and '.join(missing)}, which cannot be found here (see --wheels)"
+        if part.every_gpu and self.processes < 2:
+            return "needs two or more GPUs"
+        return None
+
+
+@dataclass
+class Outcome:
+    """How a slice's program ended; stored in slices.json by the slice's name."""
+
+    status: str
+    seconds: float
+    code: str
+    """Digest of the code that ran."""
+    gpus: tuple[str, ...] = ()
+    reason: str | None = None
+    last_lines: list[str] = field(default_factory=list)
+
+
+def program_variables(site: Path | None, toy: bool) -> dict[str, str]:
+    """Return the environment variables of every program."""
+    paths = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"}
+    # Otherwise kernels would be compiled once for each program that chooses a place of its own.
+    found.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton-cache"))
+    if not toy:
+        return found | {"TESTS_ON": "gpu"}
+    found.pop("TESTS_ON", None)
+    found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
+    return {"OMP_NUM_THREADS": "1"} | found
+
+
+def look_at_machine(site: Path | None, toy: bool) -> Machine:
+    """Ask a Python of its own what this machine has; with `toy`, as if it had no GPU. Raises RuntimeError."""
+    command = [sys.executable, "-m", "benchmarks.environment"]
+    try:
+        variables = program_variables(site, toy)
+        answer = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("torch did not answer within three minutes; does nvidia-smi work?") from None
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeError(f"torch cannot be imported by {sys.executable}: {reason}")
+    found = json.loads(answer.stdout)
+    names = ("python", "packages", "gpu_memory_gib", "capability", "gpu_software")
+    facts = {name: found[name] for name in names if name in found}
+    return Machine(gpus=tuple(found["gpus"]), toy=toy or not found["gpus"], **facts)
+
+
+def other_versions(packages: dict[str, str]) -> list[str]:
+    """Return which packages have another version than requirements.txt names, as `torch 2.11.0 instead of 2.13.0`."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    # A local version, as in 2.11.0+cu130, is the same code, built for another device.
+    return [
+        f"{name} {here} instead of {wanted[name]}"
+        for name, here in packages.items()
+        if name in wanted and here.partition("+")[0] != wanted[name]
+    ]

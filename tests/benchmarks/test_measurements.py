@@ -1,0 +1,300 @@
+"""Every benchmark runs to its end at its smallest size, and gives no figure to what is wrong."""
+
+import gc
+import json
+import time
+import weakref
+
+import apart_cases
+import pytest
+import torch
+
+from benchmarks import (
+    apart,
+    attention,
+    attention_candidates,
+    cpu_parts,
+    encodings,
+    generate,
+    perplexity,
+    position_update,
+    prefill,
+    preprocess,
+    rates,
+    state_precision,
+    timing,
+)
+from megatron_tape.huggingface.modeling import attention_tape
+from megatron_tape.ops.backends import tiled
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Return a function that runs a benchmark with options, and returns its record."""
+
+    def run(module, *options):
+        path, threads = tmp_path / "here" / "record.json", torch.get_num_threads()
+        monkeypatch.setattr("sys.argv", [module.__name__, f"--output={path}", "--commit=abc", *options])
+        try:
+            module.main()
+        finally:
+            torch.set_num_threads(threads)
+        found = json.loads(path.read_text())
+        assert found["environment"]["commit"] == "abc"
+        return found
+
+    return run
+
+
+KERNELS = ("--tokens=32", "--repetitions=1")
+
+
+def test_attention_is_timed_beside_rope(recorded, monkeypatch):
+    monkeypatch.setattr(attention, "LONGEST_LAYER", 16)
+    why = {"triton": "is not wanted", "flash_attn": "is not installed"}
+    monkeypatch.setattr(attention_candidates, "unsupported", lambda backend, *_: why.get(backend))
+    short, long = recorded(attention, *KERNELS, "--shapes", "4/2x32", "--lengths", "17", "16")["results"]
+    assert (short["length"], short["batch"], long["length"], long["batch"]) == (16, 2, 17, 1)
+    assert "layers forward" not in long
+    for what in ("attention", "layers", "layers with update"):
+        for direction in ("forward", "forward+backward"):
+            measured = short[f"{what} {direction}"]
+            assert measured["against"].startswith("rope") and measured["timings"][measured["against"]]["ratio"] == 1
+            assert {"tape torch", "tape released"} < set(measured["timings"])
+    assert short["rejected"].items() >= why.items()
+    timings, of_rope = short["attention forward+backward"]["timings"], short["of_rope"]
+    names = [name for name in timings if name.startswith("tape") and name.split()[1] in attention_candidates.BACKENDS]
+    assert "tape released" not in names and of_rope["tape"] == min(names, key=lambda name: timings[name]["seconds"])
+    assert of_rope["ratio"] == timings[of_rope["tape"]]["seconds"] / timings[of_rope["rope"]]["seconds"]
+
+
+def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
+    (result,) = recorded(attention, "--toy", "--only", "triton")["results"]
+    for what in ("attention", "layers", "layers with update"):
+        timings = result[f"{what} forward+backward"]["timings"]
+        assert timings["tape triton"] == timings["rope triton"] == {"interpreted": True}
+        assert "seconds" in timings["rope torch"] and "tape torch" not in timings
+    assert "of_rope" not in result and "tape triton" not in result["rejected"]
+    assert "interpreted here: exact, not timed" in capsys.readouterr().out
+    (result,) = recorded(position_update, "--toy")["results"]
+    assert result["forward+backward"]["timings"]["triton"] == {"interpreted": True}
+
+
+def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
+    exact = attention_candidates.with_backend
+
+    def wrong(backend):
+        right = exact(backend)
+        return right if backend != "torch" else lambda *x: tuple(1.1 * y for y in right(*x))
+
+    monkeypatch.setattr(attention_candidates, "with_backend", wrong)
+    monkeypatch.setattr(attention, "LONGEST_LAYER", 0)
+    options = ("--shapes", "2x32", "--lengths", "16", "--only", "torch", "released")
+    (result,) = recorded(attention, *KERNELS, *options)["results"]
+    assert {"rope torch", "tape released"} < set(result["attention forward+backward"]["timings"])
+    assert "tape torch" not in result["attention forward"]["timings"] and "off by" in result["rejected"]["tape torch"]
+    assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
+
+
+def test_the_position_update_is_timed_beside_its_floor(recorded, monkeypatch):
+    monkeypatch.setattr(position_update, "SHAPES", {"2x32": (2, 2, 32, 8)})
+    monkeypatch.setattr(position_update, "unsupported", lambda *_: "is not wanted")
+    wide, narrow = recorded(position_update, *KERNELS, "--precision=bf16")["results"]
+    assert (wide["state"], narrow["state"]) == ("fp32", "bf16") and wide["rejected"]["triton"] == "is not wanted"
+    for direction in ("forward", "forward+backward"):
+        timing = wide[direction]["timings"]["torch"]
+        assert timing["of_floor"] == timing["seconds"] / wide[direction]["floor_seconds"]
+    tensors = position_update.inputs(5, (2, 3, 32, 8), torch.bfloat16, torch.float32, torch.device("cpu"))
+    state, others = 4 * 5 * 64, 2 * 5 * (3 * 32 + 8)
+    assert position_update.traffic(tensors, False) == 2 * state + others
+    assert position_update.traffic(tensors, True) == 5 * state + 3 * others
+
+
+@pytest.mark.parametrize(
+    "options", ["--shapes=4x32x2", "--shapes=4/3x32", "--shapes=4x31", "--lengths=0", "--minutes=0", "--only=relaesed"]
+)
+def test_wrong_options_are_refused(monkeypatch, options, capsys):
+    monkeypatch.setattr("sys.argv", ["attention", options])
+    with pytest.raises(SystemExit):
+        attention.main()
+    assert options.split("=")[1] in capsys.readouterr().err
+
+
+def test_nothing_begins_when_time_is_over(recorded, capsys):
+    late = "--minutes=1e-9"
+    with pytest.raises(FileNotFoundError):
+        recorded(attention, *KERNELS, "--lengths=16", late)
+    assert len(recorded(generate, "--toy", late)["rejected"]) == 3
+    assert all("no time" in why for why in recorded(prefill, "--toy", late)["rejected"].values())
+    assert "no time for 12x64 at 16; --minutes gives more" in capsys.readouterr().err
+
+
+def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_does():
+    calls = {"works": 0, "fails at once": 0, "fails later": 0}
+
+    def function(name, limit, error):
+        def call():
+            calls[name] += 1
+            if calls[name] > limit:
+                raise error("no room")
+
+        return call
+
+    functions = {"works": function("works", 99, None)}
+    functions["fails at once"] = function("fails at once", 0, torch.OutOfMemoryError)
+    functions["fails later"] = function("fails later", 3, torch.OutOfMemoryError)
+    timings, failed = timing.timed(functions, 5, torch.device("cpu"))
+    assert timings["works"]["repetitions"] == 5 and set(timings) == {"works"}
+    assert set(failed) == {"fails at once", "fails later"} and "no room" in failed["fails later"]
+    functions["fails at once"] = function("fails at once", 0, torch.AcceleratorError)
+    with pytest.raises(torch.AcceleratorError):
+        timing.timed(functions, 5, torch.device("cpu"))
+
+
+def test_generation_and_prompts_are_timed_beside_llama(recorded):
+    found = recorded(generate, "--toy")
+    assert set(found["lengths"]["64"]) == {"dynamic", "static", "none", "speedup"}
+    assert set(found["along"]) == {"dynamic", "static"} and found["rejected"] == {}
+    found = recorded(prefill, "--toy", "--passes=2")
+    assert set(found["shapes"]) == {"smollm2-135m", "12x64"} and found["rejected"] == {}
+    row = found["shapes"]["12x64"]["lengths"]["64"]
+    assert row["passes"] == 2 and 0 < row["tape_over_llama"] < 100 and 0 < row["cpu_tape_over_llama"] < 100
+
+
+def test_prompts_through_wrong_attention_get_no_figure(recorded, monkeypatch):
+    right = attention_tape.attend_by_blocks
+    for wrong in (
+        lambda *x: [right(*x)[0], torch.zeros(x[0].transpose(1, 2).shape).to(x[0])],
+        lambda *x: [part.roll(1, 1) for part in right(*x)],
+    ):
+        monkeypatch.setattr(attention_tape, "attend_by_blocks", wrong)
+        with pytest.raises(SystemExit, match="no figure is given"):
+            recorded(prefill, "--toy")
+
+
+def test_perplexity_is_timed_beside_a_bare_loop_that_gives_the_same_loss(recorded, monkeypatch):
+    found = recorded(perplexity, "--toy")
+    assert len(found["pairs"]["task"]) == len(found["pairs"]["loop"]) == 3 and found["task_over_loop"] > 0
+    monkeypatch.setattr(perplexity, "bare_loop", lambda model, task: 5.0)
+    with pytest.raises(SystemExit, match="no figure is given"):
+        recorded(perplexity, "--toy")
+
+
+ENCODINGS = ["--shape=toy", "--repetitions=1", "--context=32", "--tokens=2"]
+
+
+def test_every_encoding_stands_beside_rope_and_is_freed(recorded, monkeypatch):
+    models, build = [], encodings.built
+
+    def watched(config, layout):
+        model = build(config, layout)
+        models.extend(weakref.ref(parameter) for parameter in model.model.parameters())
+        return model
+
+    monkeypatch.setattr(encodings, "built", watched)
+    rows = recorded(encodings, *ENCODINGS, "--only=alibi,cope,tape")["encodings"]
+    assert rows["tape"]["additional_parameters"] > rows["alibi"]["additional_parameters"] == 0
+    for name in ("alibi", "cope", "tape"):
+        assert 0.05 < rows[name]["step_over_rope"] < 50 and 0.5 < rows[name]["memory_over_rope"] < 2
+        assert 0.01 < rows[name]["decoding_over_rope"] < 100
+        assert not {"failed", "decoding_failed"} & rows[name].keys()
+    gc.collect()
+    assert models and not any(parameter() is not None for parameter in models)
+    lines = encodings.table({"encodings": rows | {"fire": {"additional_parameters": 3, "failed": "it is wrong"}}})
+    assert lines[2].startswith("| rope | 1 | 1 | ") and lines[-1] == "fire: no figure: it is wrong"
+    assert "| fire | - | - | +3 | - |" in lines
+
+
+def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
+    right = tiled.attend
+    monkeypatch.setattr(tiled, "attend", lambda x: tuple(y.roll(1, 0) for y in right(x)))
+    row = recorded(encodings, *ENCODINGS, "--only=alibi")["encodings"]["alibi"]
+    assert "differ" in row["failed"] and "step_over_rope" not in row
+    with pytest.raises(SystemExit):
+        encodings.parse(["--only=alibi,dream"])
+
+
+def test_the_parts_of_a_layer_are_added_up(monkeypatch, capsys):
+    for name, size in {"S": 32, "H": 2, "D": 8, "C": 16, "FFN": 32, "P": 4}.items():
+        monkeypatch.setattr(cpu_parts, name, size)
+    threads = torch.get_num_threads()
+    assert cpu_parts.main(["--repetitions=2"]) == 0
+    torch.set_num_threads(threads)
+    head, *rows, ratio = capsys.readouterr().out.splitlines()
+    found = {row[:28].strip(): [float(number) for number in row[28:].split()] for row in rows}
+    together = found.pop("together")
+    assert found["position update"][0] == found["gate of the update"][0] == 0.0
+    del found["rotation alone"]
+    sums = [sum(column) for column in zip(*found.values())]
+    assert all(abs(a - b) < 0.5 for a, b in zip(sums, together)) and ratio.startswith("TAPE / RoPE: ")
+
+
+def test_a_state_in_bf16_loses_small_updates_and_one_in_fp32_does_not():
+    layers = [state_precision.draw_layer(torch.Generator().manual_seed(i)) for i in range(8)]
+    for size, lost in ((1e-3, 0.5), (1e-1, 0.01)):
+        found = state_precision.drift(layers, size)
+        assert found["bf16"]["update_error"] > lost and found["fp32"]["update_error"] < 0.01
+        assert found["fp32"]["score_error"] < found["bf16"]["score_error"]
+
+
+def test_rates_of_this_device_are_written_for_the_estimate(tmp_path):
+    rates.main([f"--output={tmp_path / 'rates.json'}"])
+    assert set(json.loads((tmp_path / "rates.json").read_text())["rates"]) == {
+        "matmul", "attention", "memory_bandwidth", "operation_start",
+    }  # fmt: skip
+
+
+def test_preprocessing_gives_no_figure_unless_both_tools_wrote_the_same(tmp_path, monkeypatch):
+    def written(program, *arguments):
+        prefix = tmp_path / ("ours" if "preprocess_data" in program else "theirs")
+        for ending in (".bin", ".idx"):
+            prefix.with_suffix(ending).write_text(program if ending == bad else "same")
+        return 1.0
+
+    monkeypatch.setattr(preprocess, "run", written)
+    bad = None
+    assert preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 2) == {
+        "ours": [1.0, 1.0],
+        "megatron": [1.0, 1.0],
+    }
+    bad = ".idx"
+    with pytest.raises(ValueError, match="no speed is reported"):
+        preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "what, why",
+    [
+        ("end", None),
+        ("fail", "ValueError: as asked"),
+        ("crash", "its process ended with status -9"),
+        ("hang", "was stuck for 5 seconds"),
+    ],
+)
+def test_a_measurement_that_ends_early_leaves_what_it_told(what, why):
+    heard, deadline = [], time.monotonic() + 120
+    timeout = 5.0 if what == "hang" else 60.0
+    assert apart.run_apart(apart_cases.begin_and, what, hear=heard.append, deadline=deadline, timeout=timeout) == why
+    assert heard == ["first", {"known": what}]
+    if what == "end":
+        assert apart.run_apart(apart_cases.begin_and, what, hear=heard.append, deadline=0) == "there was no time left"
+
+
+def test_what_crashed_is_left_out_when_everything_else_is_measured_again(monkeypatch, capsys):
+    def crash_at(bad):
+        def run_here(_work, _deadline, faulty, *, hear, deadline):
+            for name in ("a", "b", "c"):
+                if name not in faulty:
+                    hear(name)
+                    if name in bad:
+                        return "crashed"
+            hear({"figure": 1, "rejected": dict(faulty)})
+
+        return run_here
+
+    kept = []
+    for bad in ("b", "ac", "abc"):
+        monkeypatch.setattr(apart, "run_apart", crash_at(bad))
+        apart.Measurements(1.0, apart=True).run(None, keep=kept.append)
+        assert kept[-1] == {"figure": 1, "rejected": dict.fromkeys(bad, "crashed")}
+    assert "b failed, and with it the process: crashed" in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""Every fused kernel against plain torch and float64, in the shapes of real models.
+
+On a GPU (`TESTS_ON=gpu`) there are many shapes and number types, the most important first, and `make check-gpu
+SLICE=kernels` runs them. Without one, Triton interprets the kernels in two tiny shapes.
+"""
+
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.parity import Check, Shapes, deviations, kernel_checks
+
+pytestmark = pytest.mark.gpu
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96") if ON_GPU else ("2x32", "2/1x32")
+"""Heads, or heads/groups, times their width: the 155M recipe, a 7B model, the 1B recipe, and other widths."""
+PRECISIONS = tuple(DTYPES) if ON_GPU else ("fp32",)
+LENGTH, TOKENS = (None, 48) if ON_GPU else (5, 5)
+"""Tokens of a sequence, by default those of a check before training, and tokens of a position update."""
+LENGTHS, MANY_TOKENS = ((1, 63, 1025, 4096), 10_000) if ON_GPU else ((1, 17), 15)
+
+NAMES = [
+    f"attention{packed}{layer}"
+    for packed in ("", " of packed documents")
+    for layer in ("", " in the first layer", " in the last layer")
+]
+NAMES += [
+    "position update",
+    "position update of a state in the type of the rest",
+    "position update with a scale per head",
+    "attention without rotation",
+    "attention of inputs that are not contiguous",
+    "attention of one query to a cache",
+]
+KINDS = [(shape, precision) for precision in PRECISIONS for shape in SHAPES]
+"""Those of one kind share compiled kernels and follow each other, so that mostly one worker of xdist gets them."""
+REPEATABLE = ("attention", "attention of packed documents", "position update")
+
+
+def shapes_of(text):
+    heads, groups, dim = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)", text).groups()
+    heads, groups = int(heads), int(groups or heads)
+    return Shapes(heads, groups, int(dim), 4 * heads, averages=True, full_mixing=True, fp32_state=True)
+
+
+def check_of(name, shapes, dtype):
+    """Return the check of this name, or None where the kernel does not fit this GPU or these shapes."""
+    if name == "position update of a state in the type of the rest":
+        shapes = replace(shapes, fp32_state=False)
+    if name == "position update with a scale per head":
+        if shapes.groups != shapes.heads:
+            return None
+        shapes = replace(shapes, full_mixing=False)
+    found = kernel_checks(shapes, dtype, DEVICE, LENGTH, TOKENS)
+    if name.startswith("position update"):
+        return found.get("position update")
+    if name in found:
+        return found[name]
+
+    def attends(backend, rotate=True, prepare=lambda x: x):
+        return lambda *tensors: attention(*map(prepare, tensors), True, None, backend, rotate)
+
+    inputs = found["attention"].inputs
+    if name == "attention of inputs that are not contiguous":
+        return Check(attends("triton", prepare=apart), attends("torch"), inputs)
+    if name == "attention of one query to a cache":
+        inputs = [inputs[0][:1], *inputs[1:]]
+    return Check(attends("triton", False), attends("torch", False), inputs)
+
+
+def apart(x):
+    """Return x as a view whose sequences lie apart, between other numbers, as a model's queries and keys do."""
+    between = torch.stack([x, torch.full_like(x, float("nan"))], dim=3).transpose(0, 1).contiguous().transpose(0, 1)
+    return between[:, :, :, 0]
+
+
+@contextmanager
+def nan_in_new_memory():
+    """Fill memory that `torch.empty` and `torch.empty_like` return with NaN, so that what is not written shows."""
+
+    def filled(function):
+        def call(*arguments, **named):
+            x = function(*arguments, **named)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return call
+
+    with (
+        mock.patch.object(torch, "empty", filled(torch.empty)),
+        mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
+    ):
+        yield
+
+
+def assert_exact(check, dtype, record_property):
+    """The largest deviation, in relation to what is allowed, is in the report."""
+    if check is None:
+        pytest.skip("there is no such kernel for this shape, or it does not fit the shared memory")
+    with nan_in_new_memory():
+        found = list(deviations(*check, dtype))
+    assert found
+    worst = max(found, key=lambda deviation: deviation.error / deviation.allowed)
+    record_property("error", f"{worst.error:.1e}")
+    record_property("plain_torch", f"{worst.rounding:.1e}")
+    inexact = [str(deviation) for deviation in found if not deviation.exact]  # also those that are NaN
+    assert not inexact, "; ".join(inexact[:3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape, precision", KINDS)
+def test_a_kernel_is_as_exact_as_plain_torch(name, shape, precision, record_property):
+    assert_exact(check_of(name, shapes_of(shape), DTYPES[precision]), DTYPES[precision], record_property)
+
+
+@pytest.mark.parametrize("name", REPEATABLE)
+@pytest.mark.parametrize("shape, precision", KINDS)
+def test_a_deterministic_run_gives_the_same_bits_again(name, shape, precision, record_property):
+    def results():
+        leaves = [x.detach().requires_grad_() for x in check.inputs]
+        outputs = [x for x in check.ours(*leaves) if x is not None]
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+        return [*outputs, *(leaf.grad for leaf in leaves)]
+
+    check = check_of(name, shapes_of(shape), DTYPES[precision])
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert_exact(check, DTYPES[precision], record_property)
+        differing = [i for i, (one, other) in enumerate(zip(results(), results())) if not torch.equal(one, other)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not differing
+
+
+@pytest.mark.parametrize("name", ["attention", "attention of packed documents"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("shape, precision", KINDS)
+def test_attention_is_exact_at_any_length(name, length, shape, precision, record_property):
+    if ON_GPU and precision != "bf16":
+        pytest.skip("other number types are checked at one length")
+    shapes = shapes_of(shape)
+    # A few heads suffice for what depends on the length, and float64's scores of all of them would not fit.
+    groups = min(shapes.groups, 2 if shapes.heads == shapes.groups else 1)
+    few = replace(shapes, heads=shapes.heads // shapes.groups * groups, groups=groups)
+    check = kernel_checks(few, DTYPES[precision], DEVICE, length)[name]
+    assert_exact(check, DTYPES[precision], record_property)
+
+
+@pytest.mark.parametrize("shape, precision", KINDS)
+def test_the_position_update_is_exact_where_every_program_takes_many_tokens(shape, precision, record_property):
+    found = kernel_checks(shapes_of(shape), DTYPES[precision], DEVICE, 1, MANY_TOKENS)
+    assert_exact(found.get("position update"), DTYPES[precision], record_property)

@@ -1,0 +1,160 @@
+"""20 real steps of TAPE and RoPE on a GPU give the CPU's losses, gradient norms and gradients.
+
+The small model learns real text through `pretrain.train` itself: Megatron's layers and datasets, DeepSpeed's ZeRO and,
+on the GPU (`TESTS_ON=gpu`; `make check-gpu SLICE=training`), the fused kernels, which TAPE's runs ask for by name. In
+fp32 the GPU, or several, must give the CPU's figures; in bf16, under every ZeRO stage, with packed documents and with
+recomputation, it must stay near them. Without a GPU, Triton interprets the kernels, and two steps are taken.
+"""
+
+import math
+import statistics
+
+import pytest
+import torch
+import training_runs
+from training_runs import BACKEND, GRADIENTS, ON_GPU, RUNS, SAME, SIZE, TOGETHER, Side
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.gpu
+
+QUICK = ("tape bf16 ZeRO 2", "rope fp32")
+"""What is run without a GPU if slow tests are left out."""
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
+"""Relative error of a gradient that is always allowed, as in `ops.parity`."""
+PLAIN = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+"""Relative error of plain torch on the device: far above rounding, far below what a wrong gradient shows."""
+
+
+def slow(name):
+    return pytest.param(name, marks=[] if ON_GPU or name in QUICK else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, run_tool):
+    folder = tmp_path_factory.mktemp("training")
+    training_runs.prepare(folder, run_tool)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder, request):
+    """What the CPU computes, in a process of its own and in the order in which the tests ask for it."""
+    names = [item.callspec.params.get("name") for item in request.session.items if item.module is request.module]
+    wanted = dict.fromkeys(
+        name if name in GRADIENTS else (RUNS | TOGETHER)[name].expected
+        for name in names
+        if name in RUNS or name in TOGETHER or name in GRADIENTS
+    )
+    program = training_runs.start(folder, "cpu", list(wanted))
+    yield lambda name: Side(folder, "cpu").result(name, program)
+    program.kill()
+    program.wait()
+
+
+@pytest.fixture(scope="module")
+def device(folder):
+    """The device's side, which trains in this process, once for each name."""
+    from megatron_tape.ops import parity
+
+    side, found, length = Side(folder, "device"), {}, parity.LENGTH
+    if not ON_GPU:
+        parity.LENGTH = 17  # interpreted, the check of the kernels before a run would take minutes
+
+    def rows(name):
+        if name not in found:
+            found[name] = side.train(name)
+        return found[name]
+
+    side.rows = rows
+    yield side
+    parity.LENGTH = length
+
+
+def assert_close(rows, others, tolerance):
+    assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, SIZE.steps + 1))
+    for row, other in zip(rows, others):
+        for key, largest in tolerance.items():
+            assert (key in row) == (key in other)
+            if key in row:
+                assert row[key] == pytest.approx(other[key], rel=largest), f"{key} at step {row['step']}"
+
+
+@pytest.mark.parametrize("name", map(slow, RUNS))
+def test_a_run_gives_what_the_cpu_gives(name, device, expected):
+    run = RUNS[name]
+    rows = device.rows(name)
+    assert_close(rows, expected(run.expected), run.tolerance)
+    if run.encoding == "tape":
+        norms = [value for key, value in rows[0].items() if "update_norm" in key]
+        assert norms and min(norms) > 0.01, "a layer's update does not move the position state"
+    if len(rows) >= 20:
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "nothing is learned"
+
+
+@pytest.mark.parametrize("name", [slow("tape packed fp32")])
+def test_packed_documents_do_not_see_each_other(name, device):
+    assert device.rows(name)[0]["loss"] != pytest.approx(device.rows("tape fp32")[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most(name, dtype, device, expected):
+    truth = expected(name)
+
+    def errors(backend):
+        found = device.gradients(name, dtype, backend)
+        assert found.keys() == truth.keys()
+        relative = {name: float((found[name] - x).norm() / x.norm()) for name, x in truth.items()}
+        return {name: error if math.isfinite(error) else math.inf for name, error in relative.items()}
+
+    plain, fused = errors("torch"), errors(BACKEND)
+    # The rounding of a small tensor may be small by chance, so it counts as at least the median of all.
+    typical, floor = statistics.median(plain.values()), FLOOR[dtype]
+    wrong = {name: error for name, error in fused.items() if not error <= 2 * max(plain[name], typical) + floor}
+    assert not wrong, f"plain torch: { ({name: plain[name] for name in wrong}) }"
+    strange = {name: error for name, error in plain.items() if not error <= PLAIN[dtype]}
+    assert not strange, "plain torch itself differs from the CPU"
+
+
+@pytest.mark.parametrize("name", [slow("tape deterministic")])
+def test_a_run_continued_in_another_process_ends_with_the_same_bits(name, device, folder):
+    rows, digests = device.rows(name), device.digests(name)
+    device.forget_second_half(name)
+    again = device.result(name, training_runs.start(folder, "device", [name]))
+    assert_close(again, rows, dict.fromkeys(SAME, 0.0))
+    assert digests and device.digests(name) == digests
+
+
+@pytest.mark.parametrize("name", [slow("tape fp32")])
+def test_an_exported_model_gives_the_same_logits(name, device, folder):
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    from megatron_tape.huggingface.export.to_transformers import export
+
+    device.rows(name)
+    export(device.directory(name), folder / "exported")
+    (file,) = device.last_checkpoint(name).glob("tensors-*.safetensors")
+    saved = {name.removeprefix("weight/"): x for name, x in load_file(file).items() if name.startswith("weight/")}
+    model = device.build("tape", torch.float32, BACKEND, {})
+    model.load_state_dict(saved, strict=False)
+    assert saved.keys() >= dict(model.named_parameters()).keys()
+    place = next(model.parameters()).device
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "exported", trust_remote_code=True, dtype=torch.float32
+    )
+    tokens = torch.arange(2 * SIZE.seq_length, device=place).view(2, -1) % SIZE.vocab_size
+    with torch.no_grad():
+        ours, other = model(tokens), exported.to(place)(tokens).logits
+    assert float((ours - other).abs().max() / ours.abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("name", map(slow, TOGETHER))
+def test_several_processes_train_as_one(name, device, folder, expected):
+    processes = min(torch.cuda.device_count(), SIZE.batch) if ON_GPU else 2
+    if processes < 2:
+        pytest.skip("there is one GPU")
+    together = 1 << (processes.bit_length() - 1)
+    rows = device.result(name, training_runs.start(folder, "device", [name], together))
+    assert_close(rows, expected(TOGETHER[name].expected), TOGETHER[name].tolerance)

@@ -1,0 +1,332 @@
+"""Small real trainings of TAPE and RoPE, on a GPU or, as what it is compared with, on the CPU; see test_training.py.
+
+    python tests/gpu/training_runs.py FOLDER cpu|device NAME...        runs what is named, in a process of its own
+
+`cpu` is plain torch; `device` is the GPU with the fused kernels or, on a machine without one, the CPU, where Triton
+interprets them. Results are files of FOLDER, so that processes can wait for each other.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_GPU = torch.cuda.is_available()
+BACKEND = "triton"
+TIMEOUT = 240.0
+"""Seconds to wait for a result of another process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A small model that the fused kernels support, and how long it is trained."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    seq_length: int
+    batch: int
+    micro_batch: int
+    """On one process; on several, each gets its share of the batch at once."""
+    steps: int
+    text_bytes: int
+    document: int
+    """Characters of a document; a sequence of training holds several documents."""
+    vocab_size: int = 1024
+
+
+SIZE = Size(2, 2, 32, seq_length=16, batch=2, micro_batch=2, steps=2, text_bytes=100_000, document=20)
+if ON_GPU:
+    SIZE = Size(4, 4, 64, seq_length=256, batch=8, micro_batch=4, steps=20, text_bytes=1_000_000, document=300)
+
+SAME = {"loss": 1e-5, "grad_norm": 2e-4, "validation_loss": 1e-5}
+"""Relative difference, at any step, between two fp32 runs that round sums in another order. Between plain torch, the
+tiled backend and recomputation under ZeRO 3, on a CPU, it was 3e-7, 4e-6 and 5e-7."""
+NEAR = {"loss": 0.005, "grad_norm": 0.05, "validation_loss": 0.005}
+"""Relative difference between bf16 and fp32; on a CPU it was 7e-4, 9e-3 and 6e-4."""
+
+
+class Run(NamedTuple):
+    """A run on the device, and the run on the CPU whose figures it must give within a tolerance."""
+
+    expected: str
+    tolerance: dict[str, float]
+    options: tuple[str, ...]
+
+    @property
+    def encoding(self):
+        """The encoding of both runs."""
+        return self.expected.split()[0]
+
+
+ZERO = "--deepspeed.zero_stage={}".format
+BF16 = "--train.precision=bf16"
+PACKED = "--data.reset_attention_mask=true"
+RECOMPUTED = "--train.recompute=full"
+TENSOR_PARALLEL = "--parallel.tensor_model_parallel_size=2"
+INTERRUPTED_AT = max(1, SIZE.steps // 2)
+DETERMINISTIC = ("--train.deterministic=true", f"--checkpoint.interval={INTERRUPTED_AT}", "--checkpoint.keep=5")
+
+RUNS = {
+    "tape fp32": Run("tape fp32", SAME, (ZERO(1),)),
+    "tape bf16 ZeRO 2": Run("tape fp32", NEAR, (ZERO(2), BF16)),
+    "rope fp32": Run("rope fp32", SAME, (ZERO(1),)),
+    "tape packed fp32": Run("tape packed fp32", SAME, (ZERO(1), PACKED)),
+    "tape bf16 ZeRO 1": Run("tape fp32", NEAR, (ZERO(1), BF16)),
+    "tape bf16 ZeRO 3": Run("tape fp32", NEAR, (ZERO(3), BF16)),
+    "rope bf16 ZeRO 2": Run("rope fp32", NEAR, (ZERO(2), BF16)),
+    "tape recomputed fp32": Run("tape fp32", SAME, (ZERO(1), RECOMPUTED, "--logging.tensorboard=true")),
+    "tape packed bf16 recomputed": Run("tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)),
+    "tape bf16 ZeRO 2 overlapping": Run("tape fp32", NEAR, (ZERO(2), BF16, "--deepspeed.overlap_comm=true")),
+    "tape deterministic": Run("tape fp32", NEAR, (ZERO(2), *((BF16,) if ON_GPU else ()), *DETERMINISTIC)),
+}
+"""The most important first."""
+TOGETHER = {
+    "tape fp32 data parallel": Run("tape fp32", SAME, (ZERO(2),)),
+    "tape fp32 tensor parallel": Run("tape fp32", SAME, (ZERO(1), TENSOR_PARALLEL)),
+}
+"""What several processes compute together."""
+GRADIENTS = ("gradients of tape", "gradients of rope", "gradients of tape packed")
+
+
+class Side:
+    """The runs of one side in this process."""
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.on_device = folder, name == "device"
+        self.results = folder / name
+        self.rank, self.processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def result(self, name: str, program: subprocess.Popen) -> object:
+        """Return what `program`, another process, computes for `name`, as soon as it has."""
+        path, deadline = self.results / f"{name}.pt", time.monotonic() + TIMEOUT
+        while not path.exists():
+            assert program.poll() in (None, 0), f"{name}: the process that computes it has failed"
+            assert time.monotonic() < deadline, f"{name}: no result within {TIMEOUT:.0f} s"
+            time.sleep(0.1)
+        return torch.load(path, weights_only=True)
+
+    def compute(self, name: str) -> None:
+        """Write the result of `name` to its file."""
+        if name in GRADIENTS:
+            found = self.gradients(name, torch.float64, "naive")
+        else:
+            found = self.train(name)
+        if self.rank == 0:
+            path = self.results / f"{name}.pt"
+            torch.save(found, path.with_suffix(".partial"))
+            os.rename(path.with_suffix(".partial"), path)
+
+    def directory(self, name: str) -> Path:
+        """Return the directory of a run."""
+        return self.results / name.replace(" ", "-")
+
+    def backend(self, encoding: str, precision: str) -> str:
+        """Return the attention backend: on the device, TAPE's is named, so that no other one can step in."""
+        interpretable = ON_GPU or precision == "fp32"
+        return BACKEND if self.on_device and encoding == "tape" and interpretable else "auto"
+
+    def train(self, name: str) -> list[dict]:
+        """Run the training command, which continues a run that was interrupted; return the rows of its metrics."""
+        from pretrain import train
+
+        run = (RUNS | TOGETHER)[name]
+        backend = self.backend(run.encoding, "bf16" if BF16 in run.options else "fp32")
+        arguments = ["--config", str(self.folder / f"{run.encoding}.yaml"), *run.options]
+        arguments += [f"--logging.directory={self.directory(name)}", f"--model.attention_backend={backend}"]
+        if self.processes > 1:
+            share = 2 if TENSOR_PARALLEL in run.options else 1
+            arguments += [f"--train.micro_batch_size={max(1, SIZE.batch * share // self.processes)}"]
+        status = train.main(arguments)
+        assert status == 0, f"{name} ended with status {status}"
+        if dist.is_initialized():
+            dist.barrier()
+        rows = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(row) for row in rows]
+
+    def last_checkpoint(self, name: str) -> Path:
+        """Return the directory of a run's last checkpoint."""
+        return self.directory(name) / "checkpoints" / f"step-{SIZE.steps:08d}"
+
+    def digests(self, name: str) -> dict[str, str]:
+        """Return a digest of every file of tensors in a run's last checkpoint."""
+        files = self.last_checkpoint(name).glob("tensors*")
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    def forget_second_half(self, name: str) -> None:
+        """Remove the checkpoints after the first one, as if the run had been interrupted there."""
+        for path in self.last_checkpoint(name).parent.glob("step-*"):
+            if int(path.name.removeprefix("step-")) > INTERRUPTED_AT:
+                shutil.rmtree(path)
+
+    def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
+        """Return a model on this side's device, with whole weights by Hugging Face's names, if there are any."""
+        from megatron_tape.config.parse import parse_run_config
+        from megatron_tape.model.language_model import LanguageModel, transformer_config
+        from megatron_tape.model.weights import load_weights
+        from megatron_tape.parallel.layout import initialize_distributed
+        from megatron_tape.parallel.partitions import allocate
+
+        config = parse_run_config(["--config", str(self.folder / f"{encoding}.yaml")])
+        settings = dataclasses.replace(config.model, attention_backend=backend)
+        layout = initialize_distributed()
+        model = LanguageModel(settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device)
+        allocate(model, layout.device)
+        if weights:
+            load_weights(model.gpt, weights, settings, 0, 1)
+        return model
+
+    def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
+        """Return the loss of the first step and its gradients by parameter, in float64 on the CPU."""
+        import numpy as np
+
+        from megatron_tape.data.batches import documents_from_tokens
+        from megatron_tape.data.tokenizer import load_tokenizer
+
+        encoding, packed = name.split()[2], name.endswith("packed")
+        weights = torch.load(self.folder / f"start-{encoding}.pt", weights_only=True)
+        model = self.build(encoding, dtype, backend, weights)
+        B, S = SIZE.batch, SIZE.seq_length
+        ids = np.fromfile(self.folder / "data.bin", np.uint16)[: B * (S + 1)].astype(np.int64)
+        whole = torch.from_numpy(ids).view(B, S + 1)
+        tokens, labels = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        eod = load_tokenizer(str(self.folder / "tokenizer.model")).eod
+        if packed:
+            tokens[:, S // 3], tokens[1::2, S // 2] = eod, eod
+        documents = documents_from_tokens(tokens, eod) if packed else None
+        device = next(model.parameters()).device
+        tokens, labels, documents = (x if x is None else x.to(device) for x in (tokens, labels, documents))
+        if dtype is torch.float64:  # Megatron's own loss is in fp32
+            loss = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), labels.flatten())
+        else:
+            loss = model(tokens, labels, documents=documents)
+        loss.backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {name: x.detach().double().cpu() for name, x in (found | {"loss": loss}).items()}
+
+
+def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subprocess.Popen:
+    """Start a process, or several that train together, that compute what is named."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), __file__, str(folder), side, *names]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if side == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // 2) if ON_GPU else 1
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen(command, env=variables, cwd=folder)
+
+
+def settings(folder: Path, encoding: str) -> dict:
+    """Return the settings that all runs of an encoding share, by section."""
+    width = SIZE.heads * SIZE.head_dim
+    return {
+        "model": {
+            "position_encoding": encoding,
+            "num_layers": SIZE.layers,
+            "hidden_size": width,
+            "ffn_hidden_size": 3 * width,
+            "num_attention_heads": SIZE.heads,
+            "seq_length": SIZE.seq_length,
+            "vocab_size": SIZE.vocab_size,
+            "unpadded_vocab_size": SIZE.vocab_size,
+        },
+        "data": {
+            "prefix": str(folder / "data"),
+            "split": "900,100,0",
+            "tokenizer": str(folder / "tokenizer.model"),
+            "cache_directory": str(folder / "index"),
+        },
+        # The rate moves TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are nothing
+        # but rounding errors into whole steps, and equal runs would drift apart.
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "eps": 1e-6},
+        "schedule": {"kind": "constant"},
+        "train": {
+            "steps": SIZE.steps,
+            "global_batch_size": SIZE.batch,
+            "micro_batch_size": SIZE.micro_batch,
+            "precision": "fp32",
+            "eval_interval": SIZE.steps,
+            "eval_steps": 1,
+            "hang_timeout": 300,
+        },
+        "checkpoint": {"interval": 1000, "resume": str(folder / f"start-{encoding}")},
+        "logging": {"interval": 1, "sample_tokens": 1, "tensorboard": False},
+    }
+
+
+def prepare(folder: Path, run_tool) -> None:
+    """Write what all runs need into `folder`: real text, tokenized by this project's tools, weights and recipes."""
+    corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer.model"
+    with open(corpus, "w", encoding="utf-8") as file:
+        written = 0
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace")[: SIZE.text_bytes - written]
+            for begin in range(0, len(text), SIZE.document):
+                file.write(json.dumps({"text": text[begin : begin + SIZE.document]}) + "\n")
+            written += len(text)
+    run_tool("train_tokenizer", "--input", corpus, "--vocab-size", SIZE.vocab_size, "--output", tokenizer)
+    options = ["--tokenizer", tokenizer, "--output-prefix", folder / "data", "--append-eod"]
+    run_tool("preprocess_data", "--input", corpus, *options)
+    for side in ("cpu", "device"):
+        (folder / side).mkdir()
+    for encoding in ("tape", "rope"):
+        write_start(folder, encoding)
+
+
+def write_start(folder: Path, encoding: str) -> None:
+    """Write a recipe, and a checkpoint to begin with, whose weights bf16 can hold and none of which are zero.
+
+    TAPE's matrices usually start at zero, at which it is RoPE; errors in what they multiply would not show. Both
+    encodings begin with the same weights but for those matrices.
+    """
+    from megatron_tape.config.schema import ModelConfig
+    from megatron_tape.huggingface.imports.new_checkpoint import write_imported
+    from megatron_tape.io.strict_yaml import dump
+    from megatron_tape.model.names import POSITION, whole_shapes
+
+    recipe = settings(folder, encoding)
+    (folder / f"{encoding}.yaml").write_text(dump(recipe), encoding="utf-8")
+    model = ModelConfig(**recipe["model"])
+    weights = {}
+    for name, shape in whole_shapes(model).items():
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        if POSITION in name:
+            weight *= 0.5 * shape[-1] ** -0.5
+        else:
+            weight = weight * 0.05 if len(shape) > 1 else 1 + weight * 0.1
+        weights[name] = weight.bfloat16().float()
+    with contextlib.redirect_stderr(io.StringIO()):  # it says how to train from them
+        write_imported(folder / f"start-{encoding}", model, weights, "weights drawn at random")
+    torch.save(weights, folder / f"start-{encoding}.pt")
+
+
+def main() -> None:
+    """Compute what the command line names."""
+    folder, name, *names = sys.argv[1:]
+    side = Side(Path(folder), name)
+    if side.on_device and not ON_GPU:
+        from megatron_tape.ops import parity
+
+        parity.LENGTH = 17  # interpreted, the check of the kernels before a run would take minutes
+    for each in names:
+        side.compute(each)
+
+
+if __name__ == "__main__":
+    main()
