@@ -23,7 +23,7 @@ from megatron_tape.huggingface.imports.config_json import (
     padded_vocabulary,
     read_settings,
 )
-from megatron_tape.huggingface.imports.weight_files import check_directory
+from megatron_tape.huggingface.imports.weight_files import PickledWeights, check_directory
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import POSITION, parameter_shapes
 from megatron_tape.position import ENCODINGS, setting_names, unread_settings
@@ -148,13 +148,9 @@ def _from_transformers(path: Path) -> Base:
         model = model_settings(settings, path / "config.json", own_encoding(settings), 1.0, 1, "full", {})
     try:
         check_directory(path, model)
-    except ValueError as error:
-        if "--allow-pickle" in str(error):
-            raise ValueError(
-                f"its weights are pickles, which may run code when read; if you trust them, import them first: "
-                f"tools/convert_checkpoint.py from-hf --model {path} --output NEW --allow-pickle, and extend NEW"
-            ) from None
-        raise
+    except PickledWeights as error:
+        fix = f"tools/convert_checkpoint.py from-hf --model {path} --output NEW --allow-pickle, and extend NEW"
+        raise PickledWeights(error.subject, error.problem, f"if you trust it, import it first: {fix}") from None
     return Base(path, model, None)
 
 

@@ -60,11 +60,11 @@ def export_adapter(
             )
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
-            rows, stored = _check_base(saved, place)
+            rows = _check_base(saved, place)
         else:
             new = directory / BASE if base is None else place
-            rows, stored = _write_base(saved, new, dtype, max_shard_size, tokenizer), {}
-        _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype], stored)
+            rows = _write_base(saved, new, dtype, max_shard_size, tokenizer)
+        _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         write_json(directory / "adapter_config.json", _adapter_config(saved, place))
         where = BASE if base is None else place.resolve().name
         card = adapter_card(Path(output).resolve().name, saved, dtype, where)
@@ -81,10 +81,8 @@ def _write_base(saved: SavedWeights, place: Path, dtype: str, max_shard_size: in
     return read_settings(place / "config.json")["vocab_size"]
 
 
-def _check_base(saved: SavedWeights, base: Path) -> tuple[int, dict[str, str]]:
-    """Return the rows of the vocabulary of `base`, and what it calls each weight, which may be a former name.
-
-    Raises ValueError unless it computes what the run's model did at first.
+def _check_base(saved: SavedWeights, base: Path) -> int:
+    """Return the rows of the vocabulary of `base`; UserError unless it computes what the run's model did at first.
 
     The weights that were frozen may differ by what bf16 rounds off.
     """
@@ -111,19 +109,16 @@ def _check_base(saved: SavedWeights, base: Path) -> tuple[int, dict[str, str]]:
                 there = weights[key].float() if key in names else None
                 if there is None or there.shape != part.shape or not torch.allclose(part, there, 2**-7, 1e-6):
                     raise ValueError(f"{base} has another {key} than {saved.path}, where it was frozen; {fix}")
-    return rows, {name: weights.stored_name(name) for name in names}
+    return rows
 
 
-def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype, stored: dict[str, str]) -> None:
-    """Write every trained parameter by peft's names; a matrix that both embeddings share is written for each.
-
-    What the base calls otherwise, by `stored`, has the base's name, which the code in its directory requires.
-    """
+def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:
+    """Write every trained parameter by peft's names; a matrix that both embeddings share is written for each."""
     shapes = parameter_shapes(saved.model, saved.extension)
     shared = saved.model.tie_embeddings
 
     def keys(key: str) -> list[str]:
-        return [_PREFIX + stored.get(key, key), *([_PREFIX + _HEAD] if shared and key == _EMBEDDING else [])]
+        return [_PREFIX + key, *([_PREFIX + _HEAD] if shared and key == _EMBEDDING else [])]
 
     written = {}
     for name in saved.trained:

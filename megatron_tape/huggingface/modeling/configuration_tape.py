@@ -1,4 +1,4 @@
-"""Configuration of TAPE language models for transformers."""
+"""Configuration of TAPE language models for transformers, and what those with other positional encodings share."""
 
 import transformers
 from packaging.version import Version
@@ -7,7 +7,7 @@ from transformers import LlamaConfig, Qwen3Config
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     raise ImportError(
-        f"TAPE models need transformers {OLDEST_TRANSFORMERS} or newer, but this is {transformers.__version__}: "
+        f"this model needs transformers {OLDEST_TRANSFORMERS} or newer, but this is {transformers.__version__}: "
         "pip install -U transformers"
     )
 
@@ -16,26 +16,18 @@ STATE_PRECISIONS = ("fp32", "bf16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-class TapeConfig(transformers.PreTrainedConfig):
-    """Settings of a Llama-like decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
+class DecoderConfig(transformers.PreTrainedConfig):
+    """Settings of a Llama-like decoder, whatever its positional encoding.
 
     Llama's keys have the same meaning as there. In addition:
 
     attention_bias: q, k and v projections have biases, the output projection has none (as in Qwen2).
-    qk_norm: RMSNorm on each head's query and key before they are rotated (as in Qwen3).
-    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with that type's own
-        keys.
-    position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
-    gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
-        block's output before its residual).
+    qk_norm: RMSNorm on each head's query and key before positions change them (as in Qwen3).
     classifier_dropout: dropout before the linear layer of a token classifier, 0.1 unless given.
-    position_state_precision: what the position state accumulates in: `fp32`, or `bf16` for the model's own type, which
-        is the default for models without this key.
 
     Raises ValueError for settings that the model does not support.
     """
 
-    model_type = "tape"
     keys_to_ignore_at_inference = ["past_key_values"]
 
     def __init__(
@@ -56,13 +48,9 @@ class TapeConfig(transformers.PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         tie_word_embeddings: bool = False,
-        rope_parameters: dict | None = None,
         attention_bias: bool = False,
         attention_dropout: float = 0.0,
         qk_norm: bool = False,
-        position_mlp_size: int | None = None,
-        gate_input: str = "mlp",
-        position_state_precision: str = "bf16",
         classifier_dropout: float | None = None,
         **kwargs,
     ):
@@ -78,20 +66,10 @@ class TapeConfig(transformers.PreTrainedConfig):
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
-        self.rope_parameters = rope_parameters
         self.attention_bias = attention_bias
         self.attention_dropout = attention_dropout
         self.qk_norm = qk_norm
-        self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
-        self.gate_input = gate_input
-        self.position_state_precision = position_state_precision
         self.classifier_dropout = classifier_dropout
-        if position_state_precision not in STATE_PRECISIONS:
-            raise ValueError(
-                f"position_state_precision is {position_state_precision!r}; choose one of {', '.join(STATE_PRECISIONS)}"
-            )
-        if gate_input not in GATE_INPUTS:
-            raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
         if num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {num_attention_heads} is not a multiple of num_key_value_heads "
@@ -104,6 +82,44 @@ class TapeConfig(transformers.PreTrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
+
+
+class TapeConfig(DecoderConfig):
+    """Settings of a decoder whose rotary positions are rewritten by content (TAPE, ICML 2025).
+
+    In addition to those of every decoder:
+
+    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with that type's own
+        keys.
+    position_mlp_size: inner width of the position MLP; 4 * num_attention_heads unless given.
+    gate_input: what gates the position MLP: `mlp` (the MLP's output before its residual) or `attention` (the attention
+        block's output before its residual).
+    position_state_precision: what the position state accumulates in: `fp32`, or `bf16` for the model's own dtype, which
+        is the default for models without this key.
+    """
+
+    model_type = "tape"
+
+    def __init__(
+        self,
+        num_attention_heads: int = 12,
+        rope_parameters: dict | None = None,
+        position_mlp_size: int | None = None,
+        gate_input: str = "mlp",
+        position_state_precision: str = "bf16",
+        **kwargs,
+    ):
+        self.rope_parameters = rope_parameters
+        self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
+        self.gate_input = gate_input
+        self.position_state_precision = position_state_precision
+        if position_state_precision not in STATE_PRECISIONS:
+            raise ValueError(
+                f"position_state_precision is {position_state_precision!r}; choose one of {', '.join(STATE_PRECISIONS)}"
+            )
+        if gate_input not in GATE_INPUTS:
+            raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
+        super().__init__(num_attention_heads=num_attention_heads, **kwargs)
         if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
             raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")
 
@@ -114,4 +130,4 @@ class TapeConfig(transformers.PreTrainedConfig):
         return {**same_modules.base_model_tp_plan, "layers.*.position.token_mixing": "rowwise"}
 
 
-__all__ = ["TapeConfig"]
+__all__ = ["DecoderConfig", "TapeConfig"]

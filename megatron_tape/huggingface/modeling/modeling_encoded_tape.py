@@ -212,7 +212,6 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     _can_compile_fullgraph = False
-    _checkpoint_conversion_mapping = {}
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):

@@ -35,7 +35,7 @@ from .cache_tape import check_cache, let_grow
 from .configuration_tape import TapeConfig
 from .paged_tape import check_continuous_batching, check_paged_cache, prepare_manager, update_paged
 from .parallel_tape import share_of
-from .position_tape import FORMER_NAMES, TapePhases, TapePosition
+from .position_tape import TapePhases, TapePosition
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks do not know where the new tokens go unless they are given positions.
@@ -152,8 +152,6 @@ class TapePreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # peft renames what an adapter holds by this, before it looks for the names of the model.
-    _checkpoint_conversion_mapping = FORMER_NAMES
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -161,8 +159,8 @@ class TapePreTrainedModel(PreTrainedModel):
         return True
 
     @classmethod
-    def from_pretrained(cls, *args, key_mapping: dict[str, str] | None = None, **kwargs):
-        """Load a model as transformers does, also one whose weights have the names of earlier exports.
+    def from_pretrained(cls, *args, **kwargs):
+        """Load a model as transformers does.
 
         Raises NotImplementedError for pipeline parallelism, whose stages would lose the position state.
         """
@@ -173,12 +171,7 @@ class TapePreTrainedModel(PreTrainedModel):
                 "TAPE models do not support transformers' pipeline parallelism (pp_size), whose stages pass on hidden "
                 "states without the position state; use tp_size, or device_map to spread layers over devices"
             )
-        loaded = super().from_pretrained(*args, key_mapping={**FORMER_NAMES, **(key_mapping or {})}, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # transformers would save the model under the names that it was loaded from.
-        if (renamed := getattr(model, "_weight_conversions", None)) is not None:
-            model._weight_conversions = [each for each in renamed if each.source_patterns[0] not in FORMER_NAMES]
-        return loaded
+        return super().from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

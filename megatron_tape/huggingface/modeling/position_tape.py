@@ -10,10 +10,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_tape import TapeConfig
 
-_MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
-# TAPE's matrices were once parameters rather than modules; transformers reads both sides as regular expressions.
-FORMER_NAMES = {rf"\.position\.{name}$": f".position.{name}.weight" for name in _MATRICES}
-
 
 class TapePhases(nn.Module):
     """RoPE's phases, the position state before the first layer."""
@@ -74,7 +70,6 @@ class TapePosition(nn.Module):
         # transformers initializes modules that have parameters of their own, and this one has none.
         self.token_mixing.initial_std = self.down_proj.initial_std = 0.0
         self.up_proj.initial_std = G**-0.5
-        self.register_load_state_dict_pre_hook(_take_former_names)
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
         """Return the next layer's state (B, S, G, D) from the state, its averages (B, S, H, D), and (B, S, C)."""
@@ -95,10 +90,3 @@ class TapePosition(nn.Module):
         M = (gate @ outer).view(N, G, G)
         new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
-
-
-def _take_former_names(_module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Rename TAPE's matrices in the weights of an earlier export."""
-    for name in _MATRICES:
-        if prefix + name in state_dict:
-            state_dict[f"{prefix}{name}.weight"] = state_dict.pop(prefix + name)
