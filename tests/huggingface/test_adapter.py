@@ -10,7 +10,6 @@ import pytest
 import torch
 from conversions import convert, refused
 from datasets_for_tests import write_all
-from former_names import with_former_names
 from launch import run_group
 from models import random_tokens
 from safetensors.torch import load_file
@@ -196,21 +195,6 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
     refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
             "--output", tmp_path / "third")  # fmt: skip
-
-
-def test_adapters_and_bases_of_before_tapes_matrices_were_modules(exported, trained, tmp_path, expected):
-    name = "tape_tp2_zero3"
-    adapter = with_former_names(exported / name, tmp_path / "adapter")
-    base = with_former_names(exported / name / "base", tmp_path / "base")
-    # The base's own code, in its directory, may be as old as its names, so a new adapter of it has them, too.
-    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", base]
-    assert convert(*to_hf, "--output", tmp_path / "new").returncode == 0
-    new, before = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "new", adapter))
-    assert new.keys() == before.keys() and all(torch.equal(new[key], before[key]) for key in new)
-    for place in (base, exported / name / "base"):
-        model = with_adapter(load(place), adapter)
-        torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
-        torch.testing.assert_close(logits(model.merge_and_unload()), expected[name], atol=1e-5, rtol=0)
 
 
 def test_what_no_adapter_can_hold_is_refused(trained, tmp_path):

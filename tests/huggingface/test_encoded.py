@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from encoded import NAMES, TOYS, make, register_toys
+from exported_models import NAMES, TOYS, make, register_toys
 from models import random_tokens
 from torch.testing import assert_close
 from transformers import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoded import NAMES, export_with_code, make, register_toys
+from exported_models import NAMES, export_with_code, make, register_toys
 from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer

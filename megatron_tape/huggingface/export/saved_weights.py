@@ -20,7 +20,7 @@ from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED, parameter_shapes
-from megatron_tape.model.weights import current_name, from_megatron, lora_pairs, unshard
+from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 
 _WEIGHT = f"weight/{WRAPPED}"
 
@@ -42,7 +42,7 @@ class SavedWeights:
     @cached_property
     def trained(self) -> list[str]:
         """The parameters that the run trained."""
-        frozen = {current_name(name).removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
+        frozen = {name.removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
         return [name for name in parameter_shapes(self.model, self.extension) if name not in frozen]
 
     @cached_property
@@ -106,7 +106,7 @@ def open_weights(path: Path) -> SavedWeights:
                 with safe_open(file_path, "pt") as file:
                     for key in file.keys():
                         if key.startswith(_WEIGHT):
-                            name = current_name(key.removeprefix(_WEIGHT))
+                            name = key.removeprefix(_WEIGHT)
                             files[-1][name] = file_path, key
                             shapes[-1][name] = file.get_slice(key).get_shape()
             except SafetensorError as error:
