@@ -17,6 +17,20 @@ class Exported:
     """What was exported, as this process made it."""
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(2)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Models this small gain nothing from threads, and on a busy machine wait for them at every operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def source_text():
     return (Path(sysconfig.get_path("stdlib")) / "queue.py").read_text(encoding="utf-8")

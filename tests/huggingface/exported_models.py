@@ -1,7 +1,8 @@
-"""Exports of small models with every positional encoding that is exported with its own file, shared by tests."""
+"""Exports of small models of both families, TAPE's own classes and any encoding with its own file, shared by tests."""
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch
 LEARNED = {"position_increments": "learned"}
 VARIANTS = {"rope_learned": ("rope", LEARNED), "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"})}
 NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
-"""All of them, TAPE and RoPE included, which have classes of their own but must work in this way, too."""
+"""Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""
+OWN_CLASSES = "tape_classes"
+"""TAPE as it is exported: with classes of its own."""
 
 
 @dataclass
@@ -57,12 +60,13 @@ def export_with_code(name, *arguments, **options):
     """Export a model with its encoding's own file, also one that would become another kind of model."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ENCODINGS[name], "exports_to", "code")
-        export(*arguments, tokenizer="none", **options)
+        export(*arguments, **{"tokenizer": "none"} | options)
 
 
 def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes):
     """Build a model whose encoding's parameters are far from their start, export and load it."""
-    label = label or f"model_{name}"
+    label, own = label or f"model_{name}", name == OWN_CLASSES
+    name = "tape" if own else name
     name, settings = VARIANTS.get(name, (name, CHANGES.get(name, {})))
     model = small_model(position_encoding=name, unpadded_vocab_size=64, **(settings | changes))
     built, _ = build(model)
@@ -73,7 +77,8 @@ def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
     checkpoint, directory = folder / "checkpoints" / label, folder / label
     write_imported(checkpoint, model, whole_weights(built, model), "a random model")
-    export_with_code(name, checkpoint, directory, dtype=dtype, max_shard_size=max_shard_size)
+    write = export if own else partial(export_with_code, name)
+    write(checkpoint, directory, tokenizer="none", dtype=dtype, max_shard_size=max_shard_size)
     loaded, found = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
     assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())

@@ -11,16 +11,12 @@ import torch
 from small_models import SMALL, build, tokens
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers import modeling_flash_attention_utils as flash
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.huggingface.modeling.attention_tape import attend_by_blocks, attend_fused, eager_attention_forward
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -341,3 +337,19 @@ def test_an_export_is_loaded_with_each_attention_and_switches_to_each(environmen
         assert found["used"][f"{how} sdpa"] == ["sdpa", ["sdpa", 1]], "the layers before the last go by blocks"
         flex = [["flex_attention", 2]] * 2 + [["flex_attention", 1]]
         assert found["used"][f"{how} flex_attention"] == ["flex_attention", *flex]
+
+
+def test_an_attention_that_keeps_its_own_cache_is_refused_before_it_is_called(monkeypatch):
+    """As vLLM's, which calls one cache for each layer and has no room for z: the answer would be wrong, not refused."""
+    called = []
+
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        called.append(module.layer_idx)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", attention)
+    model = build()
+    model.config._attn_implementation = "vllm"
+    with pytest.raises(NotImplementedError, match="do not support vllm.*transformers serve or generate_batch"):
+        model(tokens(), use_cache=False)
+    assert not called

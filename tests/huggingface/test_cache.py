@@ -13,14 +13,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from megatron_tape.huggingface.modeling.cache_tape import GrowingLayer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -211,21 +203,6 @@ def test_an_early_exit_drafts_and_changes_no_token(exit_layer, attention):
     assert exit_layer in drafted and 4 in drafted
     assert model.config.num_hidden_layers == 4
     assert torch.equal(model.generate(prompt, **options), expected)
-
-
-def test_an_early_exit_is_the_model_of_its_first_layers():
-    torch.manual_seed(0)
-    whole = build(torch.float64, num_hidden_layers=4)
-    short = build(torch.float64, num_hidden_layers=2)
-    weights = whole.state_dict()
-    short.load_state_dict({name: weights[name] for name in short.state_dict()})
-    whole.config.num_hidden_layers = 2
-    with torch.no_grad():
-        cache = DynamicCache()
-        found = whole(tokens(), past_key_values=cache)
-        assert torch.equal(found.logits, short(tokens()).logits)
-    widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
-    assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
 
 
 def test_an_early_exit_drafts_what_llama_drafts():

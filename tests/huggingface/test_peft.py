@@ -26,11 +26,6 @@ RECIPES = {
 MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def tokens():
     return torch.randint(1, 64, (2, 17), generator=torch.Generator().manual_seed(3))
 

@@ -1,14 +1,15 @@
-"""Models of every positional encoding, exported with the encoding's own file, beside the models that were trained."""
+"""Exported models of both families, beside the models that were trained: what must hold for all of them."""
 
 import copy
 import inspect
 
 import pytest
 import torch
-from exported_models import NAMES, TOYS, make, register_toys
+from exported_models import NAMES, OWN_CLASSES, TOYS, make, register_toys
 from models import random_tokens
 from torch.testing import assert_close
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -22,6 +23,7 @@ from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.position import Positions
 
+ALL = (*NAMES, OWN_CLASSES)
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
 
 
@@ -49,7 +51,12 @@ def in_parts(model, ids, sizes, cache=None, **more):
     return torch.cat(parts, 1), cache
 
 
-@pytest.mark.parametrize("name", NAMES)
+def seeded(function, *arguments, **options):
+    torch.manual_seed(11)
+    return function(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_logits_and_gradients_are_those_of_the_training_model(exported, name):
     made, ids = exported(name), random_tokens()
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
@@ -74,12 +81,13 @@ def test_logits_and_gradients_are_those_of_the_training_model(exported, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_cache_changes_nothing(exported, name):
     model, ids = exported(name).loaded, random_tokens()
     whole = model(ids, use_cache=False).logits
-    found, cache = in_parts(model, ids, [5, 1, 7, 3])
-    assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert_close(in_parts(model, ids, [5, 1, 7, 3])[0], whole, atol=1e-5, rtol=1e-5)
     # A copy goes on by itself, and so does one whose sequences have changed places.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     copied = copy.deepcopy(cache)
@@ -97,19 +105,24 @@ def test_a_cache_changes_nothing(exported, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_generation_with_a_cache_equals_generation_without(exported, name):
     model, ids = exported(name).loaded, random_tokens(2, 8)
     ids[0, :3] = 0
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    for more in ({}, {"num_beams": 3}):
-        given = dict(attention_mask=mask, **GREEDY, **more)
-        expected = model.generate(ids, use_cache=False, **given)
-        assert torch.equal(model.generate(ids, **given), expected)
-        # Padding before a prompt changes nothing.
-        alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY, **more)
-        assert torch.equal(alone[0, 5:], expected[0, 8:])
+    for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 1.5}):
+        given = dict(attention_mask=mask, **GREEDY | more)
+        expected, found = (seeded(model.generate, ids, use_cache=use, **given) for use in (False, True))
+        assert torch.equal(found, expected)
+        if "do_sample" not in more:  # padding before a prompt changes nothing
+            alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY | more)
+            assert torch.equal(alone[0, 5:], expected[0, 8:])
+    # The next turn of a conversation continues from the cache of the one before: several tokens at once.
+    first = model.generate(ids[1:], return_dict_in_generate=True, **GREEDY)
+    turn = torch.cat([first.sequences, random_tokens(1, 7)], 1)
+    second = model.generate(turn, past_key_values=first.past_key_values, **GREEDY)
+    assert torch.equal(second, model.generate(turn, use_cache=False, **GREEDY))
     one = dict(attention_mask=mask[1:], **GREEDY)
     looked_up = model.generate(ids[1:], prompt_lookup_num_tokens=2, **one)
     assert torch.equal(looked_up, model.generate(ids[1:], **one))
@@ -119,7 +132,7 @@ def test_generation_with_a_cache_equals_generation_without(exported, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_packs_maps_and_masks(exported, name):
     made, ids = exported(name), random_tokens()
     model, documents = made.loaded, torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
@@ -130,9 +143,11 @@ def test_packs_maps_and_masks(exported, name):
     masked = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False)
     assert_close(masked.logits, packed, atol=1e-5, rtol=1e-5)
     model.set_attn_implementation("eager")
-    output = model(ids, position_ids=restarting, use_cache=False, output_attentions=True)
+    output = model(ids, position_ids=restarting, use_cache=False, output_attentions=True, output_hidden_states=True)
     model.set_attn_implementation("sdpa")
     assert_close(output.logits, packed, atol=1e-5, rtol=1e-5)
+    assert [state.shape for state in output.hidden_states] == [(2, 16, 32)] * (model.config.num_hidden_layers + 1)
+    assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
     for weights in output.attentions:
         assert_close(weights.sum(-1), torch.ones(2, 4, 16), atol=1e-5, rtol=0)
         assert not weights[~seen.expand_as(weights)].any()
@@ -141,7 +156,22 @@ def test_packs_maps_and_masks(exported, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["toy_gate", OWN_CLASSES])
+def test_embeddings_kept_logits_and_saved_models(exported, tmp_path, name):
+    model, ids = exported(name).loaded, random_tokens()
+    logits, embeddings = model(ids).logits, model.get_input_embeddings()(ids)
+    assert_close(model(inputs_embeds=embeddings).logits, logits)
+    assert_close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(ids, inputs_embeds=embeddings)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+    assert torch.equal(again(ids).logits, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
 def test_in_bf16_a_cache_still_changes_little(exported, name):
     model, ids = exported(name).loaded, random_tokens()
     exact, model = model(ids).logits, copy.deepcopy(model).bfloat16()
@@ -151,7 +181,7 @@ def test_in_bf16_a_cache_still_changes_little(exported, name):
     assert 0 < error < 0.1 * exact.abs().mean() and (found - exact).abs().mean() < 1.5 * error
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_autocast_changes_little(exported, name):
     """As transformers' Trainer trains with `bf16=True`."""
     model, ids = copy.deepcopy(exported(name).loaded), random_tokens()
@@ -231,16 +261,17 @@ def test_a_model_with_biases_norms_a_gate_ties_and_several_files_comes_back(tmp_
     assert_close(stored(ids).logits, made.built(ids), atol=0.15, rtol=0.05)
 
 
-def test_heads_train_with_gradient_checkpointing(exported):
-    directory, ids = exported("toy_gate").directory, random_tokens()
+@pytest.mark.parametrize("name, matrix", [("toy_gate", "gate"), (OWN_CLASSES, "token_mixing")])
+def test_heads_train_with_gradient_checkpointing(exported, name, matrix):
+    directory, ids = exported(name).directory, random_tokens()
     for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering):
         model = auto.from_pretrained(directory, trust_remote_code=True, pad_token_id=0)
         model.eval()
         gradients = []
-        for checkpointed in (False, True):
+        for checkpointed in (None, True, False):
             model.zero_grad()
-            if checkpointed:
-                model.gradient_checkpointing_enable()
+            if checkpointed is not None:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointed})
                 model.train()
                 for module in model.modules():
                     if isinstance(module, torch.nn.Dropout):
@@ -248,9 +279,10 @@ def test_heads_train_with_gradient_checkpointing(exported):
             output = model(ids, use_cache=False)
             logits = output.start_logits + output.end_logits if "start_logits" in output else output.logits
             logits.square().sum().backward()
-            gradients.append(model.model.layers[0].position.gate.weight.grad)
+            gradients.append(getattr(model.model.layers[0].position, matrix).weight.grad)
         assert gradients[0].norm() > 0
-        assert_close(gradients[1], gradients[0])
+        for each in gradients[1:]:
+            assert_close(each, gradients[0], rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
