@@ -54,16 +54,6 @@ class Cut(TypedDict):
     stride: int
 
 
-class CardFacts(TypedDict, total=False):
-    """What the model card of an export says of the model that was imported, by the keys of the Hub's metadata."""
-
-    base_model: str
-    license: str
-    license_name: str
-    license_link: str
-    language: list[str]
-
-
 class Progress(TypedDict, total=False):
     """Further state of a run.
 
@@ -76,7 +66,7 @@ class Progress(TypedDict, total=False):
     vocabulary: str
     origin: str
     identity: str
-    card: CardFacts
+    card: dict[str, Any]
 
 
 class Source(TypedDict):

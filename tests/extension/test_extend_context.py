@@ -372,7 +372,7 @@ def damaged(folder, bases, name):
         ("rows", [], "embed_tokens.weight with the shape (64, 32), but its config.json requires (65, 32)"),
         ("deeper", [], "lacks the parameter model.layers.3.input_layernorm.weight; give the config.json that belongs"),
         ("shallower", [], "holds model.layers.2.input_layernorm.weight, which a model with its settings does not"),
-        ("pickle", [], "its weights are pickles, which may run code"),
+        ("pickle", [], "is a pickle, which may run code"),
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "has another vocabulary than the tokenizer of extension.from"),
         ("rope", ["--extension.trains=[]"], "extension.trains is empty"),
         ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),

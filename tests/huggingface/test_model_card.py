@@ -11,7 +11,7 @@ from conversions import convert, refused
 from huggingface_hub import ModelCard
 from test_import import write_source
 
-from megatron_tape.huggingface.export.model_card import adapter_card
+from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports.from_transformers import import_model
@@ -72,7 +72,7 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
     assert "Imported from the llama model meta-llama/Llama-3; not trained further." in card
     assert "TAPE's matrices are zero" in card and not (exported / "positions.png").exists()
     saved = open_weights(tmp_path / "imported")
-    (tmp_path / "README.md").write_text(adapter_card("adapter", saved, "fp32", "base"))
+    write_adapter_card(tmp_path, "adapter", saved, "fp32", "base")
     of_adapter = {key: expected[key] for key in ("license", "license_name", "license_link", "language")}
     assert metadata(tmp_path) == of_adapter | {"library_name": "peft", "pipeline_tag": "text-generation"}
     # A TAPE model that is imported again keeps all this.
@@ -175,7 +175,7 @@ def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, t
     other = exports["rope"].directory.parent / "checkpoints" / "rope"
     command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
     refused(tmp_path, "results of another model", *command, evaluated)
-    refused(tmp_path, "do not exist", *command, tmp_path / "nowhere")
+    refused(tmp_path, "holds no results", *command, tmp_path / "nowhere")
     shutil.copytree(other, tmp_path / "other" / "checkpoints" / step.name)
     shutil.copytree(evaluated, tmp_path / "other" / "evaluation" / step.name)
     export(tmp_path / "other" / "checkpoints" / step.name, tmp_path / "rope", tokenizer="none")

@@ -1,111 +1,81 @@
 """What `pretrain.evaluate` found out about a checkpoint, for the model card of its export."""
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+
+from huggingface_hub import EvalResult
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import MANIFEST
-from megatron_tape.io.records import read_record
+from megatron_tape.checkpoint.directories import MANIFEST, digest
+from megatron_tape.errors import FileError
+from megatron_tape.evaluation.results import Results, read_results, results_file
 
-RESULTS = "results.json"
-_BYTES = 1 << 30
 _SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
 _FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
-
-
-class _Score(TypedDict):
-    metric: str
-    value: float
-    length: int | None
-    group: str
-    low: float | None
-    high: float | None
-    count: int | None
-    unit: str
-
-
-class _Task(TypedDict):
-    data: dict[str, str]
-    scores: list[_Score]
-    notes: list[str]
-    dtype: str
-    hardware: str
-    versions: dict[str, str]
-
-
-class _Model(TypedDict):
-    digest: str
-
-
-class Results(TypedDict):
-    """The part of `results.json`, in the format 1, that a model card shows."""
-
-    format: Literal[1]
-    model: _Model
-    tasks: dict[str, _Task]
 
 
 def find_results(checkpoint: Path, given: Sequence[str | Path] = ()) -> list[Results]:
     """Return the results of a checkpoint in the directories or files `given`, or where its evaluation writes them.
 
-    Raises OSError or ValueError, in one sentence, if those given cannot be read or are of another model.
+    Raises FileError if those given cannot be read or are of another model.
     """
-    digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    of_model = digest(checkpoint / MANIFEST)[1]
     found = []
     for place in map(Path, given):
-        results = _read(place / RESULTS if place.is_dir() else place)
-        if results["model"]["digest"] != digest:
-            raise ValueError(
-                f"{place} holds results of another model than {checkpoint}; evaluate that one: "
-                f"python -m pretrain.evaluate TASK --model {checkpoint}"
-            )
+        if not results_file(place).is_file():
+            raise FileError(str(place), "holds no results", "give the output directory of pretrain.evaluate")
+        results = read_results(place)
+        if results.model.digest != of_model:
+            problem = f"holds results of another model than {checkpoint}"
+            raise FileError(str(place), problem, f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}")
         found.append(results)
-    # As in evaluation.source: of a run, `evaluation/STEP` beside its checkpoints.
-    own = checkpoint.parent.parent / "evaluation" / checkpoint.name / RESULTS
+    # As in evaluation.model_source: of a run, `evaluation/STEP` beside its checkpoints.
+    own = results_file(checkpoint.parent.parent / "evaluation" / checkpoint.name)
     if given or not own.is_file():
         return found
     try:
-        results = _read(own)
+        results = read_results(own)
     except (ValueError, OSError) as error:
         command_line.say(f"the model card has no evaluation results: {error}")
         return []
-    return [results] if results["model"]["digest"] == digest else []
+    return [results] if results.model.digest == of_model else []
 
 
-def _read(path: Path) -> Results:
-    if not path.is_file():
-        raise FileNotFoundError(f"results {path} do not exist; give the output directory of pretrain.evaluate")
-    return read_record(path, Results, _BYTES)
+def rows_of(several: Sequence[Results]) -> list[list[str]]:
+    """Return the cells of a card's table, a row for each score."""
+    rows = []
+    for score in (score for results in several for task in results.tasks.values() for score in task.scores):
+        length, count = (f"{number:,}" if number else "" for number in (score.length, score.count))
+        cells = [score.task, score.group, length, score.metric, score.shown_value, score.shown_interval, count]
+        rows.append([cell.replace("|", "&#124;") for cell in cells])
+    return rows
 
 
-def rows_of(results: Results) -> Iterator[dict[str, Any]]:
-    """Yield every score with the name of its `task`."""
-    for task, found in results["tasks"].items():
-        for score in found["scores"]:
-            yield {"task": task, **score}
-
-
-def results_section(several: Sequence[Results]) -> list[str]:
-    """Return the section of the evaluation results; nothing without any."""
-    if not several:
-        return []
-    lines = ["", "## Evaluation", "", "| task | | context | metric | value | 95 % interval | samples |"]
-    lines.append("|---|---|---|---|---|---|---|")
+def notes_of(several: Sequence[Results]) -> list[str]:
+    """Return what a reader of the scores has to know, without the paths of the machine that evaluated."""
     notes: dict[str, None] = {}
-    for results in several:
-        for row in rows_of(results):
-            interval = "" if row["low"] is None or row["high"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
-            length, count = (f"{row[key]:,}" if row[key] else "" for key in ("length", "count"))
-            unit = f" {row['unit']}" if row["unit"] else ""
-            cells = (row["task"], row["group"], length, row["metric"], f"{row['value']:.4g}{unit}", interval, count)
-            lines.append("| " + " | ".join(str(cell).replace("|", "&#124;") for cell in cells) + " |")
-        for name, task in results["tasks"].items():
-            versions = ", ".join(f"{key} {task['versions'][key]}" for key in _SHOWN if key in task["versions"])
-            data = "".join(f", on {Path(path).name}" for path in task["data"])
-            notes[f"{name}: measured in {task['dtype']} on {task['hardware']}{data} ({versions})."] = None
-            # Paths of the machine that evaluated concern nobody else.
-            notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task["notes"]}
-    return [*lines, "", *(f"- {note}" for note in notes)]
+    for name, task in (item for results in several for item in results.tasks.items()):
+        versions = ", ".join(f"{key} {task.versions[key]}" for key in _SHOWN if key in task.versions)
+        data = "".join(f", on {Path(path).name}" for path in task.data)
+        notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
+        notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task.notes}
+    return list(notes)
+
+
+def scores_for_hub(several: Sequence[Results]) -> list[EvalResult]:
+    """Return every score as the Hub's metadata has it."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=score.task,
+            dataset_name=f"{score.task}: {score.group}" if score.group else score.task,
+            dataset_config=score.group or None,
+            metric_type=score.metric.replace(" ", "_"),
+            metric_name=score.metric + (f" at {score.length:,} tokens" if score.length else ""),
+            metric_value=score.value,
+        )
+        for results in several
+        for task in results.tasks.values()
+        for score in task.scores
+    ]

@@ -17,16 +17,15 @@ _LOGGED = re.compile(r"position/update_norm/layer_(\d+)")
 _COLORS = ("#1670fa", "#df6e08")
 
 
-def position_section(saved: SavedWeights, logged: dict[str, tuple[int, float]]) -> tuple[list[str], bytes | None]:
-    """Return the section about positions, and its picture as PNG; None if nothing has moved.
+def position_section(saved: SavedWeights, logged: dict[str, tuple[int, float]]) -> tuple[str, bytes | None]:
+    """Return the text of the section about positions, and its picture as PNG; None if nothing has moved.
 
     The picture shows what the run `logged` of its updates, or else how large TAPE's matrices are.
     """
-    title = ["", "## Positions", ""]
     matrices = _sizes_of_matrices(saved)
     if not any(map(any, matrices.values())):
-        same = "TAPE's matrices are zero, as at their start, so positions are those of RoPE until the model is trained."
-        return [*title, same], None
+        text = "TAPE's matrices are zero, as at their start, so positions are those of RoPE until the model is trained."
+        return text, None
     updates = {int(found[1]): value for name, value in logged.items() if (found := _LOGGED.fullmatch(name))}
     if updates:
         step = max(step for step, _ in updates.values())
@@ -45,7 +44,7 @@ def position_section(saved: SavedWeights, logged: dict[str, tuple[int, float]]) 
             "not measured on text. With RoPE they would be 0. The last layer has none."
         )
     picture = f"![Bars by layer: {'; '.join(_in_words(*one) for one in bars.items())}]({PICTURE})"
-    return [*title, text, "", picture], _draw(bars, label)
+    return f"{text}\n\n{picture}", _draw(bars, label)
 
 
 def _sizes_of_matrices(saved: SavedWeights) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.settings import model_differences
-from megatron_tape.huggingface.export.model_card import adapter_card
+from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
@@ -67,8 +67,7 @@ def export_adapter(
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         write_json(directory / "adapter_config.json", _adapter_config(saved, place))
         where = BASE if base is None else place.resolve().name
-        card = adapter_card(Path(output).resolve().name, saved, dtype, where)
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_adapter_card(directory, Path(output).resolve().name, saved, dtype, where)
         for file in directory.iterdir():
             sync_directory(file)
     command_line.say(f"exported what {saved.path} trained to {output}, an adapter of {place}")
@@ -77,7 +76,7 @@ def export_adapter(
 def _write_base(saved: SavedWeights, place: Path, dtype: str, max_shard_size: int, tokenizer: str | None) -> int:
     """Write the model without its LoRA layers, and return the rows of its vocabulary."""
     with atomic_directory(place) as directory:
-        write_model(saved, directory, place.name, dtype, max_shard_size, tokenizer, with_lora=False)
+        write_model(saved, directory, ExportOptions(place.name, dtype, max_shard_size, tokenizer, with_lora=False))
     return read_settings(place / "config.json")["vocab_size"]
 
 

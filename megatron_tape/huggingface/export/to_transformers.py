@@ -9,14 +9,16 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.huggingface.export.evaluation_results import Results, find_results
-from megatron_tape.huggingface.export.model_card import write_card
+from megatron_tape.evaluation.results import Results
+from megatron_tape.huggingface.export.evaluation_results import find_results
+from megatron_tape.huggingface.export.model_card import CardContents, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
@@ -32,6 +34,21 @@ VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # The architecture of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is exported; see `export`."""
+
+    name: str
+    """The model's name, for its card."""
+    dtype: str
+    max_shard_size: int
+    tokenizer: str | None
+    with_lora: bool = True
+    """Merge LoRA layers into the matrices; otherwise they are left out."""
+    results: Sequence[Results] = ()
+    repository: str | None = None
 
 
 def export(
@@ -51,11 +68,11 @@ def export(
     ValueError or OSError, in one sentence, and leaves nothing behind, if the checkpoint is damaged or has an
     architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
     """
+    name = Path(repository or output).resolve().name
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint)
         found = find_results(saved.path, results)
-        name = Path(repository or output).resolve().name
-        write_model(saved, directory, name, dtype, max_shard_size, tokenizer, results=found, repository=repository)
+        write_model(saved, directory, ExportOptions(name, dtype, max_shard_size, tokenizer, True, found, repository))
     command_line.say(f"exported {saved.path} to {output}")
 
 
@@ -81,31 +98,21 @@ def open_exportable(checkpoint: str | Path) -> SavedWeights:
     return saved
 
 
-def write_model(
-    saved: SavedWeights,
-    directory: Path,
-    name: str,
-    dtype: str,
-    max_shard_size: int,
-    tokenizer: str | None,
-    with_lora: bool = True,
-    results: Sequence[Results] = (),
-    repository: str | None = None,
-) -> None:
-    """Write a whole model called `name` into an empty directory, and flush it to disk; see `export`."""
-    model = saved.model
-    pieces = _write_tokenizer(saved, tokenizer, directory)
+def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) -> None:
+    """Write a whole model into an empty directory, and flush it to disk; see `export`."""
+    model, encoding = saved.model, encoding_of(saved.model)
+    pieces = _write_tokenizer(saved, options.tokenizer, directory)
     rows = vocabulary_rows(model, pieces)
     ids = _NO_IDS if pieces is None else pieces.special_ids
-    config = huggingface_config(model, rows, dtype)
+    config = huggingface_config(model, rows, options.dtype)
     write_json(directory / "config.json", config | ids)
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-    encoding = encoding_of(model)
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
-    facts = (name, config["model_type"], saved, rows, dtype, pieces is not None, with_lora)
-    write_card(directory, *facts, results, repository)
-    write_weights(saved, directory, rows, DTYPES[dtype], max_shard_size, with_lora)
+    facts = (options.name, rows, options.dtype, pieces is not None, options.with_lora)
+    contents = CardContents(*facts, options.results, options.repository)
+    write_card(directory, config["model_type"], saved, contents)
+    write_weights(saved, directory, rows, DTYPES[options.dtype], options.max_shard_size, options.with_lora)
     for file in directory.iterdir():
         sync_directory(file)
 

@@ -7,7 +7,9 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import TypedDict
 
+from megatron_tape.checkpoint.directories import STATE
 from megatron_tape.config.schema import blend
+from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.io.records import parse_record
 from megatron_tape.model.names import parameter_shapes
@@ -62,25 +64,24 @@ def _own_parts(saved: SavedWeights) -> list[str]:
     return [part for part in dict.fromkeys(map(part_of, saved.trained)) if part != "lora"]
 
 
-def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> list[str]:
+def training_facts(saved: SavedWeights, without: Collection[str] = ()) -> str:
     """Return a table of what was trained but for the parts in `without`, from what, and how.
 
-    Raises ValueError if the settings are not those of a run.
+    Raises CheckpointError if the settings are not those of a run.
     """
     state, origin = saved.state, saved.state["progress"].get("origin")
     config = state["config"]
     if "train" not in config:
-        return [f"Imported from {origin}; not trained further."]
+        return f"Imported from {origin}; not trained further."
     try:
         start = {} if origin is None else {"Started from": origin}
         start |= _extension(config.get("extension", {}))
         if without and not _own_parts(saved):
-            return table(start) if start else []
-        return table(start | _trained(saved, without) | _settings(state, config))
+            return _table(start)
+        return _table(start | _trained(saved, without) | _settings(state, config))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"state.json holds settings that no run can have had ({type(error).__name__}: {error}); choose another step"
-        ) from None
+        problem = f"holds settings that no run can have had ({type(error).__name__}: {error})"
+        raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
 
 
 def _extension(extension: dict) -> dict[str, object]:
@@ -127,7 +128,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
         "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",
         "Learning rate": f"{optimizer['lr']:g}, {schedule['kind']}, {schedule['warmup_steps']:,} warm-up steps",
-        "Arithmetic": train["precision"],
+        "Precision": train["precision"],
         "Layout": f"{processes}: tensor parallel {tensor}, {shared}data parallel {replicas // context}, "
         f"ZeRO stage {config['deepspeed']['zero_stage']}",
         "Seed": train["seed"],
@@ -146,13 +147,23 @@ def _data(data: dict) -> str:
     return ", ".join(shares)
 
 
-def final_losses(logged: dict[str, tuple[int, float]]) -> list[str]:
+def final_losses(logged: dict[str, tuple[int, float]]) -> str:
     """Return the section of the final losses, given what `last_logged` found; nothing without losses."""
     rows = [f"| {name} | {logged[key][1]:.4f} | {logged[key][0]:,} |" for key, name in _LOSSES.items() if key in logged]
-    header = ["", "## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
-    return [*header, *rows] if rows else []
+    header = ["## Final losses", "", "| | nats per token | at step |", "|---|---|---|"]
+    return "\n".join([*header, *rows]) if rows else ""
 
 
-def table(facts: dict[str, object]) -> list[str]:
-    """Return a table of two columns in Markdown."""
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]
+def was_pretrained_here(state: dict) -> bool:
+    """Return whether the weights were trained from random ones, and so by this project alone."""
+    config = state["config"]
+    return (
+        "train" in config
+        and state["progress"].get("origin") is None
+        and config.get("extension", {}).get("from") is None
+    )
+
+
+def _table(facts: dict[str, object]) -> str:
+    """Return a table of two columns in Markdown; nothing without facts."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]) if facts else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import CardFacts
+from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.directories import CardFacts
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.imports.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES

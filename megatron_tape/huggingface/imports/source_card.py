@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import CardFacts
 from megatron_tape.io.records import parse_yaml, read_small
 
 CARD = "README.md"
@@ -15,6 +14,16 @@ _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LONGEST = 200
+
+
+class CardFacts(TypedDict, total=False):
+    """What the model card of an export says of the model that was imported, by the keys of the Hub's metadata."""
+
+    base_model: str
+    license: str
+    license_name: str
+    license_link: str
+    language: list[str]
 
 
 def source_card(directory: Path, base_model: str | None = None, is_tape: bool = False) -> CardFacts:
