@@ -19,7 +19,7 @@ from transformers import (
 
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.transformers_model import HFModel
-from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+from megatron_tape.huggingface.modeling.configuration_tape import DecoderConfig, TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.position import Positions
 
@@ -119,10 +119,13 @@ def test_generation_with_a_cache_equals_generation_without(exported, name):
             alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY | more)
             assert torch.equal(alone[0, 5:], expected[0, 8:])
     # The next turn of a conversation continues from the cache of the one before: several tokens at once.
-    first = model.generate(ids[1:], return_dict_in_generate=True, **GREEDY)
-    turn = torch.cat([first.sequences, random_tokens(1, 7)], 1)
-    second = model.generate(turn, past_key_values=first.past_key_values, **GREEDY)
-    assert torch.equal(second, model.generate(turn, use_cache=False, **GREEDY))
+    first = model.generate(ids[1:, :4], return_dict_in_generate=True, **GREEDY)
+    turn, options = (
+        torch.cat([first.sequences, random_tokens(1, 3)], 1),
+        GREEDY | dict(max_new_tokens=3, min_new_tokens=3),
+    )
+    second = model.generate(turn, past_key_values=first.past_key_values, **options)
+    assert torch.equal(second, model.generate(turn, use_cache=False, **options))
     one = dict(attention_mask=mask[1:], **GREEDY)
     looked_up = model.generate(ids[1:], prompt_lookup_num_tokens=2, **one)
     assert torch.equal(looked_up, model.generate(ids[1:], **one))
@@ -231,9 +234,8 @@ def test_tape_is_the_same_as_with_its_own_classes(exported):
     ids, encoded = random_tokens(), exported("tape").loaded
     config = encoded.config.to_dict() | encoded.config.position_settings
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    for key in config.keys() - inspect.signature(TapeConfig).parameters.keys():
-        del config[key]
-    own_model = TapeForCausalLM(TapeConfig(**config)).eval()
+    known = inspect.signature(TapeConfig).parameters.keys() | inspect.signature(DecoderConfig).parameters.keys()
+    own_model = TapeForCausalLM(TapeConfig(**{key: config[key] for key in config.keys() & known - {"kwargs"}})).eval()
     own_model.load_state_dict(encoded.state_dict())
     for implementation in ("sdpa", "eager"):
         for model in (encoded, own_model):

@@ -15,6 +15,7 @@ from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
+    ExportOptions,
     open_exportable,
     part_shapes,
     write_json,
