@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
 
 _BESIDE = (
@@ -49,7 +50,7 @@ class ExportedTokenizer:
 def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
     """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
 
-    Raises FileNotFoundError if there is none, ValueError if the file is not a tokenizer or cannot be converted exactly.
+    Raises FileNotFoundError if there is none, FileError if the file is not a tokenizer or cannot be converted exactly.
     """
     ours, source = load_tokenizer(source), Path(source)
     if source.is_dir():
@@ -134,7 +135,8 @@ def _converted(model, source: Path):
         scores = [(p.piece, p.score if p.type in _FROM_TEXT else _NEVER) for p in model.pieces]
         core = models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
     else:
-        raise ValueError(f"{source} is a SentencePiece model of words or characters; only BPE and unigram are exported")
+        problem = "is a SentencePiece model of words or characters"
+        raise FileError(str(source), problem, "only BPE and unigram are exported")
     steps = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
@@ -180,7 +182,7 @@ def _texts() -> list[str]:
 
 
 def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores: list[float] | None) -> None:
-    """Raise ValueError if the converted tokenizer gives other ids than ours.
+    """Raise FileError if the converted tokenizer gives other ids than ours.
 
     A unigram model, for which `scores` are given, may divide a text such as a line of dashes in another way that is
     equally likely. SentencePiece's choice between the two is arbitrary and not reproduced, so both are accepted.
@@ -192,8 +194,6 @@ def _try_out(converted, ours: Tokenizer, source: Path, texts: list[str], scores:
             continue
         if scores and math.isclose(sum(scores[i] for i in theirs), sum(scores[i] for i in expected), rel_tol=1e-6):
             continue
-        raise ValueError(
-            f"{source} cannot be converted: its tokenizer.json would give other ids for some text; give an "
-            "exact tokenizer.json with --tokenizer"
-        )
+        problem = "cannot be converted: its tokenizer.json would give other ids for some text"
+        raise FileError(str(source), problem, "give an exact tokenizer.json with --tokenizer")
     converted.encode_special_tokens = False

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.position.base import PositionEncoding
 
 _PACKAGE = __name__.partition(".")[0]
@@ -43,7 +44,7 @@ class _Module:
 def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     """Return the text of each file by its name; `encoding_tape.py`, one of them, names the class.
 
-    Raises ValueError, in one sentence, for an import that cannot travel.
+    Raises UserError for an import that cannot travel.
     """
     own = _module_of(encoding)
     base = _of_package(f"{_PACKAGE}.position.base")
@@ -68,10 +69,8 @@ def _module_of(encoding: type) -> _Module:
     except (OSError, TypeError):
         path = None
     if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
-        raise ValueError(
-            f"the positional encoding {encoding.name} cannot be exported: its class {encoding.__qualname__} is not at "
-            "the top of a file; move it into one"
-        )
+        problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top of a file"
+        raise UserError(f"the positional encoding {encoding.name}", problem, "move it into one")
     return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
 
 
@@ -104,7 +103,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
             continue
         new = _relative(module, node, at_top, needed)
         if indent.strip() or lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[0].strip():
-            raise _cannot_travel(module, node, "shares its line with other statements; give it a line of its own")
+            raise _cannot_travel(module, node, "shares its line with other statements", "give it a line of its own")
         lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
     return "\n".join(lines), needed
 
@@ -126,17 +125,17 @@ def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, boo
 def _relative(module: _Module, node: ast.ImportFrom, at_top: bool, needed: list[_Module]) -> list[str]:
     """Return the statements of a flat file that import what `node` imports from this package."""
     if node.level:
-        raise _cannot_travel(module, node, f"is relative; write it as from {_PACKAGE}.MODULE import NAME")
+        raise _cannot_travel(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
     if f"{node.module}.".startswith(f"{_KERNELS}."):
         if at_top:
-            raise _cannot_travel(module, node, "needs GPU kernels, which are not exported; move it into a function")
+            raise _cannot_travel(module, node, "needs GPU kernels, which are not exported", "move it into a function")
         return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
     by_module: dict[_Module, list[str]] = {}
     for alias in node.names:
         target = _defining(str(node.module), alias.name)
         if target is None:
             fix = f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the name"
-            raise _cannot_travel(module, node, f"names no function, class or constant of a module; {fix}")
+            raise _cannot_travel(module, node, "names no function, class or constant of a module", fix)
         by_module.setdefault(target, []).append(ast.unparse(alias))
     needed += by_module
     return [f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()]
@@ -167,5 +166,6 @@ def _check_available(module: _Module, node: ast.stmt, name: str) -> None:
         raise _cannot_travel(module, node, f"imports {name}, but an export can have {others}")
 
 
-def _cannot_travel(module: _Module, node: ast.stmt, why: str) -> ValueError:
-    return ValueError(f"{module.path}, line {node.lineno}: this import cannot be exported with the encoding: it {why}")
+def _cannot_travel(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:
+    place, problem = f"{module.path}, line {node.lineno}", "cannot be exported with the encoding: it"
+    return FileError("this import", f"{problem} {why}", fix, place)

@@ -6,6 +6,7 @@ TAPE has files of its own. Every other encoding is exported with the same few fi
 import hashlib
 from pathlib import Path
 
+from megatron_tape.errors import UserError
 from megatron_tape.huggingface.export.encoding_files import encoding_files
 from megatron_tape.position import PositionEncoding
 
@@ -40,7 +41,7 @@ _IMPORT = "from .encoding_tape import Encoding, Memory\n"
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
     """Return the files of an export by name: of TAPE, or of another encoding.
 
-    Raises ValueError, in one sentence, if the encoding's file cannot be exported.
+    Raises UserError if the encoding's file cannot be exported.
     """
     files = {name: (_MODELING / name).read_bytes() for name in FILES}
     if encoding is None:
@@ -48,10 +49,9 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     files |= {name: (_MODELING / name).read_bytes() for name in ENCODED_FILES}
     own = {name: text.encode() for name, text in encoding_files(encoding).items()}
     if taken := sorted(files.keys() & own.keys()):
-        raise ValueError(
-            f"the positional encoding {encoding.name} imports what would be the file {taken[0]} of an export, which "
-            "is another file there; import names from the modules that define them"
-        )
+        problem = f"imports what would be the file {taken[0]} of an export, which is another file there"
+        fix = "import names from the modules that define them"
+        raise UserError(f"the positional encoding {encoding.name}", problem, fix)
     others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1
@@ -79,7 +79,7 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
         return False
     try:
         expected = code_files(encoding)
-    except ValueError:
+    except UserError:
         return False
     found = {file.name for file in directory.glob("*.py")}
     return found == set(expected) and all((directory / name).read_bytes() == expected[name] for name in expected)

@@ -18,6 +18,7 @@ from megatron_tape.checkpoint.index import tensor_files
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
+from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
@@ -82,7 +83,7 @@ class SavedWeights:
 def open_weights(path: Path) -> SavedWeights:
     """Open the step directory `path`, which `find_checkpoint` returned.
 
-    Raises ValueError, in one sentence, if its parameters do not fit the model that its settings describe.
+    Raises CheckpointError if its parameters do not fit the model that its settings describe.
     """
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
@@ -91,14 +92,14 @@ def open_weights(path: Path) -> SavedWeights:
         validate_model(model)
         extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is of another architecture or version: {error}") from error
+        raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
     files: list[dict[str, tuple[Path, str]]] = []
     shapes: list[dict[str, list[int]]] = []
     listed = checkpoint_files.read_manifest(path)["files"]
     for rank in range(size):
         paths = [path / name for name in tensor_files(listed, rank)]
         if not paths:
-            raise ValueError(f"checkpoint {path} holds no tensors of tensor-parallel rank {rank}; choose another step")
+            raise CheckpointError(str(path), f"holds no tensors of tensor-parallel rank {rank}", "choose another step")
         files.append({})
         shapes.append({})
         for file_path in paths:
@@ -110,7 +111,7 @@ def open_weights(path: Path) -> SavedWeights:
                             files[-1][name] = file_path, key
                             shapes[-1][name] = file.get_slice(key).get_shape()
             except SafetensorError as error:
-                raise ValueError(f"{file_path} is not a safetensors file: {error}") from error
+                raise FileError(str(file_path), f"is not a safetensors file: {error}") from error
     source = find_source(path, state)
     if source is not None:
         source = open_weights(find_checkpoint(source, lambda message: None))
@@ -131,7 +132,7 @@ def _extension(section: dict[str, Any]) -> ExtensionConfig:
     check_shape(section, _LoraSettings, "config.extension")
     extension = ExtensionConfig(**{key: section[key] for key in _LoraSettings.__annotations__ if key in section})
     if extension.lora_rank < 1:
-        raise ValueError(f"config.extension.lora_rank is {extension.lora_rank}")
+        raise ConfigError("config.extension.lora_rank", f"is {extension.lora_rank}")
     return extension
 
 
@@ -140,14 +141,15 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
     for rank, found in enumerate(shapes):
         left_out = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
         for name in [*(name for name in expected if name not in left_out), *found]:
-            where = f"checkpoint {saved.path} is of another architecture than its settings say: parameter {name}"
+            where = f"is of another architecture than its settings say: parameter {name}"
             if name not in found:
-                raise ValueError(f"{where} is missing (tensor-parallel rank {rank})")
+                raise CheckpointError(str(saved.path), f"{where} is missing (tensor-parallel rank {rank})")
             if name not in expected:
-                raise ValueError(f"{where} is not one that this model has")
+                raise CheckpointError(str(saved.path), f"{where} is not one that this model has")
             shape = list(found[name])
             cut = saved.state["sharded"].get(WRAPPED + name)
             if cut and cut["dim"] < len(shape):
                 shape[cut["dim"]] *= len(shapes)
             if tuple(shape) != expected[name]:
-                raise ValueError(f"{where} has shape {tuple(shape)} instead of {expected[name]}")
+                problem = f"{where} has shape {tuple(shape)} instead of {expected[name]}"
+                raise CheckpointError(str(saved.path), problem)

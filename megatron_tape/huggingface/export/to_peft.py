@@ -11,6 +11,7 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.settings import model_differences
+from megatron_tape.errors import CheckpointError, FileError
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
@@ -49,16 +50,15 @@ def export_adapter(
     """Write what a run trained into the new directory `output`, for `PeftModel.from_pretrained`.
 
     The model that it adds to is `base`, a directory in the format of transformers, which is written if it does not
-    exist; None means `output`/base. The other arguments are those of `export.export`. Raises ValueError or OSError, in
-    one sentence, if the run trained what an adapter cannot hold, or if an existing `base` is another model.
+    exist; None means `output`/base. The other arguments are those of `export.export`. Raises UserError or OSError
+    if the run trained what an adapter cannot hold, or if an existing `base` is another model.
     """
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint)
         if other := [name for name in saved.trained if kind_of(name) not in KINDS]:
-            raise ValueError(
-                f"checkpoint {saved.path} trained {other[0]}, and an adapter can hold only LoRA layers, embeddings, "
-                "norms and TAPE's matrices; leave out --adapter"
-            )
+            held = "LoRA layers, embeddings, norms and TAPE's matrices"
+            problem = f"trained {other[0]}, and an adapter can hold only {held}"
+            raise CheckpointError(str(saved.path), problem, "leave out --adapter")
         place = Path(output) / BASE if base is None else Path(base)
         if base is not None and place.exists():
             rows = _check_base(saved, place)
@@ -94,12 +94,11 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
     ours, theirs = ({**dataclasses.asdict(either), **blank} for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"
     if differences := model_differences(ours, theirs, ("run", "base")):
-        raise ValueError(f"{base} is another model than that of {saved.path} ({'; '.join(differences)}); {fix}")
+        raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)
     rows, trained = found.vocab_size, set(saved.trained)
     if rows > model.vocab_size:
-        raise ValueError(
-            f"{base} has {rows} rows in its vocabulary, more than the {model.vocab_size} of the run; {fix}"
-        )
+        problem = f"has {rows} rows in its vocabulary, more than the {model.vocab_size} of the run"
+        raise FileError(str(base), problem, fix)
     weights = open_directory(base, allow_pickle=False)
     names = set(weights)
     with command_line.step(f"comparing the frozen weights with those of {base}"):
@@ -108,7 +107,7 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
                 part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
                 there = weights[key].float() if key in names else None
                 if there is None or there.shape != part.shape or not torch.allclose(part, there, 2**-7, 1e-6):
-                    raise ValueError(f"{base} has another {key} than {saved.path}, where it was frozen; {fix}")
+                    raise FileError(str(base), f"has another {key} than {saved.path}, where it was frozen", fix)
     return rows
 
 

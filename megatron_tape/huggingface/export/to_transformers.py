@@ -16,6 +16,7 @@ import torch
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import CheckpointError, FileError, UserError
 from megatron_tape.evaluation.results import Results
 from megatron_tape.huggingface.export.evaluation_results import find_results
 from megatron_tape.huggingface.export.model_card import CardContents, write_card
@@ -84,17 +85,13 @@ def open_exportable(checkpoint: str | Path) -> SavedWeights:
     model, encoding = saved.model, encoding_of(saved.model)
     kind = encoding.exports_to
     if kind is None:
-        raise ValueError(
-            f"checkpoint {path} has model.position_encoding {model.position_encoding}, which says that it cannot be "
-            "exported (exports_to)"
-        )
+        problem = f"has model.position_encoding {encoding.name}, which says that it cannot be exported (exports_to)"
+        raise CheckpointError(str(path), problem)
     if kind == "code":
         code_files(type(encoding))
     if kind == "plain" and model.qkv_bias and model.qk_norm:
-        raise ValueError(
-            f"checkpoint {path} has model.qkv_bias and model.qk_norm, which no model of transformers combines "
-            "with plain rope; import or train it as tape to export both"
-        )
+        problem = "has model.qkv_bias and model.qk_norm, which no model of transformers combines with plain rope"
+        raise CheckpointError(str(path), problem, "import or train it as tape to export both")
     return saved
 
 
@@ -209,10 +206,8 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {rows} rows; give one "
-            f"that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}"
-        )
+        problem = f"has {tokenizer.vocab_size} ids, but the model's vocabulary only {rows} rows"
+        raise UserError("the tokenizer", problem, f"give one that fits with --tokenizer, or --tokenizer {NO_TOKENIZER}")
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
 
@@ -277,18 +272,13 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
     if source is None and (saved.path / TOKENIZER).is_dir():
         source = saved.path / TOKENIZER
     if source is None:
-        raise ValueError(
-            f"the checkpoint names no tokenizer; give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export "
-            "without one"
-        )
+        fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
+        raise CheckpointError(str(saved.path), "names no tokenizer", fix)
     try:
         return write_tokenizer(source, directory, saved.model.seq_length)
     except FileNotFoundError:
-        whose = "" if given else " of this run"
-        raise FileNotFoundError(
-            f"the tokenizer{whose}, {source}, does not exist; give a .model, a tokenizer.json or their directory with "
-            "--tokenizer"
-        ) from None
+        fix = "give a .model, a tokenizer.json or their directory with --tokenizer"
+        raise FileError(str(source), f"does not exist, the tokenizer{'' if given else ' of this run'}", fix) from None
 
 
 def write_json(path: Path, value: dict) -> None:

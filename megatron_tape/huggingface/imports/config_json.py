@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
 from megatron_tape.position import ENCODINGS, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
@@ -68,40 +68,42 @@ SIZES = (
 
 @contextmanager
 def one_sentence(path: Path) -> Iterator[None]:
-    """Turn errors caused by the settings in `path` into a ValueError of one sentence that names the file."""
+    """Turn errors caused by the settings in `path` into one that names the file."""
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{path} has no {error.args[0]}; give the config.json that belongs to the weights") from None
+        problem = f"has no {error.args[0]}"
+        raise FileError(str(path), problem, "give the config.json that belongs to the weights") from None
     except ConfigError as error:
-        raise ValueError(f"{path} describes a model that cannot be built: {error}") from None
+        problem = f"describes a model that cannot be built: {error.subject} {error.problem}"
+        raise FileError(str(path), problem, error.fix) from None
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds a setting of the wrong type: {error}") from None
+        raise FileError(str(path), f"holds a setting of the wrong type: {error}") from None
     except ArithmeticError as error:
-        raise ValueError(f"{path} holds a number that no model can have: {error}") from None
+        raise FileError(str(path), f"holds a number that no model can have: {error}") from None
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise ValueError if one of `SIZES` is not a whole number above 0."""
+    """Raise UserError if one of `SIZES` is not a whole number above 0."""
     for key in SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise ValueError(f"{key} is {settings.get(key)!r} in {path}, but must be a whole number above 0")
+            raise UserError(key, f"is {settings.get(key)!r} in {path}, but must be a whole number above 0")
 
 
 def read_settings(path: Path) -> dict:
-    """Return the JSON object of a `config.json`; raises FileNotFoundError or ValueError in one sentence."""
+    """Return the JSON object of a `config.json`; raises FileError."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; the model's config.json is needed")
+        raise FileError(str(path), "is not a file", "the model's config.json is needed")
     try:
         return read_record(path, dict[str, Any])
     except ValueError as error:
-        raise ValueError(f"{error}; give the model's config.json") from None
+        raise FileError(str(path), f"cannot be read: {error}", "give the model's config.json") from None
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that holds `rows`; raises ValueError if `multiple` is below 1."""
+    """Return the smallest multiple of `multiple` that holds `rows`; raises UserError if `multiple` is below 1."""
     if multiple < 1:
-        raise ValueError(f"--vocab-multiple is {multiple}; give 1 or more")
+        raise UserError("--vocab-multiple", f"is {multiple}", "give 1 or more")
     return -(-rows // multiple) * multiple
 
 
@@ -123,25 +125,24 @@ def model_settings(
 ) -> ModelConfig:
     """Translate the contents of the `config.json` at `path`; the other arguments are those of `import_model`.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for settings that have no counterpart here.
+    Raises UserError, KeyError, TypeError or AttributeError for settings that have no counterpart here.
     """
 
     def refuse(key: str, accepted: str) -> ValueError:
-        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
+        return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
 
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise refuse("model_type", ", ".join(DEFAULTS))
     if kind == "tape" and position_encoding != "tape":
-        raise ValueError(f"{path} describes a TAPE model, which cannot become {position_encoding}; import it as tape")
+        problem = f"describes a TAPE model, which cannot become {position_encoding}"
+        raise FileError(str(path), problem, "import it as tape")
     if kind == ENCODED and position_encoding != settings["position_encoding"]:
-        raise ValueError(
-            f"{path} describes a model with {settings['position_encoding']}, which cannot become {position_encoding}; "
-            "leave out --position-encoding"
-        )
+        problem = f"describes a model with {settings['position_encoding']}, which cannot become {position_encoding}"
+        raise FileError(str(path), problem, "leave out --position-encoding")
     if (position_encoding != "tape" or kind == ENCODED) and any(value is not None for value in changes.values()):
         whose = "this export" if position_encoding == "tape" else position_encoding
-        raise ValueError(f"{' and '.join(changes)} are settings of TAPE; leave them out with {whose}")
+        raise UserError(" and ".join(changes), "are settings of TAPE", f"leave them out with {whose}")
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = DEFAULTS[kind] | given | _FIXED[kind]
@@ -160,7 +161,8 @@ def model_settings(
     if kind == "tape":
         for key, value in changes.items():
             if value not in (None, settings.get(key)):
-                raise ValueError(f"{path} has {key} {settings.get(key)!r}, which cannot become {value!r}; leave it out")
+                problem = f"has {key} {settings.get(key)!r}, which cannot become {value!r}"
+                raise FileError(str(path), problem, "leave it out")
         changes = {key: settings.get(key) for key in (*changes, "position_state_precision")}
     heads = settings["num_attention_heads"]
     if kind == ENCODED:
@@ -195,17 +197,16 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
     """Return the settings of the encoding of an export, after checking that they are its own, and of their types."""
     name, given = settings["position_encoding"], settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
-        raise ValueError(
-            f"position_encoding is {name!r} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it "
-            "registered"
-        )
+        problem = f"is {name!r} in {path}, which is not one of {', '.join(ENCODINGS)}, nor was it registered"
+        raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
-        raise ValueError(f"--rope-scaling-factor {scaling_factor:g} is for RoPE and TAPE, not for {name}; leave it out")
+        problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"
+        raise UserError("--rope-scaling-factor", problem, "leave it out")
     kinds = {key: get_type_hints(ENCODINGS[name].settings)[key] for key in setting_names(name)}
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     for key, value in given.items():
         if key not in kinds:
-            raise ValueError(f"position_settings in {path} has {key}, which is not a setting of {name}; remove it")
+            raise UserError(f"position_settings.{key}", f"in {path} is not a setting of {name}", "remove it")
         check_shape(value, kinds[key], f"position_settings.{key} in {path}")
     return dict(given)
 
@@ -217,13 +218,13 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     beside = settings.get("rope_parameters", rope)
     # transformers would use the older of the two and silently ignore the other.
     if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
-        raise ValueError(f"rope_scaling and rope_parameters differ in {path}; remove the wrong one")
+        raise UserError(
+            ("rope_scaling", "rope_parameters"), f"and rope_parameters differ in {path}", "remove the wrong one"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{key} is {rope!r} in {path}, which cannot be imported; default, linear, llama3 and yarn, of whole heads, "
-            "can"
-        )
+        problem = f"is {rope!r} in {path}, which cannot be imported"
+        raise UserError(key, problem, "default, linear, llama3 and yarn, of whole heads, can")
     theta = rope.get("rope_theta", beside.get("rope_theta", settings.get("rope_theta", 10000.0)))
     if kind in ("default", "linear"):
         factor = rope["factor"] if kind == "linear" else 1.0
@@ -234,10 +235,11 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
-        raise ValueError(
-            f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which "
-            "scales only slow frequencies; leave it out"
+        problem = (
+            f"{scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which scales "
+            "only slow frequencies"
         )
+        raise UserError("--rope-scaling-factor", problem, "leave it out")
     return shared | {
         "rope_scaling_factor": rope["factor"],
         "rope_low_freq_factor": rope["low_freq_factor"],
@@ -255,10 +257,11 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
     if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
         attention = None
     if attention is not None and scaling_factor != 1.0:
-        raise ValueError(
-            f"--rope-scaling-factor {scaling_factor:g} cannot be combined with the attention factor {attention:g} in "
-            f"{path}, which does not follow from yarn's factor; leave it out"
+        problem = (
+            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in "
+            f"{path}, which does not follow from yarn's factor"
         )
+        raise UserError("--rope-scaling-factor", problem, "leave it out")
     return {
         "rope_scaling_factor": factor * scaling_factor,
         "rope_beta_fast": rope.get("beta_fast") or 32.0,

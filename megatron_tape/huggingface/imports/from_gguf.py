@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tape import command_line
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
@@ -44,7 +45,7 @@ _LOW_TURNS, _HIGH_TURNS, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
 def find_gguf(source: Path) -> Path | None:
     """Return the GGUF file that `source` is, or that a directory without other weights holds; None without one.
 
-    Raises ValueError if there are several.
+    Raises FileError if there are several.
     """
     if source.is_file():
         return source if source.suffix == SUFFIX else None
@@ -52,21 +53,22 @@ def find_gguf(source: Path) -> Path | None:
     if not found or any(source.glob("*.safetensors")) or any(source.glob("pytorch_model*")):
         return None
     if len(found) > 1:
-        raise ValueError(f"{source} holds several GGUF files; give one of them, such as --model {found[0]}")
+        raise FileError(str(source), "holds several GGUF files", f"give one of them, such as --model {found[0]}")
     return found[0]
 
 
 class GgufFile(Mapping):
     """The weights of a GGUF file by Hugging Face's names, each read and dequantized when it is accessed.
 
-    Raises ValueError, in one sentence, if the package gguf is missing, or the file is not one that can be imported.
+    Raises FileError if the package gguf is missing, or the file is not one that can be imported.
     """
 
     def __init__(self, path: Path):
         try:
             import gguf
         except ImportError:
-            raise ValueError(f"{path} needs the package gguf, which is not installed; run: pip install gguf") from None
+            problem = "needs the package gguf, which is not installed"
+            raise FileError(str(path), problem, "run: pip install gguf") from None
         self.path = path
         with self._readable():
             reader = gguf.GGUFReader(path)
@@ -74,12 +76,11 @@ class GgufFile(Mapping):
             self._file_tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self._fields.get("general.architecture")
         if self.architecture not in _ARCHITECTURES:
-            raise ValueError(
-                f"{path} has the architecture {self.architecture!r}, which cannot be imported; "
-                f"{', '.join(_ARCHITECTURES)} can"
-            )
+            problem = f"has the architecture {self.architecture!r}, which cannot be imported"
+            raise FileError(str(path), problem, f"{', '.join(_ARCHITECTURES)} can")
         if self._fields.get("split.count", 0) > 1:
-            raise ValueError(f"{path} is a part of a model; join the parts first: llama-gguf-split --merge PART OUTPUT")
+            problem = "is a part of a model"
+            raise FileError(str(path), problem, "join the parts first: llama-gguf-split --merge PART OUTPUT")
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], self._key("block_count"))
         ours = ["model.embed_tokens", "model.norm", "lm_head"]
         ours += [f"model.layers.{layer}.{name}" for layer in range(self._key("block_count")) for name in _LAYER]
@@ -115,13 +116,14 @@ class GgufFile(Mapping):
         return ", ".join(sorted(kinds))
 
     def settings(self) -> dict[str, Any]:
-        """Return what the file says of its model as the contents of a `config.json`; ValueError, KeyError if it cannot.
+        """Return what the file says of its model as the contents of a `config.json`; UserError, KeyError if it cannot.
 
         transformers' own defaults count for nothing here: what the file leaves out is what llama.cpp takes it to be.
         """
         embeddings = self._file_tensors.get("token_embd.weight")
         if embeddings is None:
-            raise ValueError(f"{self.path} lacks token_embd.weight, so it holds no language model; give another file")
+            problem = "lacks token_embd.weight, so it holds no language model"
+            raise FileError(str(self.path), problem, "give another file")
         hidden, heads = self._key("embedding_length"), self._key("attention.head_count")
         settings = {
             "model_type": self.architecture,
@@ -143,7 +145,7 @@ class GgufFile(Mapping):
             self._require(key, value)
         prefix = f"{self.architecture}."
         if unknown := [name for name in self._fields if name.startswith(prefix) and name not in self._read]:
-            raise ValueError(f"{unknown[0]} is {self._fields[unknown[0]]!r} in {self.path}, which cannot be imported")
+            raise UserError(unknown[0], f"is {self._fields[unknown[0]]!r} in {self.path}, which cannot be imported")
         return settings
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
@@ -152,9 +154,8 @@ class GgufFile(Mapping):
         theta = _shortest(self._key("rope.freq_base", 10000.0))
         kind, factor = self._key("rope.scaling.type", "none"), _shortest(self._key("rope.scaling.factor", 1.0))
         if kind not in ("none", "linear"):
-            raise ValueError(
-                f"rope.scaling.type is {kind!r} in {self.path}, which cannot be imported; none, linear can"
-            )
+            problem = f"is {kind!r} in {self.path}, which cannot be imported"
+            raise UserError("rope.scaling.type", problem, "none, linear can")
         stored = self._file_tensors.get(_LLAMA3_FACTORS)
         if stored is None:
             linear = kind == "linear" and factor != 1.0
@@ -166,10 +167,8 @@ class GgufFile(Mapping):
         kept = np.clip((turns - _LOW_TURNS) / (_HIGH_TURNS - _LOW_TURNS), 0, 1)
         expected = 1 / ((1 - kept) / factor + kept)
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4) or kind != "none":
-            raise ValueError(
-                f"{self.path} scales positions by {_LLAMA3_FACTORS} in a way that is not Llama 3's, which cannot be "
-                "imported; import the model from its safetensors files"
-            )
+            problem = f"scales positions by {_LLAMA3_FACTORS} in a way that is not Llama 3's, which cannot be imported"
+            raise FileError(str(self.path), problem, "import the model from its safetensors files")
         return {
             "rope_type": "llama3",
             "rope_theta": theta,
@@ -186,7 +185,7 @@ class GgufFile(Mapping):
 
     def _require(self, name: str, value: Any) -> None:
         if self._key(name, value) != value:
-            raise ValueError(f"{name} is {self._key(name)!r} in {self.path}, which cannot be imported; {value!r} can")
+            raise UserError(name, f"is {self._key(name)!r} in {self.path}, which cannot be imported", f"{value!r} can")
 
     @property
     def _read(self) -> set[str]:
@@ -232,15 +231,15 @@ class GgufFile(Mapping):
 
     @contextmanager
     def _readable(self, part: str = "") -> Iterator[None]:
-        """Turn whatever the package gguf raises for a damaged file into a ValueError of one sentence."""
+        """Turn whatever the package gguf raises for a damaged file into a FileError."""
         try:
             yield
         except OSError:
             raise
         except Exception as error:  # damaged files lead it to wrong indices, types and sizes
-            of = f"{part} in {self.path}" if part else str(self.path)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise ValueError(f"{of} cannot be read ({reason}); download the GGUF file again, or give another") from None
+            problem = f"{f'holds {part}, which ' if part else ''}cannot be read ({reason})"
+            raise FileError(str(self.path), problem, "download the GGUF file again, or give another") from None
 
 
 def _shortest(number: float) -> float:

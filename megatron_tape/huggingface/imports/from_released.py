@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.config_json import check_sizes, one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
 from megatron_tape.huggingface.imports.weight_files import open_files
@@ -50,9 +51,8 @@ def import_released(
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
     if thresholds := {float(released[key]) for key in released if key.endswith(_THRESHOLD)} - {model.fire_threshold}:
-        raise ValueError(
-            f"{weights} has FIRE's init_L {thresholds.pop():g}, which cannot be imported; {model.fire_threshold:g} can"
-        )
+        problem = f"has FIRE's init_L {thresholds.pop():g}, which cannot be imported"
+        raise FileError(str(weights), problem, f"{model.fire_threshold:g} can")
     source = _Renamed(released)
     # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
@@ -92,7 +92,7 @@ class _Renamed(Mapping):
 
 def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
     def refuse(key: str, accepted: str) -> ValueError:
-        return ValueError(f"{key} is {settings.get(key)!r} in {path}, which cannot be imported; {accepted} can")
+        return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
 
     if settings.get("rpe_type") not in tuple(_ENCODINGS):
         raise refuse("rpe_type", ", ".join(_ENCODINGS))

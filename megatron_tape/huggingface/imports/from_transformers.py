@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_tape import command_line
+from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     ENCODED,
     model_settings,
@@ -45,10 +46,8 @@ def import_model(
     source = Path(source)
     path = find_gguf(source)
     if path is None and not source.is_dir():
-        raise FileNotFoundError(
-            f"model {source} is neither a directory nor a GGUF file; download the model into a directory: "
-            "hf download OWNER/NAME --local-dir DIR"
-        )
+        fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
+        raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
     gguf, path = (None, source / "config.json") if path is None else (path, path)
     changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
     with one_sentence(path):

@@ -14,6 +14,7 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.imports.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
@@ -34,7 +35,7 @@ _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 class _Padded(Mapping):
     """Checked weights of `model` with its padded vocabulary; added rows are the mean of all rows.
 
-    Raises ValueError for a weight whose shape or type is not the model's, or with numbers that are not finite.
+    Raises FileError for a weight whose shape or type is not the model's, or with numbers that are not finite.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
@@ -46,16 +47,13 @@ class _Padded(Mapping):
         if name in _VOCABULARY:
             shape = (self._model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{self._origin} gives {name} the shape {tuple(tensor.shape)}, but its settings require {shape}"
-            )
+            problem = f"gives {name} the shape {tuple(tensor.shape)}, but its settings require {shape}"
+            raise FileError(self._origin, problem)
         if tensor.dtype not in _TYPES:
-            raise ValueError(f"{self._origin} holds {name} as {tensor.dtype}; fp32, bf16 and fp16 can be imported")
+            raise FileError(self._origin, f"holds {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"{self._origin} holds {name} with numbers that are not finite (NaN or infinite), so it cannot be "
-                "trained; choose an earlier checkpoint of that model"
-            )
+            problem = f"holds {name} with numbers that are not finite (NaN or infinite), so it cannot be trained"
+            raise FileError(self._origin, problem, "choose an earlier checkpoint of that model")
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
@@ -107,7 +105,7 @@ def write_imported(
     The weights have `model.unpadded_vocab_size` rows; rows up to `model.vocab_size` are added here, and an export
     removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
     where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
-    Raises ValueError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
+    Raises FileError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
     model (unless its name starts with one of `unread`). `identity` and `card` are kept in the state's progress.
 
     The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
@@ -182,12 +180,12 @@ def advise(output: str | Path) -> None:
 
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise ValueError if the names are not the model's, or if tied embeddings are there twice and differ."""
+    """Raise FileError if the names are not the model's, or if tied embeddings are there twice and differ."""
     found = set(weights)  # testing whether a mapping has a name may read the tensor
     check_names(found, model, origin, unread)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in found and not torch.equal(weights[embedding], weights[head]):
-        raise ValueError(f"{origin} holds a separate {head}, but its settings say tie_word_embeddings")
+        raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")
 
 
 def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:

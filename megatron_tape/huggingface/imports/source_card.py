@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape import command_line
+from megatron_tape.errors import UserError
 from megatron_tape.io.records import parse_yaml, read_small
 
 CARD = "README.md"
@@ -31,10 +32,10 @@ def source_card(directory: Path, base_model: str | None = None, is_tape: bool = 
 
     Licence and languages are those in the metadata of its README.md. The name is `base_model`, or that of the Hub's
     cache if `directory` lies there, or, for an exported TAPE model (`is_tape`), the one that its card gives. Raises
-    ValueError if `base_model` is not a name of the Hub.
+    UserError if `base_model` is not a name of the Hub.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
-        raise ValueError(f"--base-model is {base_model!r}, but names on the Hub have the form OWNER/NAME")
+        raise UserError("--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME")
     given = _metadata(directory / CARD)
     facts: CardFacts = {}
     if name := base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_tape else None):
