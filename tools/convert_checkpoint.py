@@ -11,80 +11,62 @@ An output appears only when it is complete; an existing output is never changed.
 """
 
 import argparse
+from collections.abc import Callable
 
 from megatron_tape import command_line
+from megatron_tape.errors import UserError
 from megatron_tape.io.files import refuse_existing
 
 
 def main() -> None:
     """Parse the command line and convert."""
-    arguments = parser().parse_args()
-    arguments.convert(arguments)
+    arguments = vars(parser().parse_args())
+    arguments.pop("convert")(**arguments)
 
 
-def to_hf(arguments: argparse.Namespace) -> None:
-    """Write a Hugging Face model from a checkpoint of this project."""
-    size = parse_size(arguments.max_shard_size)
-    model = arguments.checkpoint, arguments.output, arguments.dtype, size, arguments.tokenizer
-    if arguments.private and arguments.push_to_hub is None:
-        raise ValueError("--private is for a model of the Hub; add --push-to-hub NAME, or leave it out")
-    if arguments.adapter:
-        if arguments.push_to_hub is not None or arguments.results:
-            raise ValueError("--push-to-hub and --results are for whole models; leave out --adapter")
+def to_hf(
+    output: str, base: str | None, adapter: bool, results: list[str], push_to_hub: str | None, private: bool, **model
+) -> None:
+    """Write a Hugging Face model, or an adapter for peft, from a checkpoint of this project."""
+    if private and push_to_hub is None:
+        raise UserError("--private", "is for a model of the Hub", "add --push-to-hub NAME, or leave it out")
+    if adapter and (push_to_hub is not None or results):
+        raise UserError(("--push-to-hub", "--results"), "and --results are for whole models", "leave out --adapter")
+    if base is not None and not adapter:
+        raise UserError("--base", "names the model of an adapter", "add --adapter, or leave it out")
+    model["max_shard_size"] = parse_size(model["max_shard_size"])
+    if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
-        export_adapter(*model, arguments.base)
-        return
-    if arguments.base is not None:
-        raise ValueError("--base names the model of an adapter; add --adapter, or leave it out")
-    from megatron_tape.huggingface.export.to_transformers import export
-
-    if arguments.push_to_hub is None:
-        export(*model, arguments.results)
+        export_adapter(output=output, base=base, **model)
         return
     from megatron_tape.huggingface.export.hub import repository_of, upload
+    from megatron_tape.huggingface.export.to_transformers import export
 
-    refuse_existing(arguments.output, fix="choose another --output")
-    repository = repository_of(arguments.push_to_hub)
-    export(*model, arguments.results, repository)
-    upload(arguments.output, repository, arguments.private)
+    if push_to_hub is not None:
+        refuse_existing(output, fix="choose another --output")
+        push_to_hub = repository_of(push_to_hub)
+    export(output=output, results=results, repository=push_to_hub, **model)
+    if push_to_hub is not None:
+        upload(output, push_to_hub, private)
 
 
-def from_hf(arguments: argparse.Namespace) -> None:
+def from_hf(model: str, output: str, **options) -> None:
     """Write a checkpoint of this project from a Hugging Face model."""
     from megatron_tape.huggingface.imports.from_transformers import import_model
 
-    import_model(
-        arguments.model,
-        arguments.output,
-        arguments.position_encoding,
-        arguments.rope_scaling_factor,
-        arguments.vocab_multiple,
-        arguments.token_mixing,
-        arguments.gate_input,
-        arguments.position_mlp_size,
-        arguments.seed,
-        arguments.allow_pickle,
-        arguments.base_model,
-    )
+    import_model(model, output, **options)
 
 
-def from_released(arguments: argparse.Namespace) -> None:
+def from_released(**options) -> None:
     """Write a checkpoint of this project from one of the TAPE authors' code."""
     from megatron_tape.huggingface.imports.from_released import import_released
 
-    import_released(
-        arguments.weights,
-        arguments.config,
-        arguments.output,
-        arguments.vocab_multiple,
-        arguments.token_mixing,
-        arguments.allow_pickle,
-    )
+    import_released(**options)
 
 
 def parse_size(text: str) -> int:
-    """Read `5GB`, `500MB` or `2000` as bytes, in powers of 1000; raises ValueError for anything else."""
+    """Read `5GB`, `500MB` or `2000` as bytes, in powers of 1000; raises UserError for anything else."""
     number, power = text.strip().upper().removesuffix("B"), 0
     if number[-1:] in ("K", "M", "G", "T"):
         number, power = number[:-1], " KMGT".index(number[-1])
@@ -93,7 +75,7 @@ def parse_size(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise ValueError(f"--max-shard-size is {text!r}; give a size such as 5GB or 500MB")
+        raise UserError("--max-shard-size", f"is {text!r}", "give a size such as 5GB or 500MB")
     return size
 
 
@@ -113,136 +95,96 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
+    def add(name: str, convert: Callable, what: str, add_options: Callable, example: str) -> None:
+        whole = f"example: python tools/convert_checkpoint.py {name} {example}"
+        direction = directions.add_parser(name, help=what, description=f"Convert {what}.", epilog=whole)
+        direction.set_defaults(convert=convert)
+        add_options(direction.add_argument)
+
     what = "a checkpoint of this project to a Hugging Face model"
-    example = "python tools/convert_checkpoint.py to-hf --checkpoint runs/demo/tape --output exported/tape --dtype bf16"
-    export = directions.add_parser("to-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
-    export.set_defaults(convert=to_hf)
-    add = export.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a run or its checkpoints directory (the newest complete checkpoint is used), or one step",
-    )
+    add("to-hf", to_hf, what, add_export, "--checkpoint runs/demo/tape --output exported/tape --dtype bf16")
+    what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
+    ends = "--model models/Qwen3-0.6B --output imported/qwen3 ; it ends by saying how to train from the result"
+    add("from-hf", from_hf, what, add_import, ends)
+    what = "a checkpoint of the TAPE authors' code to one of this project"
+    example = "--weights model.safetensors --config config.json --output released"
+    add("from-released", from_released, what, add_released, example)
+    return result
+
+
+def add_export(add: Callable) -> None:
+    """Add the options of to-hf."""
+    newest = "a run or its checkpoints directory (the newest complete checkpoint is used), or one step"
+    add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
-    add(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="number type of the weights (default: %(default)s)",
-    )
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
-    add(
-        "--adapter",
-        action="store_true",
-        help="write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or "
-        "TAPE's matrices alone; without this, LoRA layers are merged into the model",
+    trained = (
+        "write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or TAPE's "
+        "matrices alone; without this, LoRA layers are merged into the model"
     )
-    add(
-        "--base",
-        metavar="DIR",
-        help="with --adapter: the model that it adds to; if DIR does not exist, that model is written there "
-        "(default: OUTPUT/base)",
+    add("--adapter", action="store_true", help=trained)
+    base = (
+        "with --adapter: the model that it adds to; if DIR does not exist, that model is written there (default: "
+        "OUTPUT/base)"
     )
-    add(
-        "--results",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the run, if any)",
-    )
-    add(
-        "--push-to-hub",
-        metavar="NAME",
-        help="also upload the model to the Hugging Face Hub, as NAME or OWNER/NAME; needs a login (hf auth login)",
-    )
+    add("--base", metavar="DIR", help=base)
+    results = "results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the run, if any)"
+    add("--results", nargs="+", default=[], metavar="DIR", help=results)
+    hub = "also upload the model to the Hugging Face Hub, as NAME or OWNER/NAME; needs a login (hf auth login)"
+    add("--push-to-hub", metavar="NAME", help=hub)
     add("--private", action="store_true", help="with --push-to-hub: a new model is visible to its owner only")
 
-    what = "a Llama, Mistral, Qwen2, Qwen3 or exported TAPE model to a checkpoint of this project"
-    example = (
-        "python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3 ; it ends by "
-        "saying how to train from the result"
+
+def add_import(add: Callable) -> None:
+    """Add the options of from-hf."""
+    model = (
+        "directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file, or a directory "
+        "with one"
     )
-    imported = directions.add_parser("from-hf", help=what, description=f"Convert {what}.", epilog=f"example: {example}")
-    imported.set_defaults(convert=from_hf)
-    add = imported.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="directory with config.json, weights and tokenizer, as transformers saves them; or a GGUF file, or a "
-        "directory with one",
+    add("--model", required=True, metavar="DIR", help=model)
+    name = (
+        "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies in "
+        "the Hub's cache)"
     )
-    add(
-        "--base-model",
-        metavar="OWNER/NAME",
-        help="the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL "
-        "lies in the Hub's cache)",
+    add("--base-model", metavar="OWNER/NAME", help=name)
+    add_checkpoint(add)
+    encoding = (
+        "tape starts out the same and can learn to move positions; rope keeps the model (default: tape, or for an "
+        "export of another encoding its own)"
     )
-    _add_output(imported)
-    add(
-        "--position-encoding",
-        choices=("tape", "rope"),
-        help="tape starts out the same and can learn to move positions; rope keeps the model (default: tape, or for an "
-        "export of another encoding its own)",
+    add("--position-encoding", choices=("tape", "rope"), help=encoding)
+    scaling = (
+        "also divide positions by this, which extends the context by the same factor; it multiplies the factor of a "
+        "model with yarn (default: %(default)s)"
     )
-    add(
-        "--rope-scaling-factor",
-        type=factor,
-        default=1.0,
-        metavar="X",
-        help="also divide positions by this, which extends the context by the same factor; it multiplies the factor of "
-        "a model with yarn (default: %(default)s)",
-    )
+    add("--rope-scaling-factor", type=factor, default=1.0, metavar="X", help=scaling)
     add("--gate-input", choices=("mlp", "attention"), help="what gates TAPE's position MLP (default: mlp)")
     add("--position-mlp-size", type=int, metavar="P", help="TAPE's inner width (default: 4 times the query heads)")
     add("--seed", type=int, default=1234, help="seed of TAPE's random initial parameters (default: %(default)s)")
 
-    what = "a checkpoint of the TAPE authors' code to one of this project"
-    example = (
-        "python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json "
-        "--output released"
-    )
-    released = directions.add_parser(
-        "from-released", help=what, description=f"Convert {what}.", epilog=f"example: {example}"
-    )
-    released.set_defaults(convert=from_released)
-    add = released.add_argument
-    add(
-        "--weights",
-        required=True,
-        metavar="FILE",
-        help="safetensors file with the parameter names of the released code",
-    )
+
+def add_released(add: Callable) -> None:
+    """Add the options of from-released."""
+    weights = "safetensors file with the parameter names of the released code"
+    add("--weights", required=True, metavar="FILE", help=weights)
     add("--config", required=True, metavar="JSON", help="the config.json with which the model was trained")
-    _add_output(released)
-    return result
+    add_checkpoint(add)
 
 
-def _add_output(direction: argparse.ArgumentParser) -> None:
+def add_checkpoint(add: Callable) -> None:
     """Add the options that both imports share."""
-    add = direction.add_argument
     add("--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist")
-    add(
-        "--vocab-multiple",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)",
+    multiple = "pad the vocabulary to a multiple of this, as tensor parallelism needs (default: %(default)s)"
+    add("--vocab-multiple", type=int, default=1, metavar="N", help=multiple)
+    mixing = (
+        "form of TAPE's map over heads for further training: a matrix, or one scale per head as in the released code "
+        "(default: %(default)s)"
     )
-    add(
-        "--token-mixing",
-        choices=("full", "per_head"),
-        default="full",
-        help="form of TAPE's map over heads for further training: a matrix, or one scale per head as in the "
-        "released code (default: %(default)s)",
-    )
-    add(
-        "--allow-pickle",
-        action="store_true",
-        help="also read .bin and .pt files; use this only for files from people you trust",
-    )
+    add("--token-mixing", choices=("full", "per_head"), default="full", help=mixing)
+    pickles = "also read .bin and .pt files; use this only for files from people you trust"
+    add("--allow-pickle", action="store_true", help=pickles)
 
 
 if __name__ == "__main__":

