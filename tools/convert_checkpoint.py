@@ -119,10 +119,10 @@ def add_export(add: Callable) -> None:
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: %(default)s)")
-    add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory, or none; default: the run's")
+    add("--tokenizer", metavar="T", help="a .model, a tokenizer.json or their directory; none (default: the run's)")
     trained = (
-        "write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or TAPE's "
-        "matrices alone; without this, LoRA layers are merged into the model"
+        "write only what was trained, in peft's format, for a run that trained LoRA layers, embeddings, norms or "
+        "TAPE's matrices alone; without this, LoRA layers are merged into the model"
     )
     add("--adapter", action="store_true", help=trained)
     base = (
@@ -145,8 +145,8 @@ def add_import(add: Callable) -> None:
     )
     add("--model", required=True, metavar="DIR", help=model)
     name = (
-        "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies in "
-        "the Hub's cache)"
+        "the model's name on the Hugging Face Hub, for the model cards of exports (default: known only if MODEL lies "
+        "in the Hub's cache)"
     )
     add("--base-model", metavar="OWNER/NAME", help=name)
     add_checkpoint(add)

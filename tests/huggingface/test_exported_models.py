@@ -333,13 +333,20 @@ def test_peft_trains_an_encoding_whole(exported, tmp_path):
 
 
 @torch.no_grad()
-def test_offloaded_weights_change_no_logit(exported):
+@pytest.mark.parametrize("name, parameter", [("fire", "up_bias"), (OWN_CLASSES, "up_proj")])
+def test_offloaded_weights_change_no_logit(exported, name, parameter, tmp_path):
     from accelerate import cpu_offload
 
-    made, ids = exported("fire"), random_tokens()
-    offloaded = cpu_offload(copy.deepcopy(made.loaded), execution_device=torch.device("cpu"))
-    assert offloaded.model.layers[1].position.up_bias.weight.is_meta
-    assert torch.equal(offloaded(ids).logits, made.loaded(ids).logits)
+    made, ids = exported(name), random_tokens()
+    places = {f"model.layers.{i}": "disk" for i in range(3)} | dict.fromkeys(["model", "lm_head"], "cpu")
+    for model in (
+        cpu_offload(copy.deepcopy(made.loaded), execution_device=torch.device("cpu")),
+        AutoModelForCausalLM.from_pretrained(
+            made.directory, trust_remote_code=True, device_map=places, offload_folder=tmp_path
+        ),
+    ):
+        assert getattr(model.model.layers[1].position, parameter).weight.is_meta
+        assert_close(model(ids).logits, made.loaded(ids).logits, rtol=0, atol=1e-6)
 
 
 def test_new_models_start_as_declared(exported):

@@ -12,14 +12,10 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-    pipeline,
 )
 
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
@@ -292,57 +288,6 @@ def test_configurations_that_cannot_work_are_refused():
         TapeConfig(num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ValueError, match="dynamic"):
         TapeConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-
-
-def training_arguments(folder, steps, rate):
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        learning_rate=rate,
-        per_device_train_batch_size=4,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        gradient_checkpointing=True,
-    )
-
-
-def losses_of(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_a_trainer_lowers_the_loss(tmp_path):
-    input_ids = tokens(4, 16)
-    data = [{"input_ids": row, "labels": row} for row in input_ids]
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = Trainer(model, training_arguments(tmp_path, 3, 1e-2), train_dataset=data)
-    trainer.train()
-    losses = losses_of(trainer)
-    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
-    after = model.state_dict()
-    assert all(not torch.equal(after[name], before[name]) for name in after)
-
-
-def test_a_text_generation_pipeline_runs(tmp_path):
-    from datasets_for_tests import write_tokenizer
-
-    write_tokenizer(tmp_path / "tokenizer.json")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.padding_side = "left"
-    model = build(torch.float64)
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=2)
-    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8"]
-    for prompt, (output,) in zip(prompts, generator(prompts, **options)):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        alone = model.generate(ids, pad_token_id=63, use_cache=False, **options)[0, ids.shape[1] :]
-        assert len(alone) == 6
-        assert output["generated_text"] == prompt + tokenizer.decode(alone, skip_special_tokens=True)
 
 
 def moved_state(directory, dtype, precision):
