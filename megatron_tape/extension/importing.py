@@ -30,7 +30,7 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
     The import is `base` in the run's directory, complete or absent. Raises CheckpointError on every rank.
     """
-    return _on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
+    return on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
 
 
 def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
@@ -79,7 +79,7 @@ class _Counted(Mapping):
         return len(self._weights)
 
 
-def _on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
+def on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
     """Return on every rank what `work` returns on rank 0, or raise its error; `work` calls its argument as it advances.
 
     However long it takes, no rank is taken for hung as long as it advances.

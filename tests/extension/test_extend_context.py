@@ -281,14 +281,14 @@ def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
             begun.append(len(watch.stages))
         return Path("made")
 
-    assert importing._on_rank_0(work, layout, watch) == Path("made")
+    assert importing.on_rank_0(work, layout, watch) == Path("made")
     assert len(begun) == 3 and len(watch.stages) <= 4
 
     def fail(advance):
         raise ValueError("the reason")
 
     with pytest.raises(CheckpointError, match="cannot begin: the reason"):
-        importing._on_rank_0(fail, layout, watch)
+        importing.on_rank_0(fail, layout, watch)
 
 
 def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):

@@ -236,7 +236,7 @@ def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys): 
     options += ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
     assert evaluate.main(["perplexity", *map(str, options)]) == 0, capsys.readouterr().err
     scores = {score.metric: score for score in read_results(tmp_path / "out").tasks["perplexity"].scores}
-    assert 5.0 < scores["loss"]["value"] < 8.0
+    assert 5.0 < scores["loss"].value < 8.0
 
     export(tmp_path / "run", tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import config_json
@@ -383,7 +384,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     refused("nested too deeply", lambda folder: (folder / index).write_text("[" * 100_000))
     refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
     refused("holds none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
-    with pytest.raises(FileNotFoundError, match="hf download"):
+    with pytest.raises(FileError, match="hf download"):
         import_model(tmp_path / "nowhere", tmp_path / "imported")
     import_model(tmp_path / "source", tmp_path / "imported")
     with pytest.raises(FileExistsError):
