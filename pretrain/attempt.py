@@ -33,7 +33,7 @@ from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
@@ -42,8 +42,6 @@ from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 
-EXIT_TRY_AGAIN = 75
-"""Exit status if the file system does not answer; for a configuration that cannot work it is 2."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
 
 
@@ -88,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             begin(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_TRY_AGAIN if isinstance(error, OSError) else 2
+        # A file system that does not answer may do so later; a configuration that cannot work never will.
+        return EXIT_RESTART if isinstance(error, OSError) else EXIT_REFUSED
     return 0
 
 

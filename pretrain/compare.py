@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_tape.errors import EXIT_RESTART
+
 if TYPE_CHECKING:
     from pretrain.comparison.plan import Plan
-
-EXIT_INTERRUPTED = 75
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def _main(argv: list[str] | None, environment: dict[str, str]) -> int:
     if stopped is not None:
         import signal
 
-        return 130 if stopped == signal.SIGINT else EXIT_INTERRUPTED
+        return 130 if stopped == signal.SIGINT else EXIT_RESTART
     return 1 if missing else 0
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
-from megatron_tape.errors import ConfigError, UserError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from megatron_tape.evaluation.runner import Planned
     from megatron_tape.evaluation.transformers_model import HFModel
 
-EXIT_INTERRUPTED = 75
 EXAMPLE = (
     "python -m pretrain.evaluate perplexity --model runs/tape --output results/tape "
     "--perplexity.data held_out.jsonl --perplexity.lengths '[1024, 2048]'"
@@ -73,7 +72,7 @@ def _main(argv: list[str] | None) -> int:
                 evaluate(options, tasks, source, output)
     except command_line.Interrupted:
         command_line.say("interrupted; run the same command to continue")
-        return EXIT_INTERRUPTED
+        return EXIT_RESTART
     except KeyboardInterrupt:
         command_line.say("interrupted; run the same command to continue")
         return 130

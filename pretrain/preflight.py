@@ -24,12 +24,12 @@ from megatron_tape.command_line import counted
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings
+from megatron_tape.io.versions import versions
 from megatron_tape.planning.costs import estimate
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
-from megatron_tape.run.watch import EXIT_INTERRUPTED
 from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20
@@ -104,7 +104,7 @@ def _record(attempt: Attempt | None, rank: int, outcome: str, message: str, bad_
 def _interrupted(attempt: Attempt | None, number: int) -> None:
     if attempt is not None:
         attempt.request_stop(signal.Signals(number).name)
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(EXIT_RESTART)
 
 
 def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> None:
@@ -181,7 +181,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
             path.unlink(missing_ok=True)
     if options.gpus:
         if not any(facts["cuda"] for facts in gathered):
-            build = f"torch {nodes.versions()['torch']} is built without CUDA"
+            build = f"torch {versions(['torch'])['torch']} is built without CUDA"
             sentence = f"{build}, but the job has GPUs; install requirements-gpu.txt"
             problems.append(nodes.Problem(sentence, mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}

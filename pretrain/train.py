@@ -14,11 +14,11 @@ from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_datasets, check_inputs
-from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt, TrainingStopped, refuse
+from megatron_tape.errors import EXIT_RESTART, CheckpointError, ConfigError, StaleAttempt, TrainingStopped, refuse
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base import check_command
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
-from megatron_tape.run.watch import EXIT_INTERRUPTED, EXIT_STALE, Watch
+from megatron_tape.run.watch import EXIT_STALE, Watch
 
 if TYPE_CHECKING:
     from megatron_tape.training.trained_parameters import Trains
@@ -129,7 +129,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
         return 0
     if is_rank_0:
         print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
-    return EXIT_INTERRUPTED
+    return EXIT_RESTART
 
 
 def _abort_process_groups() -> None:

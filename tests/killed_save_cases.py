@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.io.files import sync_directory
+from megatron_tape.io.files import digest, sync_directory
 
 HOME, NAMES = ".attempt-000001", ("model", "run.json")
 # What stands in the directory before the save, the step and how many are kept.
@@ -39,7 +39,7 @@ def save(root, step, value=None, keep=None):
     for name in NAMES:
         (staging / name).write_text(json.dumps({"value": step if value is None else value}))
         sync_directory(staging / name)
-    named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
+    named = {path.name: digest(path) for path in staging.iterdir()}
     path = files.publish(staging, root, step, named)
     if keep is not None:
         files.prune(root, keep)

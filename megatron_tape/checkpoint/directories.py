@@ -12,7 +12,6 @@ does not list are ignored. Only one process at a time may call these functions, 
 one staging directory. Imports no torch.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.files import remove, sync_directory
+from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
 from megatron_tape.io.records import check_shape, read_record, write_record
 
 FORMAT_VERSION = 2
@@ -32,19 +31,12 @@ START_AGAIN = "start again, or move this checkpoint away to continue from the on
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
-class Entry(TypedDict):
-    """A manifest's entry for a file."""
-
-    bytes: int
-    sha256: str
-
-
 class Manifest(TypedDict):
     """The contents of `manifest.json`."""
 
     format_version: int
     step: int
-    files: dict[str, Entry]
+    files: dict[str, FileDigest]
 
 
 class Cut(TypedDict):
@@ -109,20 +101,10 @@ def staging_directory(home: str | Path, step: int) -> Path:
     return staging
 
 
-def digest(path: str | Path) -> tuple[int, str]:
-    """Return the size in bytes and the sha256 in hexadecimal of a file."""
-    hasher, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            hasher.update(block)
-            size += len(block)
-    return size, hasher.hexdigest()
-
-
-def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, Entry]) -> Path:
+def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, FileDigest]) -> Path:
     """Turn a staging directory into checkpoint `step` of `root`, replacing one of the same step; return its path.
 
-    `files` maps names to `{"bytes": ..., "sha256": ...}` (see `digest`). When this returns, the checkpoint
+    `files` maps names to digests. When this returns, the checkpoint
     survives a power cut. Raises CheckpointError if this process does not see all files with their sizes.
     """
     entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
@@ -316,7 +298,7 @@ def _problems(path: Path, deep: bool) -> list[str]:
     return found
 
 
-def _file_problem(path: Path, name: str, entry: Entry, deep: bool) -> str | None:
+def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != entry["bytes"]:
@@ -324,7 +306,7 @@ def _file_problem(path: Path, name: str, entry: Entry, deep: bool) -> str | None
     if not deep:
         return None
     try:
-        sha256 = digest(path)[1]
+        sha256 = digest(path)["sha256"]
     except OSError as error:
         return f"{name} cannot be read ({error})"
     return None if sha256 == entry["sha256"] else f"{name} has sha256 {sha256} instead of {entry['sha256']}"

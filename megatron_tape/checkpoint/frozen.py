@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from megatron_tape.checkpoint.directories import MANIFEST, Source, State, digest
+from megatron_tape.checkpoint.directories import MANIFEST, Source, State
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import digest
 
 IMPORTED = "base"
 """Where a run that extends a model of transformers keeps its import, within the run's directory."""
@@ -11,7 +12,7 @@ IMPORTED = "base"
 
 def source_record(checkpoint: Path) -> Source:
     """Return the record in `state.json` of the complete checkpoint that holds the frozen weights."""
-    return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)[1]}
+    return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"]}
 
 
 def find_source(checkpoint: Path, state: State) -> Path | None:
@@ -25,7 +26,7 @@ def find_source(checkpoint: Path, state: State) -> Path | None:
         return None
     source = Path(record["path"])
     for place in (source, checkpoint.resolve().parent.parent / IMPORTED):
-        if (place / MANIFEST).is_file() and digest(place / MANIFEST)[1] == record["manifest_sha256"]:
+        if (place / MANIFEST).is_file() and digest(place / MANIFEST)["sha256"] == record["manifest_sha256"]:
             return place
     left_out = f"{checkpoint} holds only the trained parameters, and the frozen ones are in {source}"
     if not (source / MANIFEST).is_file():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.io.records import read_record
+from megatron_tape.io.safetensors import Place
 
 INDEX = "index.json"
 _TENSORS = re.compile(r"tensors-tp(\d{2,})-\w+\.safetensors")
@@ -20,13 +21,6 @@ FILE_BYTES = 1 << 30
 """Writers are added until a file has no more bytes than this."""
 MOST_FILES = 512
 """The most files of tensors unless `checkpoint.writers` says otherwise."""
-
-
-class Place(TypedDict):
-    """Where a tensor is: its first byte, counted from the beginning of the file, and its shape."""
-
-    offset: int
-    shape: list[int]
 
 
 class Index(TypedDict):

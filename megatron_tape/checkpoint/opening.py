@@ -20,6 +20,7 @@ from megatron_tape.checkpoint.settings import check_same_model, problem_of_resum
 from megatron_tape.checkpoint.tensors import Content, TensorFile
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import FileDigest
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Checkpoint:
         return self.state["step"]
 
     @cached_property
-    def files(self) -> dict[str, files.Entry]:
+    def files(self) -> dict[str, FileDigest]:
         """The entries of its manifest."""
         return files.read_manifest(self.path)["files"]
 
@@ -172,7 +173,7 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, []
 
 
-def _index(path: Path, listed: Mapping[str, files.Entry], size: int) -> dict[str, dict[str, Place]]:
+def _index(path: Path, listed: Mapping[str, FileDigest], size: int) -> dict[str, dict[str, Place]]:
     """Read the index or, of a checkpoint that has none, every file's header."""
     if INDEX not in listed:
         return {name: TensorFile(path / name).places() for name in sorted(listed) if shard_of(name) in range(size)}

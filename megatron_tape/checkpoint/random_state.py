@@ -72,7 +72,7 @@ def table_of(states: list[bytes]) -> dict[str, Tensor]:
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):
         row[: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    return {"states": rows, "lengths": lengths}
+    return {"lengths": lengths, "states": rows}
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
-from megatron_tape.checkpoint.directories import START_AGAIN, Entry
+from megatron_tape.checkpoint.directories import START_AGAIN
 from megatron_tape.checkpoint.host_memory import memory_of_job, processes_of_host
 from megatron_tape.checkpoint.index import Place, readers, shard_of
 from megatron_tape.checkpoint.tensors import Content, TensorFile, read_whole
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import FileDigest
 from megatron_tape.model.weights import current_name, shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -27,7 +28,9 @@ HELD_SHARE = 4
 """Files are held from their check to their use in at most one part in so many of the job's memory on a host."""
 
 
-def check_files(path: Path, files: Mapping[str, Entry], names: Iterable[str]) -> tuple[dict[str, Content], list[str]]:
+def check_files(
+    path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
+) -> tuple[dict[str, Content], list[str]]:
     """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
 
     Only as much is held as fits this process's share of the memory; the rest will be read again. Raises CheckpointError

@@ -17,10 +17,11 @@ from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
 from megatron_tape.checkpoint.random_state import RANDOM, packed_random_state, table_of
-from megatron_tape.checkpoint.tensors import write_tensors
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import FileDigest, digest
 from megatron_tape.io.records import write_record
+from megatron_tape.io.safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from megatron_tape.run.attempts import Attempt
@@ -69,7 +70,7 @@ class Save:
         self._layout, self._config, self._step, self._attempt = engine.layout, config, step, attempt
         self._root, self._staging = Path(config.checkpoint.directory), attempt.home / f"step-{step:08d}"
         self._in_thread, self._thread = in_thread, None
-        self._entries: dict[str, files.Entry] = {}
+        self._entries: dict[str, FileDigest] = {}
         self._index: dict[str, dict] = {}
         self._begin(f"could not prepare a checkpoint in {self._root}", self._prepare, in_thread=False)
         self._end()
@@ -144,9 +145,11 @@ class Save:
     def _write(self) -> None:
         if self._number is not None:
             name = tensor_file(self._layout.tensor_parallel_rank, self._number)
-            self._entries[name], self._index[name] = write_tensors(self._staging / name, self._tensors)
+            self._entries[name], self._index[name] = write_safetensors(
+                self._staging / name, dict(sorted(self._tensors.items()))
+            )
         if self._random is not None:
-            self._entries[RANDOM], _ = write_tensors(self._staging / RANDOM, self._random)
+            self._entries[RANDOM], _ = write_safetensors(self._staging / RANDOM, self._random)
         self._tensors = self._random = None
 
     def _gather_entries(self) -> None:
@@ -162,8 +165,7 @@ class Save:
             return
         for name, record in ((INDEX, {"files": self._index}), (files.STATE, self._state)):
             write_record(self._staging / name, record)
-            size, sha256 = files.digest(self._staging / name)
-            self._entries[name] = {"bytes": size, "sha256": sha256}
+            self._entries[name] = digest(self._staging / name)
         self._attempt.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint

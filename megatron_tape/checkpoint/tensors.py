@@ -1,15 +1,13 @@
-"""Safetensors files of a checkpoint: written in one pass together with their checksum, read whole or in part.
+"""Safetensors files of a checkpoint: read whole or in part.
 
 The format: eight bytes with the header's length, a JSON header with every tensor's type, shape and place, and the
 tensors' bytes.
 """
 
 import hashlib
-import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -18,22 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_tape.checkpoint.directories import Entry
-from megatron_tape.checkpoint.index import Place
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import check_shape, parse_record
+from megatron_tape.io.safetensors import Place
 from megatron_tape.model.weights import current_name
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 BLOCK = 1 << 22
 """Bytes that are read and hashed at once."""
 Content = bytearray | mmap.mmap
@@ -49,42 +36,6 @@ class Stored(TypedDict):
 
 
 _Header = dict[str, Stored]
-
-
-def write_tensors(
-    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> tuple[Entry, dict[str, Place]]:
-    """Write tensors, from any device, as a safetensors file, and flush it to disk.
-
-    Returns the file's size and checksum, and where each tensor is.
-    """
-    header: dict = {"__metadata__": dict(metadata)} if metadata else {}
-    end, names = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in names:
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": _TYPES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    hasher, begin = hashlib.sha256(), 8 + len(encoded)
-    with open(path, "wb") as file:
-
-        def put(block) -> None:
-            hasher.update(block)
-            file.write(block)
-
-        put(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            put(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        file.flush()
-        os.fsync(file.fileno())
-    places: dict[str, Place] = {
-        name: {"offset": begin + header[name]["data_offsets"][0], "shape": header[name]["shape"]} for name in names
-    }
-    return {"bytes": begin + end, "sha256": hasher.hexdigest()}, places
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

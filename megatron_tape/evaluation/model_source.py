@@ -16,6 +16,7 @@ from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
+from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_record
 from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.synthetic import GENERATORS
@@ -41,16 +42,12 @@ class Source:
     def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
         """Return the SHA-256 of the weights and settings: of a checkpoint's manifest, or of the directory's files."""
         if self.checkpoint:
-            return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+            return digest(self.path / MANIFEST)["sha256"]
         whole, done = hashlib.sha256(), 0
         for file in self.files():
-            one = hashlib.sha256()
-            with open(file, "rb") as content:
-                while block := content.read(1 << 22):
-                    one.update(block)
-                    done += len(block)
-                    progress(done)
-            whole.update(f"{file.name} {one.hexdigest()}\n".encode())
+            found = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
+            whole.update(f"{file.name} {found['sha256']}\n".encode())
+            done += found["bytes"]
         return whole.hexdigest()
 
     def files(self) -> list[Path]:

@@ -8,11 +8,9 @@ directory that is named by a digest of all that their values depend on: model, s
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -34,9 +32,8 @@ from megatron_tape.evaluation.results import (
     read_results,
     write_results,
 )
-from megatron_tape.io.files import remove
-
-_PACKAGES = ("torch", "transformers", "lm_eval", "tokenizers", "megatron-tape")
+from megatron_tape.io.files import digest, remove
+from megatron_tape.io.versions import versions_with_commit
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Planned:
 
 def plan_task(task: Task, model_digest: str, dtype: str) -> Planned:
     """Return what is known of a task before it is done; reads its files."""
-    data = {str(path): sha256(path) for path in task.inputs()}
+    data = {str(path): digest(path)["sha256"] for path in task.inputs()}
     return Planned(task.name, model_digest, dtype, data, identity_of(task, model_digest, dtype, data))
 
 
@@ -123,29 +120,6 @@ class Parts:
         return json.loads(line)["value"]
 
 
-def sha256(path: Path) -> str:
-    """Return a file's digest."""
-    whole = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            whole.update(block)
-    return whole.hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of the packages that matter, and of this project's code."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    root = str(Path(__file__).parents[2])
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
-        found |= {"commit": answer.stdout.strip()} if answer.returncode == 0 else {}
-    return found
-
-
 def hardware(device: Any) -> str:
     """Return the name of the GPU or CPU that computes."""
     if getattr(device, "type", "cpu") == "cuda":
@@ -193,7 +167,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
         examples=examples,
         dtype=planned.dtype,
         hardware=hardware(model.device),
-        versions=versions(),
+        versions=versions_with_commit(),
         identity=planned.identity,
         parts_before=len(units) - len(left),
     )

@@ -13,10 +13,10 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 SUFFIX = ".partial"
 
@@ -220,6 +220,24 @@ def write_whole(
         raise
     if durable:
         sync_directory(path.parent)
+
+
+class FileDigest(TypedDict):
+    """What a whole file is told by."""
+
+    bytes: int
+    sha256: str
+
+
+def digest(path: str | Path, progress: Callable[[int], None] = lambda bytes_read: None) -> FileDigest:
+    """Return the size of a file and its sha256 in hexadecimal; `progress` is called with the bytes read so far."""
+    hasher, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            hasher.update(block)
+            size += len(block)
+            progress(size)
+    return {"bytes": size, "sha256": hasher.hexdigest()}
 
 
 WHOLE_BYTES = 16 << 20

@@ -1,10 +1,8 @@
 """Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.io.files import BLOCKS, fingerprint
+from megatron_tape.io.versions import versions
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
 BLOCKS_OF_ALL = 4096
@@ -33,17 +32,6 @@ class Problem:
     sentence: str
     nodes: tuple[str, ...] = ()
     mistake: bool = False
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages a run depends on; "absent" for one that is not installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
 
 
 def code_digest() -> str:
@@ -72,7 +60,7 @@ def inputs(config: RunConfig) -> list[str]:
 
 def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
     """Describe this node for comparison with the others. `home` is where the attempt writes checkpoints."""
-    facts: dict[str, Any] = {"versions": versions() | {"code": code_digest()}, "data": {}, "directory": None}
+    facts: dict[str, Any] = {"versions": versions(PACKAGES) | {"code": code_digest()}, "data": {}, "directory": None}
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
     for path in files:

@@ -25,7 +25,6 @@ ranks would otherwise keep the metadata server busy; when one rank of a node end
 GRACE_SECONDS = 5.0
 STARTUP_SECONDS = 3600.0
 """The shortest timeout for everything before training: imports, the index of the data, the checkpoint's checksums."""
-EXIT_INTERRUPTED = 75
 EXIT_STALE = 76
 EXIT_HUNG = 77
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)

@@ -21,9 +21,10 @@ from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.evaluation.report.inputs import METRICS, SETTINGS, read_run
 from megatron_tape.evaluation.report.inputs import Run as Metrics
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.runner import hardware, versions
+from megatron_tape.evaluation.runner import hardware
 from megatron_tape.extension.base import check_command
 from megatron_tape.io.records import read_yaml
+from megatron_tape.io.versions import versions_with_commit
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from pretrain import evaluate, train
@@ -109,7 +110,9 @@ class Plan:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{run.name} has left no results: {error}") from None
             values = results.score_values(tasks, [task.name for task in self.tasks]) + values
-        made = results.made_run(run.variant.label, run.seed, values, seconds, device or hardware(None), versions())
+        made = results.made_run(
+            run.variant.label, run.seed, values, seconds, device or hardware(None), versions_with_commit()
+        )
         results.write_comparison(run.result, {**self.known, "runs": [made]})
         self.known["runs"].append(made)
 

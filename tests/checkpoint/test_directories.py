@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
+from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.files import sync_directory
+from megatron_tape.io.files import digest, sync_directory
 from megatron_tape.io.records import write_record
+from megatron_tape.io.safetensors import write_safetensors
 
 HOME, MANIFEST = ".attempt-000001", "manifest.json"
 
@@ -25,10 +26,11 @@ def save(root, step, value=None, keep=None):
     staging = files.staging_directory(home, step)
     value = float(step if value is None else value)
     for name in ("model", "optimizer"):
-        write_tensors(staging / f"{name}.safetensors", {"weight": torch.full((64,), value)}, {"step": str(step)})
+        tensors = {"weight": torch.full((64,), value)}
+        write_safetensors(staging / f"{name}.safetensors", tensors, metadata={"step": str(step)})
     (staging / "run.json").write_text(json.dumps({"value": value}))
     sync_directory(staging / "run.json")
-    named = {path.name: dict(zip(("bytes", "sha256"), files.digest(path))) for path in staging.iterdir()}
+    named = {path.name: digest(path) for path in staging.iterdir()}
     path = files.publish(staging, root, step, named)
     if keep is not None:
         files.prune(root, keep)
@@ -75,7 +77,7 @@ def test_tensors_keep_their_type_shape_and_every_bit(tmp_path, dtype):
         "scalar": torch.tensor(1).to(dtype),
         "empty": torch.zeros(0, 3).to(dtype),
     }
-    write_tensors(tmp_path / "tensors", tensors)
+    write_safetensors(tmp_path / "tensors", tensors)
     read = read_tensors(tmp_path / "tensors")
     assert read.keys() == tensors.keys()
     assert all(read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors)
@@ -187,7 +189,7 @@ def change(path, name, **changes):
     write_record(path / name, {key: item for key, item in value.items() if item is not None})
     if name != MANIFEST:
         entries = json.loads((path / MANIFEST).read_text())["files"]
-        change(path, MANIFEST, files=entries | {name: dict(zip(("bytes", "sha256"), files.digest(path / name)))})
+        change(path, MANIFEST, files=entries | {name: digest(path / name)})
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_older_one(tmp_path):
@@ -328,10 +330,10 @@ def test_a_checkpoint_whose_files_are_not_all_seen_where_it_is_published_stays_i
     save(tmp_path, 1)
     staging = files.staging_directory(tmp_path / HOME, 2)
     (staging / "tensors").write_bytes(b"of this node")
-    size, sha256 = files.digest(staging / "tensors")
-    for name, entry in {"elsewhere": {"bytes": size}, "tensors": {"bytes": size + 1}}.items():
+    found = digest(staging / "tensors")
+    for name, entry in {"elsewhere": found, "tensors": {**found, "bytes": found["bytes"] + 1}}.items():
         with pytest.raises(CheckpointError, match=f"{name} (is missing|has 12 bytes).*; all nodes must write to"):
-            files.publish(staging, tmp_path, 2, {name: {**entry, "sha256": sha256}})
+            files.publish(staging, tmp_path, 2, {name: entry})
     assert steps(tmp_path) == [1]
 
 

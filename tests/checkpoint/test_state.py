@@ -18,7 +18,7 @@ from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
 from megatron_tape.checkpoint.saving import save_checkpoint
 from megatron_tape.checkpoint.state import load_training_state, load_weights
-from megatron_tape.checkpoint.tensors import read_metadata, read_tensors, write_tensors
+from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -28,6 +28,8 @@ from megatron_tape.config.schema import (
     TrainConfig,
 )
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import digest
+from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.parallel.layout import seed_everything
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
@@ -129,7 +131,7 @@ def damaged(saved, tmp_path):
         change(tensors)
         (path / name).write_bytes(content or safetensors.torch.save(tensors, kept | (metadata or {})))
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"][name] = dict(zip(("bytes", "sha256"), directories.digest(path / name)))
+        manifest["files"][name] = digest(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
         assert directories.problems(path) == []
         return Checkpoint(path, directories.read_state(path))
@@ -139,7 +141,8 @@ def damaged(saved, tmp_path):
 
 def as_version_1_wrote_them(path):
     """Put the random states into a file of this rank's own, and leave out the index."""
-    entry, _ = write_tensors(path / EARLIER_RANDOM, *random_states.random_state())
+    state, text = random_states.random_state()
+    entry, _ = write_safetensors(path / EARLIER_RANDOM, state, metadata=text)
     manifest = json.loads((path / "manifest.json").read_text()) | {"format_version": 1}
     for name in (RANDOM, "index.json"):
         (path / name).unlink()
@@ -176,14 +179,14 @@ def test_what_is_held_does_not_live_on_in_forked_data_loaders(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 64)
     sha256, content = tensors.read_whole(path, keep=True)
-    assert sha256 == directories.digest(path)[1] and bytes(content) == path.read_bytes()
+    assert sha256 == digest(path)["sha256"] and bytes(content) == path.read_bytes()
     address = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
     mappings = Path("/proc/self/smaps").read_text()
     start = mappings.index(f"\n{address:x}-")
     flags = next(line for line in mappings[start:].splitlines() if line.startswith("VmFlags:"))
     assert "dc" in flags.split()  # "do not copy on fork"
     path.write_bytes(b"")
-    assert tensors.read_whole(path, keep=True) == (directories.digest(path)[1], b"")
+    assert tensors.read_whole(path, keep=True) == (digest(path)["sha256"], b"")
 
 
 def test_where_there_is_no_memory_files_are_checked_without_being_held(tmp_path, monkeypatch):
@@ -194,7 +197,7 @@ def test_where_there_is_no_memory_files_are_checked_without_being_held(tmp_path,
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(tensors.mmap, "mmap", fail)
-    assert tensors.read_whole(path, keep=True) == (directories.digest(path)[1], None)
+    assert tensors.read_whole(path, keep=True) == (digest(path)["sha256"], None)
 
 
 @pytest.mark.parametrize("module, function", [(reading, "read_whole"), (directories, "read_record")])
@@ -237,8 +240,8 @@ def test_random_states_continue_where_they_were_saved(saved, tmp_path):
 def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_path, monkeypatch):
     engine, written = saved[0], threading.Event()
     before = engine.training_state(lambda key: True)
-    write = saving.write_tensors
-    monkeypatch.setattr(saving, "write_tensors", lambda *arguments: written.wait(60) and write(*arguments))
+    write = saving.write_safetensors
+    monkeypatch.setattr(saving, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments))
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {})
     save = saving.Save(engine, config_in(tmp_path), 1, {}, attempt, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)

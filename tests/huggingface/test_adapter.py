@@ -212,7 +212,6 @@ def test_settings_that_do_not_fit_the_lora_layers_are_refused(trained, tmp_path,
     state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
     state["config"]["extension"][key] = value
     (step / "state.json").write_text(json.dumps(state))
-    size, sha256 = digest(step / "state.json")
-    manifest["files"]["state.json"] = {"bytes": size, "sha256": sha256}
+    manifest["files"]["state.json"] = digest(step / "state.json")
     (step / "manifest.json").write_text(json.dumps(manifest))
     refused(tmp_path, "is of another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")

@@ -207,8 +207,7 @@ def damage(step, how):
     if how in ("other sizes", "other settings", "tokenizer", "no tokenizer"):
         (step / "state.json").write_text(json.dumps(state))
         manifest = json.loads((step / "manifest.json").read_text())
-        size, sha256 = digest(step / "state.json")
-        manifest["files"]["state.json"] = {"bytes": size, "sha256": sha256}
+        manifest["files"]["state.json"] = digest(step / "state.json")
         (step / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -11,6 +11,8 @@ from training_cases import RECIPE
 from megatron_tape.checkpoint import directories
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import config_dict
+from megatron_tape.errors import EXIT_RESTART
+from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt, read_attempts
 from pretrain import attempt
@@ -58,8 +60,8 @@ def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(
     assert variables["RESUME"] == "none"
     staging = directories.staging_directory(Attempt.open("run", "run/checkpoints", 2).home, 5)
     (staging / "weights").write_text("w")
-    size, sha256 = directories.digest(staging / "weights")
-    directories.publish(staging, "run/checkpoints", 5, {"weights": {"bytes": size, "sha256": sha256}})
+    found = digest(staging / "weights")
+    directories.publish(staging, "run/checkpoints", 5, {"weights": found})
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "auto"
 
@@ -116,7 +118,7 @@ def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, m
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Attempt, "claim", fails)
-    assert job()[0] == attempt.EXIT_TRY_AGAIN
+    assert job()[0] == EXIT_RESTART
 
 
 def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
@@ -127,8 +129,8 @@ def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
     config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
     staging = directories.staging_directory(home, 5)
     write_record(staging / "state.json", state | {"config": config_dict(config)})
-    size, sha256 = directories.digest(staging / "state.json")
-    directories.publish(staging, "run/checkpoints", 5, {"state.json": {"bytes": size, "sha256": sha256}})
+    found = digest(staging / "state.json")
+    directories.publish(staging, "run/checkpoints", 5, {"state.json": found})
     assert job("--data.tokenizer=tokenizer.json", job="8")[0] == 2
     status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
     assert status == 2 and "data.tokenizer tokenizer.json has another vocabulary" in err and home.is_dir()

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed
 
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.io.files import digest
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import Choice
@@ -216,7 +217,7 @@ def test_another_vocabulary_is_refused_or_for_older_checkpoints_warned_about(run
     del state["progress"]["vocabulary"]
     (step / "state.json").write_text(json.dumps(state))
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"]["state.json"] = dict(zip(("bytes", "sha256"), checkpoint_files.digest(step / "state.json")))
+    manifest["files"]["state.json"] = digest(step / "state.json")
     (step / "manifest.json").write_text(json.dumps(manifest))
     assert run("--train.steps=3", *SHORT, f"--data.tokenizer={other}") == 0
     assert f"data.tokenizer {other} has another vocabulary than {original}" in capfd.readouterr().err
@@ -408,8 +409,7 @@ def as_the_first_version_wrote_it(step):
             del state["config"][section][key]
     (step / "state.json").write_text(json.dumps(state))
     for name in (path.name, "state.json"):
-        size, sha256 = checkpoint_files.digest(step / name)
-        manifest["files"][name] = {"bytes": size, "sha256": sha256}
+        manifest["files"][name] = digest(step / name)
     (step / "manifest.json").write_text(json.dumps(manifest))
 
 

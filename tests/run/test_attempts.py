@@ -8,6 +8,7 @@ import pytest
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
+from megatron_tape.io.files import digest
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, nodes_to_exclude, read_attempts
 
 
@@ -23,8 +24,8 @@ def claim(run, job="7"):
 def save(attempt, step):
     staging = checkpoint_files.staging_directory(attempt.home, step)
     (staging / "weights").write_text("w")
-    size, sha256 = checkpoint_files.digest(staging / "weights")
-    return checkpoint_files.publish(staging, attempt.home.parent, step, {"weights": {"bytes": size, "sha256": sha256}})
+    found = digest(staging / "weights")
+    return checkpoint_files.publish(staging, attempt.home.parent, step, {"weights": found})
 
 
 def verdict(run):
@@ -65,8 +66,8 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(r
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
     (staging / "weights").write_text("w")
-    size, sha256 = checkpoint_files.digest(staging / "weights")
-    entry = {"weights": {"bytes": size, "sha256": sha256}}
+    found = digest(staging / "weights")
+    entry = {"weights": found}
     rename, count = os.rename, [0]
 
     def publish(path):

@@ -16,9 +16,9 @@ from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint import saving as checkpoint
+from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.run import watch
 from megatron_tape.run.attempts import Attempt, read_attempts
-from megatron_tape.run.watch import EXIT_INTERRUPTED
 from megatron_tape.training import checkpoint_saver as saving
 from megatron_tape.training.engine import Engine
 from pretrain import train
@@ -81,7 +81,7 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     place, name, count, saved = MOMENTS[moment]
     with monkeypatch.context() as patched:
         interrupt_at(patched, place, name, count, number)
-        assert run("--checkpoint.interval=4") == EXIT_INTERRUPTED
+        assert run("--checkpoint.interval=4") == EXIT_RESTART
     assert steps_saved(run.folder)[-1:] == saved
     (attempt,) = read_attempts(run.folder)
     assert attempt.outcome == "interrupted" and number.name in attempt.message
@@ -102,7 +102,7 @@ def test_a_signal_waits_for_the_asynchronous_save_that_is_on_its_way(run, monkey
 
     monkeypatch.setattr(checkpoint_files, "publish", publish)
     settings = ("--checkpoint.interval=4", "--checkpoint.asynchronous=true", "--train.steps=1000")
-    assert run(*settings) == EXIT_INTERRUPTED
+    assert run(*settings) == EXIT_RESTART
     (attempt,) = read_attempts(run.folder)
     first, last = steps_saved(run.folder)
     assert first == 4 and attempt.message == f"SIGTERM stopped the run after step {last}"
@@ -127,7 +127,7 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(Engine, "train_step", step)
-    assert train.main(arguments(data, folder)) == EXIT_INTERRUPTED
+    assert train.main(arguments(data, folder)) == EXIT_RESTART
     assert 2 <= steps_saved(folder)[-1] < 8
     assert read_attempts(folder)[0].message.startswith("USR1 stopped the run after step")
 
@@ -180,7 +180,7 @@ def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save_checkpoint", save)
         started = time.monotonic()
-        assert run() == EXIT_INTERRUPTED
+        assert run() == EXIT_RESTART
     assert time.monotonic() - started < saving.LAST_SAVE_WAIT
     assert steps_saved(run.folder) == []
     (attempt,) = read_attempts(run.folder)
@@ -301,7 +301,7 @@ def test_a_signal_to_every_process_of_the_run_saves_it(start_ranks, number, size
     assert [len(processes_of_group(rank.pid)) for rank in ranks] == [3] * size
     for rank in ranks:
         os.killpg(rank.pid, number)
-    assert [rank.wait(60) for rank in ranks] == [EXIT_INTERRUPTED] * size
+    assert [rank.wait(60) for rank in ranks] == [EXIT_RESTART] * size
     (attempt,) = read_attempts(start_ranks.folder)
     assert attempt.outcome == "interrupted" and number.name in attempt.message
     assert steps_saved(start_ranks.folder) == [rows(start_ranks.folder)[-1]["step"]]

@@ -7,9 +7,10 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import MANIFEST, digest
+from megatron_tape.checkpoint.directories import MANIFEST
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Results, read_results, results_file
+from megatron_tape.io.files import digest
 
 _SHOWN = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
 _FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
@@ -20,7 +21,7 @@ def find_results(checkpoint: Path, given: Sequence[str | Path] = ()) -> list[Res
 
     Raises FileError if those given cannot be read or are of another model.
     """
-    of_model = digest(checkpoint / MANIFEST)[1]
+    of_model = digest(checkpoint / MANIFEST)["sha256"]
     found = []
     for place in map(Path, given):
         if not results_file(place).is_file():

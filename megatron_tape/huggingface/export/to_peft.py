@@ -24,8 +24,9 @@ from megatron_tape.huggingface.export.to_transformers import (
 )
 from megatron_tape.huggingface.imports.config_json import model_settings, one_sentence, own_encoding, read_settings
 from megatron_tape.huggingface.imports.weight_files import open_directory
-from megatron_tape.huggingface.tensor_files import TensorFile
+from megatron_tape.huggingface.tensor_files import on_meta
 from megatron_tape.io.files import atomic_directory, sync_directory
+from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron, kind_of
 
@@ -123,11 +124,13 @@ def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtyp
     for name in saved.trained:
         for key, shape in part_shapes(saved.model, name, shapes[name], rows).items():
             written |= dict.fromkeys(keys(key), shape)
-    with TensorFile(path, written, dtype) as file:
-        for name in saved.trained:
-            for key, part in saved.parts(name, with_lora=False).items():
-                for place in keys(key):
-                    file.write(place, part[: written[place][0]])
+    tensors = (
+        part[: written[place][0]]
+        for name in saved.trained
+        for key, part in saved.parts(name, with_lora=False).items()
+        for place in keys(key)
+    )
+    write_safetensors(path, on_meta(written, dtype), tensors, {"format": "pt"})
 
 
 def _adapter_config(saved: SavedWeights, base: Path) -> dict:

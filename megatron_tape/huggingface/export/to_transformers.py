@@ -8,7 +8,6 @@ joined over the tensor-parallel ranks, split as Hugging Face does, and written o
 import json
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from megatron_tape.huggingface.export.evaluation_results import find_results
 from megatron_tape.huggingface.export.model_card import CardContents, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
-from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
+from megatron_tape.huggingface.tensor_files import on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.io.files import atomic_directory, sync_directory
+from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import encoding_of, setting_names
@@ -222,38 +222,31 @@ def write_weights(
 
     names = parameter_shapes(saved.model)
     shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    announced = on_meta(shapes, dtype)
+    shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for key, shape in shapes.items():
-        size += size_in_bytes(shape, dtype)
+    for key, tensor in announced.items():
+        size += tensor.nbytes
         if shards[-1] and size > max_shard_size:
             shards.append({})
-            size = size_in_bytes(shape, dtype)
-        shards[-1][key] = shape
+            size = tensor.nbytes
+        shards[-1][key] = tensor
     count = len(shards)
     file_names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
-    place = {key: index for index, shard in enumerate(shards) for key in shard}
-
-    total = sum(size_in_bytes(shape, dtype) for shape in shapes.values())
-    progress, written, current = command_line.Progress(total), 0, -1
-    with ExitStack() as last:
-        file: TensorFile
-        for name in names:
-            for key, part in saved.parts(name, with_lora).items():
-                if place[key] != current:
-                    last.close()
-                    current = place[key]
-                    file = last.enter_context(TensorFile(directory / file_names[current], shards[current], dtype))
-                file.write(key, part[: shapes[key][0]])
-                written += size_in_bytes(shapes[key], dtype)
-                progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
-    progress.end()
+    parts = (part for name in names for part in saved.parts(name, with_lora).items())
+    tensors = with_progress((part[: shapes[key][0]] for key, part in parts), announced.values())
+    for file_name, shard in zip(file_names, shards, strict=True):
+        write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
+    tensors.close()
     if count > 1:
         numbers = sum(math.prod(shape) for shape in shapes.values())
         index = {
-            "metadata": {"total_parameters": numbers, "total_size": total},
-            "weight_map": {key: file_names[place[key]] for key in shapes},
+            "metadata": {
+                "total_parameters": numbers,
+                "total_size": sum(tensor.nbytes for tensor in announced.values()),
+            },
+            "weight_map": {key: name for name, shard in zip(file_names, shards, strict=True) for key in shard},
         }
         write_json(directory / "model.safetensors.index.json", index)
 

@@ -17,10 +17,11 @@ from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.imports.weight_files import check_names
-from megatron_tape.huggingface.tensor_files import TensorFile, size_in_bytes
+from megatron_tape.huggingface.tensor_files import on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
-from megatron_tape.io.files import atomic_directory, sync_directory
+from megatron_tape.io.files import atomic_directory, digest, sync_directory
 from megatron_tape.io.records import write_record
+from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
 from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
@@ -116,19 +117,13 @@ def write_imported(
     _check(weights, model, origin, unread)
     padded = _Padded(weights, model, origin)
     with atomic_directory(output) as directory:
-        total = sum(size_in_bytes(shape, torch.float32) for shape in shapes.values())
-        progress, written = command_line.Progress(total), 0
-        index = {}
-        for number, names in enumerate(_files(shapes)):
-            tensors = tensor_file(0, number)
-            prefixed = {f"weight/{WRAPPED}{name}": shapes[name] for name in names}
-            with TensorFile(directory / tensors, prefixed, torch.float32) as file:
-                index[tensors] = file.places()
-                for name in names:
-                    file.write(f"weight/{WRAPPED}{name}", to_megatron(padded, name, model))
-                    written += size_in_bytes(shapes[name], torch.float32)
-                    progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
-        progress.end()
+        announced = on_meta(shapes, torch.float32)
+        tensors = with_progress((to_megatron(padded, name, model) for name in shapes), announced.values())
+        entries, index = {}, {}
+        for number, names in enumerate(_files(announced)):
+            file, of_file = tensor_file(0, number), {f"weight/{WRAPPED}{name}": announced[name] for name in names}
+            entries[file], index[file] = write_safetensors(directory / file, of_file, tensors, {"format": "pt"})
+        tensors.close()
         write_record(directory / INDEX, {"files": index})
         kept = {"origin": origin, "identity": identity, "card": card}
         state = {
@@ -144,23 +139,21 @@ def write_imported(
         write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
         copied = _copy_tokenizer(tokenizer, directory / TOKENIZER)
-        entries = {}
-        for name in (*index, INDEX, checkpoint_files.STATE, "model.yaml", *copied):
-            size, sha256 = checkpoint_files.digest(directory / name)
-            entries[name] = {"bytes": size, "sha256": sha256}
+        for name in (INDEX, checkpoint_files.STATE, "model.yaml", *copied):
+            entries[name] = digest(directory / name)
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         write_record(directory / checkpoint_files.MANIFEST, manifest)
 
 
-def _files(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+def _files(parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Cut the parameters, in their order, into files of at most FILE_BYTES where no parameter is larger."""
     files: list[list[str]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        size += (added := size_in_bytes(shape, torch.float32))
+    for name, parameter in parameters.items():
+        size += parameter.nbytes
         if size > FILE_BYTES and files[-1]:
             files.append([])
-            size = added
+            size = parameter.nbytes
         files[-1].append(name)
     return files
 
