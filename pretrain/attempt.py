@@ -27,8 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_state, what_to_resume
-from megatron_tape.checkpoint.settings import check_start
+from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_state
+from megatron_tape.checkpoint.locate import what_to_resume
+from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from training_cases import RECIPE, option, tp, zero
 
 from megatron_tape.checkpoint.directories import list_checkpoints
-from megatron_tape.checkpoint.opening import find_checkpoint
-from megatron_tape.checkpoint.state import load_weights
+from megatron_tape.checkpoint.opening import open_to_resume
+from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.model.weights import kind_of
@@ -60,7 +60,7 @@ def train(folder, name, options, kinds=None):
         layout = initialize_distributed(config.parallel.tensor_model_parallel_size)
         model = build_model(config, layout, watch)
         allocate(model, "cpu")
-        load_weights(find_checkpoint(config, layout), model, layout)
+        load_weights(open_to_resume(config, layout), model, layout)
     finally:
         watch.close()
     assert list_checkpoints(f"{folder}/{name}/checkpoints")[0][0] == 3

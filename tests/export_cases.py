@@ -7,8 +7,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from training_cases import RECIPE, option, run, tp, zero
 
-from megatron_tape.checkpoint.opening import find_checkpoint
-from megatron_tape.checkpoint.state import load_weights
+from megatron_tape.checkpoint.opening import open_to_resume
+from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model.language_model import LanguageModel, transformer_config
@@ -62,7 +62,7 @@ def logits(folder, name, overrides, text):
     shape = transformer_config(config.model, layout.tensor_parallel_size, sequence_parallel)
     model = LanguageModel(config.model, shape, layout.groups)
     allocate(model, "cpu")
-    load_weights(find_checkpoint(config, layout), model, layout)
+    load_weights(open_to_resume(config, layout), model, layout)
     with torch.no_grad():
         return model(text)
 

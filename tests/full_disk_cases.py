@@ -12,10 +12,10 @@ from bad_step_cases import batches, engine
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import readers, shard_of
-from megatron_tape.checkpoint.opening import find_checkpoint
-from megatron_tape.checkpoint.saving import Save, save_checkpoint
-from megatron_tape.checkpoint.state import load_training_state, load_weights
-from megatron_tape.checkpoint.tensors import TensorFile
+from megatron_tape.checkpoint.opening import open_to_resume
+from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.checkpoint.restoring import load_training_state, load_weights
+from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -43,7 +43,7 @@ def resumed(e, config):
     e.train_step(batches(e, 7), 1e-2)
     changed = e.training_state(lambda _: True)
     sys.addaudithook(watch)
-    checkpoint = find_checkpoint(config, layout)
+    checkpoint = open_to_resume(config, layout)
     load_weights(checkpoint, e.module, layout)
     load_training_state(checkpoint, e)
     found = list(opened)
@@ -63,13 +63,13 @@ def resumed(e, config):
 def unreadable(e, config):
     """Return each rank's error when rank 1 can no longer read the file that it checked and did not keep."""
 
-    def fail(file, key):
+    def fail(checkpoint, file, place):
         raise OSError(errno.EIO, "Input/output error")
 
-    checkpoint = find_checkpoint(config, e.layout)
+    checkpoint = open_to_resume(config, e.layout)
     checkpoint.release()
     if e.layout.rank == 1:
-        TensorFile.read = fail
+        Checkpoint.read = fail
     message = "no error"
     try:
         load_weights(checkpoint, e.module, e.layout)
@@ -94,17 +94,18 @@ def main(folder):
     dist.barrier()
     attempt = Attempt.open(folder, root, 1)
     e.train_step(batches(e, 0), 1e-2)
-    save_checkpoint(e, config, 1, {}, attempt)
+    writer = Writer(e, config, attempt)
+    writer.save(1, {})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     message = "no error"
     try:
-        save_checkpoint(e, config, 2, {}, attempt)
+        writer.save(2, {})
     except CheckpointError as error:
         message = str(error)
-    in_background = Save(e, config, 2, {}, attempt, in_thread=True)
+    in_background = Save(writer, 2, {}, in_thread=True)
     e.train_step(batches(e, 1), 1e-2)
     try:
         in_background.advance()
@@ -117,7 +118,7 @@ def main(folder):
     after_failure_home = list(attempt.home.iterdir()) if dist.get_rank() == 0 else []
     after_failure = checkpoint_files.newest_whole(root, print).name
     dist.barrier()
-    save_checkpoint(e, config, 3, {}, attempt)
+    writer.save(3, {})
     dist.barrier()
     results = {
         "messages": messages,

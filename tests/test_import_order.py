@@ -18,7 +18,6 @@ ORDER = (
     ("position",),
     ("synthetic",),
     ("config", "planning", "model.lora_shapes", "evaluation.results"),
-    ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
     ("checkpoint",),
@@ -32,7 +31,7 @@ ORDER = (
     ("evaluation",),
 )
 WITHOUT_TORCH = "errors io command_line synthetic config planning.costs data.inputs checkpoint.directories".split()
-WITHOUT_TORCH += "checkpoint.settings checkpoint.locate checkpoint.frozen huggingface.imports.config_json".split()
+WITHOUT_TORCH += "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.results evaluation.statistics".split()
 WITHOUT_TORCH += ["evaluation.during_training", "model.names"]
 WITHOUT_TORCH += "planning.parameters planning.communication planning.hardware planning.step_time".split()

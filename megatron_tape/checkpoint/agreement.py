@@ -1,53 +1,53 @@
 """Makes sure that when an operation fails on some ranks, every rank raises an error."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_tape.errors import CheckpointError, ConfigError, StaleAttempt
+from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
 from megatron_tape.parallel.layout import ParallelLayout
-
-if TYPE_CHECKING:
-    from megatron_tape.run.attempts import Attempt
 
 
 class Agreement:
     """Runs a block that may fail on some ranks, so that all ranks find out instead of waiting for each other."""
 
-    def __init__(self, layout: ParallelLayout, attempt: Attempt | None = None):
-        self._layout = layout
-        self._attempt = attempt
-        self._error: str | None = None
+    def __init__(self, layout: ParallelLayout, check_owner: Callable[[], None] = lambda: None):
+        """Take what raises StaleAttempt if a newer attempt has taken over the run; it is asked if the block fails."""
+        self._layout, self._check_owner = layout, check_owner
+        self._error: Exception | None = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        if not isinstance(error, Exception):
-            return False
-        self._error = str(error) if isinstance(error, (CheckpointError, ConfigError)) else f"{kind.__name__}: {error}"
-        return True
+        self._error = error
+        return isinstance(error, Exception)
 
-    def check(self, what: str) -> None:
+    def check(self, path: Path, what: str) -> None:
         """Raise the same error on every rank if the block failed on any; all ranks call this together after the block.
 
-        Raises StaleAttempt if a newer attempt has taken over the run, otherwise CheckpointError with `what` and the
-        reason.
+        Raises StaleAttempt if a newer attempt has taken over the run, otherwise CheckpointError: with the parts of the
+        first rank's error and, as its place, `what` was going on and where, or else about `path`.
         """
-        failures: list[tuple[str | None, bool]] = [(None, False)] * self._layout.world_size
-        dist.all_gather_object(failures, (self._error, self._error is not None and self._is_stale()))
-        if any(stale for _, stale in failures):
-            raise StaleAttempt(f"attempt {self._attempt.number} ends: a newer attempt has taken over this run")
-        failed = [(rank, error) for rank, (error, _) in enumerate(failures) if error is not None]
-        if failed:
-            rank, error = failed[0]
+        failures: list[tuple | None] = [None] * self._layout.world_size
+        dist.all_gather_object(failures, None if self._error is None else self._parts(path))
+        found = [(rank, parts) for rank, parts in enumerate(failures) if parts is not None]
+        for _, parts in found:
+            if isinstance(parts, StaleAttempt):
+                raise parts
+        for rank, parts in found:
             where = f" (rank {rank})" if self._layout.world_size > 1 else ""
-            raise CheckpointError(f"{what}{where}: {error}")
+            raise CheckpointError(*parts, place=f"{what}{where}")
 
-    def _is_stale(self) -> bool:
+    def _parts(self, path: Path) -> tuple | StaleAttempt:
         try:
-            return self._attempt is not None and not self._attempt.is_owner()
+            self._check_owner()
+        except StaleAttempt as error:
+            return error
         except OSError:  # a failing disk cannot say
-            return False
+            pass
+        error = self._error
+        if isinstance(error, UserError):
+            return error.subjects, error.problem, error.fix
+        return str(path), f"fails: {type(error).__name__}: {error}"

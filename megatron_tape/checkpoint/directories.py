@@ -23,7 +23,6 @@ from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
 from megatron_tape.io.records import check_shape, read_record, write_record
 
 FORMAT_VERSION = 2
-"""Version 1 had no `index.json`, a file of tensors per rank, and a file of random states per rank."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
@@ -51,7 +50,7 @@ class Progress(TypedDict, total=False):
 
     `bad_steps` is the number of steps just skipped in a row, `vocabulary` the digest of the tokenizer's vocabulary,
     `origin` where an imported checkpoint came from, `identity` a digest of the files that it was imported from, and
-    `card` what their model card says.
+    `card` what their model card says by the keys of the Hub's metadata.
     """
 
     bad_steps: int
@@ -68,17 +67,17 @@ class Source(TypedDict):
     manifest_sha256: str
 
 
-class _OptionalState(TypedDict, total=False):
-    consumed_samples: int
+class _FrozenParameters(TypedDict, total=False):
     frozen: list[str]
     frozen_from: Source | None
 
 
-class State(_OptionalState):
-    """The contents of `state.json`; `config` holds the run's settings by section."""
+class State(_FrozenParameters):
+    """The contents of `state.json`; `config` holds the run's settings by section. An import has nothing frozen."""
 
     step: int
     optimizer_steps: int
+    consumed_samples: int
     progress: Progress
     tensor_model_parallel_size: int
     data_parallel_size: int
@@ -112,7 +111,9 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, File
     sync_directory(staging)
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
-            raise CheckpointError(f"{problem} in {staging}; all nodes must write to the same file system")
+            raise CheckpointError(
+                str(staging), f"is not complete: {problem}", "let all nodes write to the same file system"
+            )
     root = Path(root)
     final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
     if os.path.lexists(final):
@@ -140,26 +141,29 @@ def read_manifest(path: str | Path) -> Manifest:
 
     Raises:
         NewerFormat: if a newer version wrote it.
-        ValueError: if it is malformed, or its step is not the one in the directory's name.
+        ValueError: if it is malformed (CheckpointError and what `read_record` raises), or its step is not the one in
+            the directory's name.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerFormat(
-            f"{path} was written by a newer version of this project (checkpoint format {version}; this one reads "
-            f"{FORMAT_VERSION}); update this one, or move that checkpoint away"
+            str(path),
+            f"was written by a newer version of this project (checkpoint format {version}; this one reads "
+            f"{FORMAT_VERSION})",
+            "update this one, or move that checkpoint away",
         )
     manifest = read_record(path / MANIFEST, Manifest)
-    if manifest["format_version"] not in range(1, FORMAT_VERSION + 1):
-        raise ValueError(f"{MANIFEST} has format version {version}, which does not exist")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(MANIFEST, f"has format version {version}, which does not exist")
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
-        raise ValueError(f"{MANIFEST} says step {manifest['step']}")
+        raise CheckpointError(MANIFEST, f"says step {manifest['step']}")
     if not manifest["files"]:
-        raise ValueError(f"{MANIFEST} lists no files")
+        raise CheckpointError(MANIFEST, "lists no files")
     for name in manifest["files"]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{MANIFEST} lists {name}, which is outside this directory")
+            raise CheckpointError(MANIFEST, f"lists {name}, which is outside this directory")
     return manifest
 
 
@@ -169,7 +173,7 @@ def read_state(path: str | Path) -> State:
     sizes = {"step": 0, "optimizer_steps": 0, "tensor_model_parallel_size": 1, "data_parallel_size": 1}
     for key, least in sizes.items():
         if state[key] < least:
-            raise ValueError(f"{Path(path) / STATE} cannot be used: {key} is {state[key]}")
+            raise CheckpointError(str(Path(path) / STATE), f"cannot be used: {key} is {state[key]}")
     for section, key in (("data", "tokenizer"), ("logging", "directory"), ("checkpoint", "directory")):
         settings = state["config"].get(section, {})
         check_shape(settings, dict[str, Any], f"config.{section}")
@@ -207,7 +211,7 @@ def newest_whole(
             found = _problems(path, deep)
         except OSError as error:
             if strict:
-                raise CheckpointError(f"{path} cannot be read ({error}); {START_AGAIN}") from None
+                raise CheckpointError(str(path), f"cannot be read ({error})", START_AGAIN) from None
             found = [str(error)]
         if not found:
             return path
@@ -219,15 +223,6 @@ def checkpointed_step(root: str | Path) -> int:
     """Return the step of the newest checkpoint whose files have the right sizes, or 0 if there is none."""
     path = newest_whole(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
-
-
-def what_to_resume(resume: str, root: str | Path) -> str:
-    """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
-
-    A checkpoint outside `root` is only where a run begins: once the run has checkpoints of its own, it continues those.
-    """
-    elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
-    return "auto" if elsewhere and list_checkpoints(root) else resume
 
 
 def prune(root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None) -> None:

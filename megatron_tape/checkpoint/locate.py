@@ -1,11 +1,17 @@
-"""Find the checkpoint that a user means by a path. Imports no torch."""
+"""Find the checkpoint that a path, a setting or another checkpoint means. Imports no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.checkpoint import directories as files
+from megatron_tape.checkpoint.directories import MANIFEST, Source, State
+from megatron_tape.errors import CheckpointError
+from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_yaml
+
+IMPORTED = "base"
+"""Where a run that extends a model of transformers keeps its import, within the run's directory."""
 
 
 class _Checkpoints(TypedDict):
@@ -16,30 +22,31 @@ class _Config(TypedDict):
     checkpoint: _Checkpoints
 
 
-class NoCheckpoint(ValueError):
+class NoCheckpoint(CheckpointError):
     """A directory that holds no checkpoint, be it whole or broken."""
 
 
 def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True) -> Path:
     """Return the step directory for `path`: itself, or the newest complete one of a run or its checkpoints.
 
-    Only `deep` reads every byte of it. Raises ValueError or FileNotFoundError, in one sentence, if there is none.
+    Only `deep` reads every byte of it. Raises CheckpointError if there is none.
     """
     path = Path(path)
+    a_step = "give a run, its checkpoints or one step"
     if not path.exists():
-        raise FileNotFoundError(f"checkpoint {path} does not exist; give a run, its checkpoints or one step")
-    if (path / files.MANIFEST).exists() or (path / files.STATE).exists():
+        raise CheckpointError(f"checkpoint {path}", "does not exist", a_step)
+    if (path / MANIFEST).exists() or (path / files.STATE).exists():
         if found := files.problems(path, deep):
-            raise ValueError(f"checkpoint {path} is not whole: {'; '.join(found)}; choose another step")
+            raise CheckpointError(f"checkpoint {path}", f"is not whole: {'; '.join(found)}", "choose another step")
         return path
     root = path
     if not files.list_checkpoints(root):
         root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
     if not files.list_checkpoints(root):
-        raise NoCheckpoint(f"{path} holds no checkpoint; give a run, its checkpoints or one step")
+        raise NoCheckpoint(str(path), "holds no checkpoint", a_step)
     newest = files.newest_whole(root, warn, deep)
     if newest is None:
-        raise ValueError(f"no checkpoint in {root} is whole; write or fetch it again")
+        raise CheckpointError(str(root), "holds no checkpoint that is whole", "write or fetch it again")
     return newest
 
 
@@ -49,3 +56,57 @@ def _configured(run: Path) -> Path | None:
         return Path(read_yaml(run / "config.yaml", _Config)["checkpoint"]["directory"])
     except (OSError, ValueError):
         return None
+
+
+def what_to_resume(resume: str, root: str | Path) -> str:
+    """Return what `checkpoint.resume` means for a run whose own checkpoints are in `root`.
+
+    A checkpoint outside `root` is only where a run begins: once the run has checkpoints of its own, it continues those.
+    """
+    elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
+    return "auto" if elsewhere and files.list_checkpoints(root) else resume
+
+
+def check_whole(path: Path, deep: bool = True) -> None:
+    """Raise CheckpointError if a path given as `checkpoint.resume` is not a whole checkpoint.
+
+    Only `deep` reads the files' bytes.
+    """
+    found = files.problems(path, deep) if path.is_dir() else ["it is not a directory"]
+    if not found:
+        return
+    inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
+    subject, problem, fix = (
+        f"checkpoint.resume {path}",
+        f"is not a whole checkpoint: {'; '.join(found)}",
+        "give another",
+    )
+    if inside:
+        problem, fix = "is not a checkpoint, but holds some", f"give one of them, such as {inside[0]}"
+    elif (path / "config.json").is_file():
+        fix = "import it first: tools/convert_checkpoint.py from-hf"
+    raise CheckpointError(subject, problem, fix)
+
+
+def source_record(checkpoint: Path) -> Source:
+    """Return the record in `state.json` of the complete checkpoint that holds the frozen weights."""
+    return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"]}
+
+
+def find_source(checkpoint: Path, state: State) -> Path | None:
+    """Return the checkpoint with the frozen weights that `checkpoint` leaves out, or None if it leaves none out.
+
+    It is where it was, or it is the model that the run imported, which has moved with the run's directory. Raises
+    CheckpointError if it is gone, or its manifest has changed since `checkpoint` was saved.
+    """
+    record = state.get("frozen_from")
+    if record is None:
+        return None
+    source = Path(record["path"])
+    for place in (source, checkpoint.resolve().parent.parent / IMPORTED):
+        if (place / MANIFEST).is_file() and digest(place / MANIFEST)["sha256"] == record["manifest_sha256"]:
+            return place
+    gone = not (source / MANIFEST).is_file()
+    problem = f"holds only the trained parameters, and the frozen ones are in {source}, which "
+    problem += "is gone" if gone else "has changed since then"
+    raise CheckpointError(str(checkpoint), problem, "put it back" if gone else "put the original checkpoint back")

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import parse_record
 
@@ -25,8 +24,8 @@ STATE_SIZES = {16, 5056}
 """Bytes of a GPU's and of a CPU's generator."""
 
 
-def random_state() -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return this rank's random states, as the tensors and the metadata of a safetensors file."""
+def random_state() -> bytes:
+    """Return this rank's random states in one piece."""
     tensors = {"torch": torch.get_rng_state()}
     tensors |= {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if torch.cuda.is_available():
@@ -34,15 +33,18 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, str]]:
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
-    return tensors, {"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])}
+    text = json.dumps({"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])})
+    return safetensors.torch.save(tensors | {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
 
 
-def set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
+def set_random_state(packed: bytes) -> None:
     """Restore what `random_state` returned; each generator checks its state and raises its own kind of error.
 
     A GPU's generator cannot take a CPU's state, nor the reverse: where a run moves from one to the other, Megatron's
     streams stay as `seed_everything` has left them.
     """
+    tensors = safetensors.torch.load(packed)
+    text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
     torch.set_rng_state(tensors["torch"])
     saved = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
     here = get_cuda_rng_tracker().get_states()
@@ -59,13 +61,6 @@ def set_random_state(tensors: dict[str, Tensor], text: dict[str, str]) -> None:
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
 
 
-def packed_random_state() -> bytes:
-    """Return this rank's random states in one piece."""
-    tensors, text = random_state()
-    encoded = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
-    return safetensors.torch.save(tensors | {"text": encoded})
-
-
 def table_of(states: list[bytes]) -> dict[str, Tensor]:
     """Return the tensors of RANDOM: the packed states of all ranks, one row each, and their lengths."""
     lengths = torch.tensor([len(state) for state in states])
@@ -80,23 +75,18 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
 
     Only its row of the file is read. Raises CheckpointError, in one sentence, for states that cannot be restored.
     """
-    path, earlier = checkpoint / RANDOM, checkpoint / f"random-{rank:05d}.safetensors"
+    path = checkpoint / RANDOM
+    if not path.is_file():  # an import has none
+        return
     try:
-        if path.is_file():
-            with safe_open(path, "pt") as file:
-                rows, lengths = file.get_slice("states"), file.get_slice("lengths")
-                if rank >= lengths.get_shape()[0]:
-                    return
-                state = rows[rank, : int(lengths[rank])].numpy().tobytes()
-            tensors = safetensors.torch.load(state)
-            set_random_state(tensors, parse_record(tensors.pop("text").numpy().tobytes(), dict[str, str]))
-        elif earlier.is_file():
-            path = earlier
-            set_random_state(read_tensors(path), read_metadata(path))
+        with safe_open(path, "pt") as file:
+            rows, lengths = file.get_slice("states"), file.get_slice("lengths")
+            if rank >= lengths.get_shape()[0]:
+                return
+            state = rows[rank, : int(lengths[rank])].numpy().tobytes()
+        set_random_state(state)
     except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
         # Each generator checks its state and raises its own kind of error.
         reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path} holds no random states that can be restored ({type(error).__name__}: {reason}); choose another "
-            "checkpoint"
-        ) from None
+        problem = f"holds no random states that can be restored ({type(error).__name__}: {reason})"
+        raise CheckpointError(str(path), problem, "choose another checkpoint") from None

@@ -1,54 +1,110 @@
-"""Hands every rank its share of a checkpoint's tensors, each of which one rank has read and sends to the others."""
+"""A checkpoint that is open, and how every rank gets its share of the tensors: one rank reads each, others receive it.
+
+The index says where a tensor is. It and the files' bytes have been compared with the manifest when the checkpoint was
+opened, so that no header is read. All tensors are fp32.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
-from megatron_tape.checkpoint.directories import START_AGAIN
-from megatron_tape.checkpoint.host_memory import memory_of_job, processes_of_host
-from megatron_tape.checkpoint.index import Place, readers, shard_of
-from megatron_tape.checkpoint.tensors import Content, TensorFile, read_whole
+from megatron_tape.checkpoint.directories import START_AGAIN, State, read_manifest
+from megatron_tape.checkpoint.held_files import Content
+from megatron_tape.checkpoint.index import INDEX, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
-from megatron_tape.model.weights import current_name, shard, unshard
+from megatron_tape.io.safetensors import Place
+from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
-if TYPE_CHECKING:
-    from megatron_tape.checkpoint.opening import Checkpoint
-
-HELD_SHARE = 4
-"""Files are held from their check to their use in at most one part in so many of the job's memory on a host."""
+ANOTHER = "choose another checkpoint"
 
 
-def check_files(
-    path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
-) -> tuple[dict[str, Content], list[str]]:
-    """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
+@dataclass
+class Checkpoint:
+    """A complete checkpoint on disk, opened for this rank."""
 
-    Only as much is held as fits this process's share of the memory; the rest will be read again. Raises CheckpointError
-    if a file cannot be read: that may be the fault of a disk or a network, and says nothing about the checkpoint.
-    """
-    left = memory_of_job() // HELD_SHARE // processes_of_host(torch.cuda.device_count())
-    held, problems = {}, []
-    for name in names:
-        keep = shard_of(name) is not None and files[name]["bytes"] <= left
-        try:
-            sha256, content = read_whole(path / name, keep)
-        except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read ({error}); {START_AGAIN}") from None
-        if sha256 != files[name]["sha256"]:
-            problems.append(f"{name} has sha256 {sha256} instead of {files[name]['sha256']}")
-        if content is not None:
-            held[name], left = content, left - len(content)
-    return held, problems
+    path: Path
+    state: State
+    source: Checkpoint | None = None
+    """The checkpoint with the weights of the frozen parameters, if this one leaves them out."""
+    held: dict[str, Content] = field(default_factory=dict, repr=False)
+    """The bytes of files that this rank has read to check them; whoever has loaded everything clears it."""
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.state["step"]
+
+    @cached_property
+    def files(self) -> dict[str, FileDigest]:
+        """The entries of its manifest."""
+        return read_manifest(self.path)["files"]
+
+    @cached_property
+    def index(self) -> dict[str, dict[str, Place]]:
+        """Where its tensors are, by file. Raises CheckpointError if that cannot be."""
+        index = read_index(self.path)
+        for name in index:
+            if name not in self.files or shard_of(name) not in range(self.state["tensor_model_parallel_size"]):
+                raise CheckpointError(
+                    str(self.path / INDEX), f"names {name}, which is no file of this checkpoint", ANOTHER
+                )
+        return index
+
+    def read_records(self) -> None:
+        """Read the manifest and the index now, so that ranks to which this object is sent need not."""
+        _ = self.files, self.index
+
+    def places(self) -> dict[str, list[tuple[str, Place] | None]]:
+        """Return for each key the file and the place of each tensor-parallel rank's share; None if it is missing."""
+        found: dict[str, list[tuple[str, Place] | None]] = {}
+        for file, places in self.index.items():
+            for key, place in places.items():
+                shares = found.setdefault(key, [None] * self.state["tensor_model_parallel_size"])
+                shares[shard_of(file)] = file, place
+        return found
+
+    def weight_names(self) -> set[str]:
+        """Return the names of the parameters whose weights it, or the checkpoint with what it leaves out, holds."""
+        keys = {key for places in self.index.values() for key in places}
+        names = {key.partition("/")[2] for key in keys if key.startswith("weight/")}
+        return names if self.source is None else names | self.source.weight_names()
+
+    def reader(self, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout) -> Reader:
+        """Return a function from a key such as `exp_avg/NAME` to this rank's share of that tensor."""
+        return Reader(self, parameters, layout)
+
+    def release(self) -> None:
+        """Free what is held of the files; they are read again if more of them is asked for."""
+        self.held.clear()
+        if self.source is not None:
+            self.source.release()
+
+    def read(self, file: str, place: Place) -> Tensor:
+        """Return an fp32 tensor of a file; it may share its memory with what is held of that."""
+        start, size = place["offset"], 4 * math.prod(place["shape"])
+        if file in self.held:
+            part = memoryview(self.held[file])[start : start + size]
+        else:
+            part = bytearray(size)
+            with open(self.path / file, "rb") as opened:
+                opened.seek(start)
+                part = part[: opened.readinto(part)]
+        if len(part) != size:
+            raise CheckpointError(str(self.path / file), "ends early", ANOTHER)
+        if not size:
+            return torch.empty(place["shape"])
+        return torch.frombuffer(part, dtype=torch.float32).view(place["shape"])
 
 
 class Reader:
@@ -62,103 +118,72 @@ class Reader:
     """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout):
-        """Check the tensors of `parameters`. Raises CheckpointError if one's shape or type is not the model's."""
+        """Check the tensors of `parameters`. Raises CheckpointError if one's shape is not the model's."""
         self._checkpoint, self._parameters, self._layout = checkpoint, parameters, layout
-        self._size = checkpoint.state["tensor_model_parallel_size"]
-        self._places = places_by_key(checkpoint.index, self._size)
+        self._size, self._places = checkpoint.state["tensor_model_parallel_size"], checkpoint.places()
         sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
         self._readers = readers(sizes, self._size, layout.tensor_parallel_size, layout.replica_size)
-        self._files: dict[str, TensorFile] = {}
-        self._error: CheckpointError | None = None
-        with Agreement(layout) as agreement:
-            for name in checkpoint.index:
-                if self._readers[name] == layout.rank:
-                    self._files[name] = TensorFile(checkpoint.path / name, checkpoint.held.get(name))
-            self._check()
-        agreement.check("cannot load a checkpoint")
+        self._error: Exception | None = None
+        self._check_shapes()
         self._left_out = None if checkpoint.source is None else checkpoint.source.reader(parameters, layout)
 
-    def _check(self) -> None:
-        path, sizes = self._checkpoint.path, (self._layout.tensor_parallel_size, self._size)
+    def _check_shapes(self) -> None:
         kinds = sorted({key.partition("/")[0] for key in self._places})
         for name, parameter in self._parameters.items():
             shape = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 `shape` is of an empty tensor
             if getattr(parameter, "tensor_model_parallel", False):
-                shape[parameter.partition_dim] = shape[parameter.partition_dim] * sizes[0] // sizes[1]
+                whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
+                shape[parameter.partition_dim] = whole // self._size
             for key in (f"{kind}/{name}" for kind in kinds):
-                places = self._places.get(key, [])
-                if None in places:
-                    raise CheckpointError(
-                        f"{path} holds {key} for only some tensor-parallel ranks; choose another checkpoint"
-                    )
-                for file, indexed in places:
-                    self._check_stored(key, path / file, indexed, shape)
+                for share in self._places.get(key, []):
+                    if share is None:
+                        raise self._unusable(f"holds {key} for only some tensor-parallel ranks")
+                    if share[1]["shape"] != shape:
+                        raise self._unusable(f"holds {key} of shape {share[1]['shape']}, and the model's is {shape}")
 
-    def _check_stored(self, key: str, path: Path, indexed: list[int], shape: list[int]) -> None:
-        """Raise CheckpointError if the index or, where this rank reads the file, its header does not fit the model."""
-        dtype, found = "F32", indexed
-        if path.name in self._files:
-            stored = self._files[path.name].tensors.get(key)
-            if stored is None:
-                raise CheckpointError(f"{path} holds no {key}; choose another checkpoint")
-            dtype, found = stored["dtype"], stored["shape"]
-        if (dtype, found) != ("F32", shape) or indexed != shape:
-            raise CheckpointError(
-                f"{path} holds {key} as {dtype} of shape {found}, and the model's is F32 of shape {shape}; choose "
-                "another checkpoint"
-            )
+    def _unusable(self, problem: str) -> CheckpointError:
+        return CheckpointError(str(self._checkpoint.path), problem, ANOTHER)
 
     def __call__(self, key: str) -> Tensor:
         """Return the tensor on this rank's device. Raises CheckpointError if the checkpoint does not hold it."""
         layout = self._layout
         if key not in self._places:
             if self._left_out is None:
-                raise CheckpointError(f"{self._checkpoint.path} holds no {key}; choose another checkpoint")
+                raise self._unusable(f"holds no {key}")
             return self._left_out(key)
-        places, parameter = self._places[key], self._parameters[key.partition("/")[2]]
+        shares, parameter = self._places[key], self._parameters[key.partition("/")[2]]
         if self._size == layout.tensor_parallel_size:
-            return self._receive(key, *places[layout.tensor_parallel_rank], layout.groups.dp_cp)
+            return self._receive(*shares[layout.tensor_parallel_rank], layout.groups.dp_cp)
         if not getattr(parameter, "tensor_model_parallel", False):
-            places = places[:1]
-        whole = unshard([self._receive(key, *place, dist.group.WORLD) for place in places], parameter)
+            shares = shares[:1]
+        whole = unshard([self._receive(*share, dist.group.WORLD) for share in shares], parameter)
         return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
-    def _receive(self, key: str, file: str, shape: list[int], group: dist.ProcessGroup) -> Tensor:
+    def _receive(self, file: str, place: Place, group: dist.ProcessGroup) -> Tensor:
         source, device = self._readers[file], self._layout.device
         if source == self._layout.rank:
-            tensor = self._read(key, file, shape).to(device)
+            tensor = self._read(file, place).to(device)
         else:
-            tensor = torch.empty(shape, dtype=torch.float32, device=device)
+            tensor = torch.empty(place["shape"], dtype=torch.float32, device=device)
         if group.size() > 1:
             dist.broadcast(tensor, source, group)
         return tensor
 
-    def _read(self, key: str, file: str, shape: list[int]) -> Tensor:
+    def _read(self, file: str, place: Place) -> Tensor:
         try:
-            return self._files[file].read(key)
+            return self._checkpoint.read(file, place)
         except OSError as error:
-            self._error = CheckpointError(f"{self._checkpoint.path / file} cannot be read ({error}); {START_AGAIN}")
+            path = str(self._checkpoint.path / file)
+            self._error = CheckpointError(path, f"cannot be read ({error})", START_AGAIN)
         except CheckpointError as error:
             self._error = error
-        return torch.full(shape, math.nan)
+        return torch.full(place["shape"], math.nan)
 
     def check(self) -> None:
         """Raise CheckpointError on every rank if one could not read a tensor; all call it together after the last."""
         with Agreement(self._layout) as agreement:
             if self._error is not None:
                 raise self._error
-        agreement.check("cannot load a checkpoint")
+        agreement.check(self._checkpoint.path, "cannot load a checkpoint")
         if self._left_out is not None:
             self._left_out.check()
-
-
-def places_by_key(index: Mapping[str, Mapping[str, Place]], size: int) -> dict[str, list[tuple[str, list[int]] | None]]:
-    """Return the file and the shape of each tensor-parallel rank's share, by keys with current names.
-
-    None stands for a rank whose share is missing.
-    """
-    found: dict[str, list[tuple[str, list[int]] | None]] = {}
-    for file, places in index.items():
-        for stored, place in places.items():
-            found.setdefault(current_name(stored), [None] * size)[shard_of(file)] = file, place["shape"]
-    return found

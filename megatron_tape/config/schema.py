@@ -25,8 +25,6 @@ ATTENTION_BACKENDS = ("auto", *BACKENDS)
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
-BEFORE = {"model": {"position_state_precision": "bf16"}, "deepspeed": {"communication_precision": "bf16"}}
-"""What runs in bf16 did before there was a setting for it, where that is not its default."""
 
 
 @dataclass(kw_only=True)

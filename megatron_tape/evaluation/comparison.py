@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.checkpoint.settings import changes, model_differences
+from megatron_tape.checkpoint.saved_settings import changes, model_differences
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
-from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig, config_dict
+from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
@@ -181,7 +181,7 @@ def _training_data(source: Source) -> dict[str, Any]:
 def _from_checkpoint(path: Path, label: str | None) -> Source:
     state = read_state(path)
     try:
-        model = ModelConfig(**{**BEFORE["model"], **state["config"]["model"]})
+        model = ModelConfig(**state["config"]["model"])
     except TypeError as error:
         raise ValueError(f"{path} was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
-from megatron_tape.checkpoint.frozen import IMPORTED, find_source
-from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
-from megatron_tape.checkpoint.settings import FREE_IN_A_MODEL, model_differences
+from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
+from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import BEFORE, OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.data.inputs import load_run_tokenizer
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
@@ -159,7 +158,7 @@ def _from_checkpoint(path: Path) -> Base:
     find_source(path, state)
     settings = state["config"]["model"]
     try:
-        model = ModelConfig(**{**BEFORE["model"], **settings})
+        model = ModelConfig(**settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise ValueError(f"it is of another architecture or version ({error})") from None

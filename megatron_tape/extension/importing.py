@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.checkpoint.directories import read_state
-from megatron_tape.checkpoint.frozen import IMPORTED
+from megatron_tape.checkpoint.locate import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.extension.base import Base, find_base

@@ -38,11 +38,6 @@ def part_of(name: str) -> str:
     return OF_ENCODING if kind == "position" else kind
 
 
-def current_name(stored: str) -> str:
-    """Return the current name of a parameter that a checkpoint may hold under an older name."""
-    return stored.replace(".position_update.", f".{POSITION}")
-
-
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     """Return the whole tensor of the `GPTModel` parameter `name`; KeyError if `weights` lacks a part of it."""
     _, prefix, rest = split_layer(name)

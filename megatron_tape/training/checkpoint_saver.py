@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Iterator
 
-from megatron_tape.checkpoint import saving as checkpoints
 from megatron_tape.checkpoint.directories import Source
+from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
@@ -32,8 +32,9 @@ class CheckpointSaver:
     """
 
     def __init__(self, engine: Engine, config: RunConfig, watch: Watch, frozen_from: Source | None = None):
-        self._engine, self._config, self._watch, self._frozen_from = engine, config, watch, frozen_from
-        self._current: checkpoints.Save | None = None
+        self._engine, self._config, self._watch = engine, config, watch
+        self._writer = Writer(engine, config, watch.attempt, frozen_from)
+        self._current: Save | None = None
 
     def save(self, step: int, progress: dict, wait: bool) -> bool:
         """Save a checkpoint after `step` steps; return whether it is complete.
@@ -47,7 +48,7 @@ class CheckpointSaver:
         self._watch.progress("saving")
         in_thread = self._config.checkpoint.asynchronous and not wait
         with self._failure_reported():
-            self._current = checkpoints.Save(*self._what(step, progress), in_thread=in_thread)
+            self._current = Save(self._writer, step, progress, in_thread=in_thread)
         return False if in_thread else self.finish()
 
     def look(self) -> None:
@@ -84,7 +85,7 @@ class CheckpointSaver:
         for tries_left in reversed(range(LAST_SAVE_TRIES)):
             self._watch.progress("saving")
             try:
-                path = checkpoints.save_checkpoint(*self._what(step, progress))
+                path = self._writer.save(step, progress)
             except CheckpointError as error:
                 if tries_left == 0:
                     raise
@@ -95,9 +96,6 @@ class CheckpointSaver:
                 logger.info("saved %s", path)
                 return True
         return False
-
-    def _what(self, step: int, progress: dict) -> tuple:
-        return self._engine, self._config, step, progress, self._watch.attempt, self._frozen_from
 
 
 def _warn(error: CheckpointError, next_try: str) -> None:

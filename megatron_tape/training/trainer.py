@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_tape.checkpoint import state as checkpoints
-from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint, open_base
-from megatron_tape.checkpoint.settings import changes
+from megatron_tape.checkpoint import restoring
+from megatron_tape.checkpoint.opening import open_base, open_to_resume
+from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.checkpoint.saved_settings import changes
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.batches import build_batches
@@ -70,7 +71,7 @@ class Trainer:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
         watch.progress("reading the checkpoint")
         self.tokenizer = load_run_tokenizer(config)
-        self.checkpoint = find_checkpoint(config, self.layout)
+        self.checkpoint = open_to_resume(config, self.layout)
         self.base = None
         if self.checkpoint is None and find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
@@ -134,7 +135,7 @@ class Trainer:
         self.model = build_model(config, layout, self.watch)
         select_trained(self.model, self.trains, config.train.recompute != "none")
         frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        self.frozen_from = checkpoints.source_of_frozen(self.checkpoint or self.base, frozen, config)
+        self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
         self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
@@ -143,7 +144,7 @@ class Trainer:
         self.progress = {"bad_steps": 0}
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
-            checkpoints.load_training_state(self.checkpoint, self.engine)
+            restoring.load_training_state(self.checkpoint, self.engine)
             self.progress |= self.checkpoint.state["progress"]
             where = (self.checkpoint.path, self.step + 1, config.train.steps)
             logger.info("continuing from %s at step %d of %d", *where)
@@ -160,12 +161,12 @@ class Trainer:
         config, layout = self.config, self.layout
         allocate(self.model, layout.device, zero_partition(config, layout))
         if self.checkpoint is not None:
-            checkpoints.load_weights(self.checkpoint, self.model, layout)
+            restoring.load_weights(self.checkpoint, self.model, layout)
             return
         drawn = None
         if self.base is not None:
             self.watch.progress("loading the weights to begin with")
-            drawn = checkpoints.load_base_weights(self.base, self.model, layout)
+            drawn = restoring.load_base_weights(self.base, self.model, layout)
             begins = f"; new are {counted(len(drawn), 'parameter')}, such as {drawn[0]}" if drawn else ""
             logger.info("beginning with the weights of %s%s", self.base.path, begins)
             if not drawn:

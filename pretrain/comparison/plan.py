@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.settings import check_start
+from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import read_run_config
 from megatron_tape.config.schema import RunConfig

@@ -1,62 +1,33 @@
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 
 import killed_save_cases
 import pytest
-import torch
+from killed_save_cases import HOME, NAMES, save, value_of
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
+from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.files import digest, sync_directory
+from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
-from megatron_tape.io.safetensors import write_safetensors
 
-HOME, MANIFEST = ".attempt-000001", "manifest.json"
-
-
-def save(root, step, value=None, keep=None):
-    """Save a checkpoint whose tensors all hold ``value`` (default: the step), and prune."""
-    home = root / HOME
-    home.mkdir(parents=True, exist_ok=True)
-    staging = files.staging_directory(home, step)
-    value = float(step if value is None else value)
-    for name in ("model", "optimizer"):
-        tensors = {"weight": torch.full((64,), value)}
-        write_safetensors(staging / f"{name}.safetensors", tensors, metadata={"step": str(step)})
-    (staging / "run.json").write_text(json.dumps({"value": value}))
-    sync_directory(staging / "run.json")
-    named = {path.name: digest(path) for path in staging.iterdir()}
-    path = files.publish(staging, root, step, named)
-    if keep is not None:
-        files.prune(root, keep)
-    return path
+MANIFEST = "manifest.json"
 
 
 def steps(root):
     return [step for step, _ in files.list_checkpoints(root)]
 
 
-def value_of(path):
-    """Return the one value that every file of a complete checkpoint holds."""
-    assert files.problems(path) == []
-    values = [read_tensors(path / f"{name}.safetensors")["weight"] for name in ("model", "optimizer")]
-    value = json.loads((path / "run.json").read_text())["value"]
-    assert all(torch.equal(tensor, torch.full((64,), value)) for tensor in values)
-    return value
-
-
 def test_a_checkpoint_from_elsewhere_counts_until_the_run_has_its_own(tmp_path):
     own, import_ = tmp_path / "run", str(tmp_path / "import")
-    assert files.what_to_resume(import_, own) == import_
+    assert what_to_resume(import_, own) == import_
     (own / "step-00000001").mkdir(parents=True)
-    assert files.what_to_resume(import_, own) == "auto"
+    assert what_to_resume(import_, own) == "auto"
     for kept in ("none", "auto", str(own / "step-00000001")):
-        assert files.what_to_resume(kept, own) == kept
+        assert what_to_resume(kept, own) == kept
 
 
 def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
@@ -64,23 +35,8 @@ def test_a_published_checkpoint_reads_back_and_is_whole(tmp_path):
     assert path == tmp_path / "step-00000100"
     assert value_of(path) == 100.0
     assert files.read_manifest(path)["step"] == 100
-    assert set(files.read_manifest(path)["files"]) == {"model.safetensors", "optimizer.safetensors", "run.json"}
-    assert read_metadata(path / "model.safetensors") == {"step": "100"}
+    assert set(files.read_manifest(path)["files"]) == set(NAMES)
     assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_tensors_keep_their_type_shape_and_every_bit(tmp_path, dtype):
-    tensors = {
-        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
-        "transposed": torch.arange(6).reshape(2, 3).to(dtype).T,
-        "scalar": torch.tensor(1).to(dtype),
-        "empty": torch.zeros(0, 3).to(dtype),
-    }
-    write_safetensors(tmp_path / "tensors", tensors)
-    read = read_tensors(tmp_path / "tensors")
-    assert read.keys() == tensors.keys()
-    assert all(read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_before_the_old_one_goes(
@@ -101,8 +57,7 @@ def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name_and_the_name_
     named = events.index(("rename", "step-00000001"))
     path = tmp_path / "step-00000001"
     assert {file.name for file in path.iterdir()} == {
-        "model.safetensors",
-        "optimizer.safetensors",
+        "model",
         "run.json",
         MANIFEST,
     }
@@ -138,32 +93,19 @@ def test_a_new_staging_directory_is_empty(tmp_path):
     assert list(files.staging_directory(tmp_path, 1).iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
-def test_a_missing_file_is_named(tmp_path, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_wrong_with_a_file_is_named(tmp_path, name):
     path = save(tmp_path, 1)
-    (path / name).unlink()
-    assert files.problems(path) == files.problems(path, deep=False) == [f"{name} is missing"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
-def test_a_truncated_file_is_named_with_both_sizes(tmp_path, name):
-    path = save(tmp_path, 1)
-    size = (path / name).stat().st_size
-    os.truncate(path / name, size - 1)
-    assert (
-        files.problems(path) == files.problems(path, deep=False) == [f"{name} has {size - 1} bytes instead of {size}"]
-    )
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json"])
-def test_a_flipped_bit_is_named_by_a_deep_check(tmp_path, name):
-    path = save(tmp_path, 1)
-    content = bytearray((path / name).read_bytes())
-    content[-1] ^= 1
-    (path / name).write_bytes(content)
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert files.problems(path, deep=False) == []
     (problem,) = files.problems(path)
     assert problem.startswith(f"{name} has sha256 ")
+    (path / name).write_bytes(content[:-1])
+    shorter = f"{name} has {len(content) - 1} bytes instead of {len(content)}"
+    assert files.problems(path) == files.problems(path, deep=False) == [shorter]
+    (path / name).unlink()
+    assert files.problems(path) == files.problems(path, deep=False) == [f"{name} is missing"]
 
 
 def test_any_flipped_bit_and_any_truncation_of_the_manifest_is_noticed(tmp_path):
@@ -196,11 +138,11 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_olde
     save(tmp_path, 1)
     newer = save(tmp_path, 2)
     change(newer, MANIFEST, format_version=files.FORMAT_VERSION + 1, files=None, parts=["another layout"])
-    sentence = f"{newer} was written by a newer version of this project (checkpoint format 3; this one reads 2); update"
-    assert files.problems(newer)[0].startswith(sentence)
+    assert "newer version" in files.problems(newer)[0]
     for search in (files.newest_whole, files.checkpointed_step):
-        with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        with pytest.raises(files.NewerFormat) as error:
             search(tmp_path)
+        assert error.value.subject == str(newer)
     shutil.rmtree(newer)
     assert files.checkpointed_step(tmp_path) == 1
 
@@ -209,6 +151,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_in_favour_of_an_olde
     "changes",
     [
         {"format_version": 0},
+        {"format_version": 1},
         {"format_version": "1"},
         {"step": [1]},
         {"step": None},
@@ -231,6 +174,7 @@ def test_a_manifest_of_the_wrong_shape_is_a_problem_in_one_sentence(tmp_path, ch
 STATE = {
     "step": 1,
     "optimizer_steps": 1,
+    "consumed_samples": 4,
     "progress": {},
     "tensor_model_parallel_size": 1,
     "data_parallel_size": 1,
@@ -285,11 +229,11 @@ def test_the_newest_whole_checkpoint_is_found_behind_broken_ones_which_are_named
     for step in (1, 2, 3):
         save(tmp_path, step)
     os.truncate(tmp_path / "step-00000003" / "run.json", 0)
-    (tmp_path / "step-00000002" / "model.safetensors").unlink()
+    (tmp_path / "step-00000002" / "model").unlink()
     warnings = []
     assert files.newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000001"
     assert "step-00000003" in warnings[0] and "run.json has 0 bytes" in warnings[0]
-    assert "step-00000002" in warnings[1] and "model.safetensors is missing" in warnings[1]
+    assert "step-00000002" in warnings[1] and "model is missing" in warnings[1]
 
 
 def test_pruning_keeps_the_newest_and_clears_leftovers(tmp_path):
@@ -332,7 +276,7 @@ def test_a_checkpoint_whose_files_are_not_all_seen_where_it_is_published_stays_i
     (staging / "tensors").write_bytes(b"of this node")
     found = digest(staging / "tensors")
     for name, entry in {"elsewhere": found, "tensors": {**found, "bytes": found["bytes"] + 1}}.items():
-        with pytest.raises(CheckpointError, match=f"{name} (is missing|has 12 bytes).*; all nodes must write to"):
+        with pytest.raises(CheckpointError, match=f"{name} (is missing|has 12 bytes)"):
             files.publish(staging, tmp_path, 2, {name: entry})
     assert steps(tmp_path) == [1]
 

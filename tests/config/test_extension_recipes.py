@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets_for_tests import write_all
 
-from megatron_tape.checkpoint.settings import ORDER_KEYS
+from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ModelConfig, config_dict

@@ -9,12 +9,9 @@ import sys
 import pytest
 import torch
 from conversions import TOOL, convert, limited_files
-from safetensors.torch import load_file
 from tool_runs import ROOT
 
 from megatron_tape.checkpoint.directories import digest
-from megatron_tape.errors import UserError
-from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.planning.parameters import parameter_count
 
 
@@ -42,14 +39,6 @@ BIG = {
     "vocab_size": 32000,
     "tie_embeddings": False,
 }
-
-
-def test_fp16_refuses_numbers_beyond_its_range(tmp_path):
-    announced = {"x": torch.empty(2, dtype=torch.float16, device="meta")}
-    write_safetensors(tmp_path / "a", announced, [torch.tensor([1.5, -6e4])])
-    assert load_file(tmp_path / "a")["x"].tolist() == [1.5, -6e4]
-    with pytest.raises(UserError, match="fp16"):
-        write_safetensors(tmp_path / "b", announced, [torch.tensor([1.5, 7e4])])
 
 
 def write_synthetic(step, size):
@@ -86,7 +75,7 @@ def write_synthetic(step, size):
     (step / "state.json").write_text(json.dumps(state))
     files["state.json"] = step / "state.json"
     entries = {name: digest(path) for name, path in files.items()}
-    (step / "manifest.json").write_text(json.dumps({"format_version": 1, "step": 1, "files": entries}))
+    (step / "manifest.json").write_text(json.dumps({"format_version": 2, "step": 1, "files": entries}))
     return model
 
 

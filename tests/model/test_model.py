@@ -10,7 +10,7 @@ from models import build, random_tokens, reference_config, released_model, small
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
 from megatron_tape.model.names import parameter_shapes, whole_shapes
-from megatron_tape.model.weights import current_name, from_megatron, load_weights
+from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.planning.parameters import parameter_count
 
@@ -217,12 +217,6 @@ def test_frequencies_and_masks_are_made_once_and_not_in_every_layer(monkeypatch)
     for _ in range(2):
         built(random_tokens(), documents=documents)
     assert sorted(made) == ["angles", "mask", "mask"]
-
-
-def test_a_checkpoint_with_the_encodings_former_names_is_read():
-    stored = "exp_avg/gpt.decoder.layers.3.position_update.x_proj"
-    assert current_name(stored) == "exp_avg/gpt.decoder.layers.3.position.x_proj"
-    assert current_name("weight/gpt.embedding.word_embeddings.weight") == "weight/gpt.embedding.word_embeddings.weight"
 
 
 def test_phases_need_no_gradient_where_layers_are_recomputed(monkeypatch):

@@ -15,8 +15,8 @@ from launch import environment, free_port
 from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint import saving as checkpoint
-from megatron_tape.errors import EXIT_RESTART
+from megatron_tape.checkpoint import writing
+from megatron_tape.errors import EXIT_RESTART, CheckpointError
 from megatron_tape.run import watch
 from megatron_tape.run.attempts import Attempt, read_attempts
 from megatron_tape.training import checkpoint_saver as saving
@@ -137,7 +137,7 @@ WAYS = pytest.mark.parametrize("asynchronous", ["false", "true"])
 
 @WAYS
 def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd, asynchronous):
-    original, calls = checkpoint.write_record, []
+    original, calls = writing.write_record, []
 
     def write_record(path, value):
         if path.name == "state.json":
@@ -146,7 +146,7 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
                 raise OSError(28, "No space left on device")
         return original(path, value)
 
-    monkeypatch.setattr(checkpoint, "write_record", write_record)
+    monkeypatch.setattr(writing, "write_record", write_record)
     assert run("--checkpoint.interval=2", f"--checkpoint.asynchronous={asynchronous}") == 0
     assert calls == [2, 4, 6, 8, 10]
     assert steps_saved(run.folder) == [6, 8, 10]
@@ -158,15 +158,15 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
 
 
 def test_the_last_step_waits_for_the_disk(run, monkeypatch):
-    original, failures = checkpoint.save_checkpoint, []
+    original, failures = writing.Writer.save, []
 
     def save(*args):
         if len(failures) < 2:
             failures.append(1)
-            raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+            raise CheckpointError("checkpoint 10", "could not be written: disk full")
         return original(*args)
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    monkeypatch.setattr(writing.Writer, "save", save)
     monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
     assert run() == 0
     assert steps_saved(run.folder) == [10]
@@ -175,10 +175,10 @@ def test_the_last_step_waits_for_the_disk(run, monkeypatch):
 def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
     def save(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+        raise CheckpointError("checkpoint 10", "could not be written: disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_checkpoint", save)
+        patched.setattr(writing.Writer, "save", save)
         started = time.monotonic()
         assert run() == EXIT_RESTART
     assert time.monotonic() - started < saving.LAST_SAVE_WAIT
@@ -192,9 +192,9 @@ def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
 
 def test_a_run_whose_last_step_cannot_be_saved_is_not_finished(run, monkeypatch):
     def save(*args):
-        raise checkpoint.CheckpointError("could not write checkpoint 10: disk full")
+        raise CheckpointError("checkpoint 10", "could not be written: disk full")
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    monkeypatch.setattr(writing.Writer, "save", save)
     monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
     assert run() == 1
     assert read_attempts(run.folder)[0].outcome == "failed"

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_tape.checkpoint.settings import WITHOUT_EFFECT
-from megatron_tape.config.schema import BEFORE, RunConfig, key_of
+from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT
+from megatron_tape.config.schema import RunConfig, key_of
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting
@@ -41,18 +41,13 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     """Return the settings of a run, with the values that newer settings had before they existed."""
     complete = {section: dict(values) for section, values in settings.items()}
     for section in dataclasses.fields(RunConfig):
-        before = BEFORE.get(section.name, {}) if _runs_in_bf16(settings) else {}
         values = complete.setdefault(section.name, {})
         for item in dataclasses.fields(section.type):
             if item.default_factory is not dataclasses.MISSING:
                 values.setdefault(key_of(item.name), item.default_factory())
             elif item.default is not dataclasses.MISSING:
-                values.setdefault(key_of(item.name), before.get(item.name, item.default))
+                values.setdefault(key_of(item.name), item.default)
     return complete
-
-
-def _runs_in_bf16(settings: Mapping[str, Mapping[str, Any]]) -> bool:
-    return settings.get("train", {}).get("precision", "bf16") == "bf16"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

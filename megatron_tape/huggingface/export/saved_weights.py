@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.frozen import find_source
 from megatron_tape.checkpoint.index import tensor_files
-from megatron_tape.checkpoint.locate import find_checkpoint
+from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import BEFORE, ExtensionConfig, ModelConfig
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED, parameter_shapes
@@ -88,7 +87,7 @@ def open_weights(path: Path) -> SavedWeights:
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
     try:
-        model = ModelConfig(**{**BEFORE["model"], **settings})
+        model = ModelConfig(**settings)
         validate_model(model)
         extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:

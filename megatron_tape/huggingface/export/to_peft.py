@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.settings import model_differences
+from megatron_tape.checkpoint.saved_settings import model_differences
 from megatron_tape.errors import CheckpointError, FileError
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights

@@ -4,21 +4,22 @@ import errno
 import json
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from launch import run_group
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
+from safetensors.torch import load, load_file, save_file
+from safetensors.torch import save as safetensors_bytes
 
-from megatron_tape.checkpoint import directories, reading, saving, tensors
+from megatron_tape.checkpoint import directories, held_files, writing
 from megatron_tape.checkpoint import random_state as random_states
-from megatron_tape.checkpoint.opening import Checkpoint, find_checkpoint
-from megatron_tape.checkpoint.saving import save_checkpoint
-from megatron_tape.checkpoint.state import load_training_state, load_weights
-from megatron_tape.checkpoint.tensors import read_metadata, read_tensors
+from megatron_tape.checkpoint.index import INDEX, read_index
+from megatron_tape.checkpoint.opening import open_to_resume
+from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.checkpoint.restoring import load_training_state, load_weights
+from megatron_tape.checkpoint.writing import Writer
 from megatron_tape.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -29,7 +30,7 @@ from megatron_tape.config.schema import (
 )
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import digest
-from megatron_tape.io.safetensors import write_safetensors
+from megatron_tape.io.records import write_record
 from megatron_tape.parallel.layout import seed_everything
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
@@ -89,7 +90,6 @@ def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
 
 
 TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random.safetensors"
-EARLIER_RANDOM = "random-00000.safetensors"
 NAME = "weight/gpt.output_layer.weight"
 
 
@@ -102,8 +102,12 @@ def config_in(folder):
     )
 
 
+def writer_in(engine, folder):
+    return Writer(engine, config_in(folder), Attempt.claim(folder, folder / "checkpoints", {}))
+
+
 def save(engine, folder, step=1):
-    return save_checkpoint(engine, config_in(folder), step, {}, Attempt.claim(folder, folder / "checkpoints", {}))
+    return writer_in(engine, folder).save(step, {})
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +124,19 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def damaged(saved, tmp_path):
-    """Return a function that rewrites a tensor file of a copy of the checkpoint, and its manifest, and opens it."""
+    """Return a function that rewrites a file of a copy of the checkpoint, and its manifest, and opens it."""
     path = tmp_path / "step-00000001"
     shutil.copytree(saved[1], path)
 
-    def rewrite(name, change=lambda tensors: None, metadata=None, content=None):
-        if name == EARLIER_RANDOM:
-            as_version_1_wrote_them(path)
-        tensors, kept = read_tensors(path / name), read_metadata(path / name)
-        change(tensors)
-        (path / name).write_bytes(content or safetensors.torch.save(tensors, kept | (metadata or {})))
+    def rewrite(name, change=lambda content: None):
+        if name == INDEX:
+            index = read_index(path)
+            change(index[TENSORS])
+            write_record(path / INDEX, {"files": index})
+        else:
+            tensors = load_file(path / name)
+            change(tensors)
+            save_file(tensors, path / name)
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"][name] = digest(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
@@ -139,30 +146,17 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-def as_version_1_wrote_them(path):
-    """Put the random states into a file of this rank's own, and leave out the index."""
-    state, text = random_states.random_state()
-    entry, _ = write_safetensors(path / EARLIER_RANDOM, state, metadata=text)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"format_version": 1}
-    for name in (RANDOM, "index.json"):
-        (path / name).unlink()
-        del manifest["files"][name]
-    manifest["files"][EARLIER_RANDOM] = entry
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
-    for name in (TENSORS, EARLIER_RANDOM):
-        checkpoint = damaged(name)
-        load_weights(checkpoint, saved[0].module, saved[0].layout)
-        load_training_state(checkpoint, saved[0])
+    checkpoint = damaged(INDEX)
+    load_weights(checkpoint, saved[0].module, saved[0].layout)
+    load_training_state(checkpoint, saved[0])
 
 
-@pytest.mark.parametrize("share, holds", [(reading.HELD_SHARE, [TENSORS]), (2**60, [])])
+@pytest.mark.parametrize("share, holds", [(held_files.HELD_SHARE, [TENSORS]), (2**60, [])])
 def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damaged, monkeypatch, share, holds):
-    monkeypatch.setattr(reading, "HELD_SHARE", share)
+    monkeypatch.setattr(held_files, "HELD_SHARE", share)
     checkpoint = damaged(TENSORS)
-    held, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    held, problems = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert list(held) == holds and problems == []
     checkpoint.held.update(held)
     expected = saved[0].training_state(lambda key: True)
@@ -171,36 +165,11 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     content = bytearray((checkpoint.path / TENSORS).read_bytes())
     content[-1] ^= 1
     (checkpoint.path / TENSORS).write_bytes(content)
-    _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    _, (problem,) = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
     assert problem.startswith(f"{TENSORS} has sha256 ")
 
 
-def test_what_is_held_does_not_live_on_in_forked_data_loaders(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 64)
-    sha256, content = tensors.read_whole(path, keep=True)
-    assert sha256 == digest(path)["sha256"] and bytes(content) == path.read_bytes()
-    address = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
-    mappings = Path("/proc/self/smaps").read_text()
-    start = mappings.index(f"\n{address:x}-")
-    flags = next(line for line in mappings[start:].splitlines() if line.startswith("VmFlags:"))
-    assert "dc" in flags.split()  # "do not copy on fork"
-    path.write_bytes(b"")
-    assert tensors.read_whole(path, keep=True) == (digest(path)["sha256"], b"")
-
-
-def test_where_there_is_no_memory_files_are_checked_without_being_held(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_bytes(b"content")
-
-    def fail(*arguments, **options):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(tensors.mmap, "mmap", fail)
-    assert tensors.read_whole(path, keep=True) == (digest(path)["sha256"], None)
-
-
-@pytest.mark.parametrize("module, function", [(reading, "read_whole"), (directories, "read_record")])
+@pytest.mark.parametrize("module, function", [(held_files, "read_whole"), (directories, "read_record")])
 def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkpoint(
     saved, tmp_path, monkeypatch, module, function
 ):
@@ -211,8 +180,8 @@ def test_a_disk_that_fails_while_a_run_starts_ends_the_start_and_skips_no_checkp
     shutil.copytree(saved[1], tmp_path / "checkpoints" / saved[1].name)
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="Stale file handle.*; start again"):
         patched.setattr(module, function, fail)
-        find_checkpoint(config, saved[0].layout)
-    assert find_checkpoint(config, saved[0].layout).step == 1
+        open_to_resume(config, saved[0].layout)
+    assert open_to_resume(config, saved[0].layout).step == 1
 
 
 def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next_save(saved, tmp_path, caplog):
@@ -221,12 +190,12 @@ def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next
     content = bytearray((paths[1] / TENSORS).read_bytes())
     content[-1] ^= 1
     (paths[1] / TENSORS).write_bytes(content)
-    checkpoint = find_checkpoint(config_in(tmp_path), engine.layout)
+    checkpoint = open_to_resume(config_in(tmp_path), engine.layout)
     assert checkpoint.path == paths[0] and list(checkpoint.held) == [TENSORS]
     assert f"checkpoint {paths[1]} is skipped: {TENSORS} has sha256 " in caplog.text
     save(engine, tmp_path, 2)
     assert [step for step, _ in directories.list_checkpoints(tmp_path / "checkpoints")] == [2, 1]
-    assert find_checkpoint(config_in(tmp_path), engine.layout).step == 2
+    assert open_to_resume(config_in(tmp_path), engine.layout).step == 2
 
 
 def test_random_states_continue_where_they_were_saved(saved, tmp_path):
@@ -240,10 +209,9 @@ def test_random_states_continue_where_they_were_saved(saved, tmp_path):
 def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_path, monkeypatch):
     engine, written = saved[0], threading.Event()
     before = engine.training_state(lambda key: True)
-    write = saving.write_safetensors
-    monkeypatch.setattr(saving, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments))
-    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {})
-    save = saving.Save(engine, config_in(tmp_path), 1, {}, attempt, in_thread=True)
+    write = writing.write_safetensors
+    monkeypatch.setattr(writing, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments))
+    save = writing.Save(writer_in(engine, tmp_path), 1, {}, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)
     engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
     assert save.busy and directories.list_checkpoints(tmp_path / "checkpoints") == []
@@ -251,7 +219,7 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
     assert save.advance() is None
     path = save.advance()
     assert directories.problems(path) == [] and directories.read_state(path)["optimizer_steps"] == 1
-    held = read_tensors(path / TENSORS)
+    held = load_file(path / TENSORS)
     assert held.keys() == before.keys() and all(torch.equal(held[key], before[key]) for key in before)
     assert not torch.equal(engine.training_state(lambda key: True)[NAME], held[NAME])
     checkpoint = Checkpoint(path, directories.read_state(path))
@@ -264,57 +232,50 @@ def test_a_save_in_the_background_that_gets_no_thread_is_written_at_once(saved, 
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {})
+    writer = writer_in(saved[0], tmp_path)
     monkeypatch.setattr(threading.Thread, "start", start)
-    save = saving.Save(saved[0], config_in(tmp_path), 1, {}, attempt, in_thread=True)
+    save = writing.Save(writer, 1, {}, in_thread=True)
     assert not save.busy and save.advance() is None
     assert directories.problems(save.advance()) == []
 
 
 @pytest.mark.parametrize(
-    "change, sentence",
+    "change, problem",
     [
-        (lambda t: t.update({NAME: t[NAME].T.contiguous()}), r"holds {} as F32 of shape \[32, 64\], and the model's"),
-        (lambda t: t.update({NAME: t[NAME][:1].clone()}), r"holds {} as F32 of shape \[1, 32\], and the model's"),
-        (lambda t: t.update({NAME: t[NAME].bfloat16()}), r"holds {} as BF16 of shape \[64, 32\], and the model's"),
-        (lambda t: t.pop(NAME), "holds no {}; choose another"),
-        (lambda t: t.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
+        (lambda places: places[NAME].update(shape=[32, 64]), f"holds {NAME} of shape [32, 64]"),
+        (lambda places: places[NAME].update(shape=[1, 32]), f"holds {NAME} of shape [1, 32]"),
+        (lambda places: places[NAME].update(offset=10**9), "ends early"),
+        (lambda places: places.pop(NAME), f"holds no {NAME}"),
+        (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "holds no exp_avg/"),
     ],
 )
-def test_tensors_of_a_wrong_shape_or_type_are_refused_despite_a_right_manifest(saved, damaged, change, sentence):
-    checkpoint = damaged(TENSORS, change)
-    with pytest.raises(CheckpointError, match=sentence.format(NAME)) as caught:
+def test_an_index_that_does_not_fit_is_refused_despite_a_right_manifest(saved, damaged, change, problem):
+    checkpoint = damaged(INDEX, change)
+    with pytest.raises(CheckpointError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
         load_training_state(checkpoint, saved[0])
-    assert "\n" not in str(caught.value) and str(checkpoint.path) in str(caught.value)
+    assert problem in error.value.problem and error.value.subject.startswith(str(checkpoint.path))
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 64, (100).to_bytes(8, "little") + b"[" * 100, b"x"])
-def test_a_file_that_is_not_safetensors_is_refused_despite_a_right_manifest(saved, damaged, content):
-    checkpoint = damaged(TENSORS, content=content)
-    with pytest.raises(CheckpointError, match=f"{TENSORS} is not a safetensors file"):
+def test_a_tensor_that_one_of_the_saving_ranks_lacks_is_refused(saved, damaged):
+    checkpoint = damaged(INDEX)
+    checkpoint.state["tensor_model_parallel_size"] = 2
+    with pytest.raises(CheckpointError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
+    assert "only some tensor-parallel ranks" in error.value.problem
 
 
-@pytest.mark.parametrize(
-    "change, metadata",
-    [
-        (lambda t: t.pop("torch"), None),
-        (lambda t: t.update(torch=t["torch"][:-1].clone()), None),
-        (lambda t: t.update(numpy=t["numpy"][:3].clone()), None),
-        (lambda t: None, {"python": "[]"}),
-        (lambda t: None, {"python": "[3, [1, 2], null]"}),
-        (lambda t: None, {"python": "[" * 100_000}),
-        (lambda t: None, {"numpy": '{"kind": 1}'}),
-    ],
-)
-def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved, damaged, change, metadata):
-    checkpoint = damaged(EARLIER_RANDOM, change, metadata)
-    with pytest.raises(
-        CheckpointError, match=f"{EARLIER_RANDOM} holds no random states that can be restored"
-    ) as caught:
-        load_training_state(checkpoint, saved[0])
-    assert "\n" not in str(caught.value)
+def rank_0s(change):
+    """Return a change of the table of all ranks' random states that makes `change` to the texts of its one row."""
+
+    def changed(table):
+        tensors = load(table["states"][0, : table["lengths"][0]].numpy().tobytes())
+        text = json.loads(tensors["text"].numpy().tobytes())
+        change(tensors, text)
+        tensors["text"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        table.update(random_states.table_of([safetensors_bytes(tensors)]))
+
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -326,13 +287,20 @@ def test_random_states_that_cannot_be_restored_are_refused_in_one_sentence(saved
         lambda t: t.update(states=torch.zeros_like(t["states"])),
         lambda t: t.update(states=t["states"][0].clone()),
         lambda t: t.update(states=t["states"][:0].clone()),
+        rank_0s(lambda tensors, text: tensors.pop("torch")),
+        rank_0s(lambda tensors, text: tensors.update(torch=tensors["torch"][:-1].clone())),
+        rank_0s(lambda tensors, text: tensors.update(numpy=tensors["numpy"][:3].clone())),
+        rank_0s(lambda tensors, text: text.update(python="[]")),
+        rank_0s(lambda tensors, text: text.update(python="[3, [1, 2], null]")),
+        rank_0s(lambda tensors, text: text.update(python="[" * 100_000)),
+        rank_0s(lambda tensors, text: text.update(numpy='{"kind": 1}')),
     ],
 )
-def test_a_damaged_table_of_random_states_is_refused_in_one_sentence(saved, damaged, change):
+def test_random_states_that_cannot_be_restored_are_refused(saved, damaged, change):
     checkpoint = damaged(RANDOM, change)
-    with pytest.raises(CheckpointError, match=f"{RANDOM} holds no random states that can be restored") as caught:
+    with pytest.raises(CheckpointError) as error:
         load_training_state(checkpoint, saved[0])
-    assert "\n" not in str(caught.value)
+    assert error.value.subject == str(checkpoint.path / RANDOM) and "\n" not in str(error.value)
 
 
 def state_of_a_gpu(seed, offset=4):
@@ -341,12 +309,12 @@ def state_of_a_gpu(seed, offset=4):
 
 
 def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_on(saved, damaged, caplog):
-    def from_a_gpu(tensors):
+    def from_a_gpu(tensors, text):
         for name in [name for name in tensors if name.startswith("tracker/")]:
             tensors[name] = state_of_a_gpu(1234)
         tensors["cuda"] = state_of_a_gpu(5678)
 
-    checkpoint = damaged(EARLIER_RANDOM, from_a_gpu)
+    checkpoint = damaged(RANDOM, rank_0s(from_a_gpu))
     seed_everything(7, saved[0].layout)
     streams = get_cuda_rng_tracker().get_states()
     before = torch.get_rng_state()
@@ -361,13 +329,13 @@ def test_random_streams_that_a_gpu_wrote_begin_anew_on_a_cpu_and_the_others_go_o
 
 
 def test_random_streams_that_a_cpu_wrote_begin_anew_on_a_gpu(saved, monkeypatch, caplog):
-    tensors, text = random_states.random_state()
+    state = random_states.random_state()
     streams = {name: state_of_a_gpu(seed) for seed, name in enumerate(get_cuda_rng_tracker().get_states())}
     tracker = CudaRNGStatesTracker()
     tracker.set_states(dict(streams))
     monkeypatch.setattr(random_states, "get_cuda_rng_tracker", lambda: tracker)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level("INFO"):
-        random_states.set_random_state(tensors, text)
+        random_states.set_random_state(state)
     assert tracker.get_states() == streams
     assert "model-parallel-rng were saved on another kind of device" in caplog.text

@@ -3,34 +3,29 @@
 A checkpoint holds `state.json` (the position in the data, the settings), files `tensors-tpTT-dpNNNNN.safetensors`, the
 random states of all ranks, and `index.json`. Each file has fp32 weights and moments by parameter name, as
 tensor-parallel rank TT holds them; `state.json` says how it cuts them. Nothing depends on the ZeRO stage, and the
-tensors of another tensor-parallel size are joined and cut: a run may continue under another layout. `saving` writes
+tensors of another tensor-parallel size are joined and cut: a run may continue under another layout. `writing` writes
 checkpoints, and `directories` makes sure that one is either complete or invisible.
 
 Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out too, and
 `state.json` says which checkpoint holds them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
-from megatron_tape.checkpoint.frozen import source_record
-from megatron_tape.checkpoint.opening import Checkpoint
+from megatron_tape.checkpoint.interfaces import EngineState
+from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
-from megatron_tape.config.schema import BEFORE, ModelConfig, RunConfig
+from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint
+from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_share
-
-if TYPE_CHECKING:
-    from megatron_tape.training.engine import Engine
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
@@ -45,22 +40,21 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
     """Load the weights that a run begins with, as `load_weights` does; return the parameters that `base` does not have.
 
-    These must be drawn. They may be LoRA layers, and what the positional encoding of `base` does not have.
+    These must be initialized. They may be LoRA layers, and what the positional encoding of `base` does not have.
     Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
     """
     parameters, held = dict(model.named_parameters()), base.weight_names()
-    settings = ModelConfig(**{**BEFORE["model"], **base.state["config"]["model"]})
+    settings = ModelConfig(**base.state["config"]["model"])
     of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
     new = [name for name in parameters if name not in held]
     may_be_new = {
         name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in of_base)
     }
+    another = "choose another model to extend"
     if missing := [name for name in new if name not in may_be_new]:
-        raise CheckpointError(f"{base.path} holds no {missing[0]}; choose another model to extend")
+        raise CheckpointError(str(base.path), f"holds no {missing[0]}", another)
     if extra := sorted(held - parameters.keys()):
-        raise CheckpointError(
-            f"{base.path} holds {extra[0]}, which the model of this run does not have; choose another model to extend"
-        )
+        raise CheckpointError(str(base.path), f"holds {extra[0]}, which the model of this run does not have", another)
     read = base.reader(parameters, layout)
     for name, parameter in parameters.items():
         if name in held:
@@ -70,7 +64,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     return new
 
 
-def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
+def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
     """Restore a newly built engine, whose model already has the weights, and the random number generators.
 
     Raises CheckpointError if a trained parameter was frozen in a checkpoint that holds the others' moments.
@@ -78,16 +72,14 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     updates = checkpoint.state["optimizer_steps"]
     without = [name for name in engine.trained if name in checkpoint.state.get("frozen", ())]
     if updates and without:
-        raise CheckpointError(
-            f"{checkpoint.path} has no moments of {without[0]}, which was frozen there and is trained now; train what "
-            "it trained, or choose another checkpoint"
-        )
+        problem = f"has no moments of {without[0]}, which was frozen there and is trained now"
+        raise CheckpointError(str(checkpoint.path), problem, f"train what it trained, or {ANOTHER}")
     read = checkpoint.reader(engine.trained, engine.layout)
     engine.load_training_state(read, updates)
     read.check()
     with Agreement(engine.layout) as agreement:
         restore_random_state(checkpoint.path, engine.layout.rank)
-    agreement.check("cannot continue")
+    agreement.check(checkpoint.path, "cannot continue")
     checkpoint.release()
 
 
@@ -102,15 +94,15 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
     own = checkpoint is not None and Path(config.checkpoint.directory).resolve() in checkpoint.path.resolve().parents
     if own and checkpoint.state.get("frozen_from") is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
-            raise CheckpointError(
-                f"checkpoint.frozen is false, and {checkpoint.path} was saved with other frozen parameters "
-                f"({min(changed)}); train what it trained, or set checkpoint.frozen to true"
-            )
+            problem = f"was saved with checkpoint.frozen: false and other frozen parameters ({min(changed)})"
+            fix = "train what it trained, or set checkpoint.frozen to true"
+            raise CheckpointError(str(checkpoint.path), problem, fix)
         return source_record(checkpoint.source.path)
     refuse(
         own or checkpoint is None,
-        "checkpoint.frozen is false, but the run did not begin with a checkpoint outside checkpoint.directory "
-        f"{config.checkpoint.directory} that keeps the frozen weights; give one as checkpoint.resume or "
-        "extension.from, or set checkpoint.frozen to true",
+        "checkpoint.frozen",
+        "is false, but the run did not begin with a checkpoint outside checkpoint.directory "
+        f"{config.checkpoint.directory} that keeps the frozen weights",
+        "give one as checkpoint.resume or extension.from, or set it to true",
     )
     return source_record(checkpoint.path)

@@ -3,82 +3,71 @@
 Writing needs nothing but a copy on the host, so that a thread can do it while training goes on.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
-from megatron_tape.checkpoint.random_state import RANDOM, packed_random_state, table_of
+from megatron_tape.checkpoint.interfaces import Claim, EngineState
+from megatron_tape.checkpoint.random_state import RANDOM, random_state, table_of
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 
-if TYPE_CHECKING:
-    from megatron_tape.run.attempts import Attempt
-    from megatron_tape.training.engine import Engine
 
+@dataclass(frozen=True)
+class Writer:
+    """Saves an engine's state through the `claim` of the attempt at the run that trains it.
 
-def save_checkpoint(
-    engine: Engine,
-    config: RunConfig,
-    step: int,
-    progress: dict,
-    attempt: Attempt,
-    frozen_from: files.Source | None = None,
-) -> Path:
-    """Save the run after `step` steps and return the checkpoint's directory; all ranks call this together.
-
-    See `Save`, whose errors this raises.
+    Frozen parameters are left out if `frozen_from` says which checkpoint holds them.
     """
-    save = Save(engine, config, step, progress, attempt, frozen_from, in_thread=False)
-    while (path := save.advance()) is None:
-        pass
-    return path
+
+    engine: EngineState
+    config: RunConfig
+    claim: Claim
+    frozen_from: files.Source | None = None
+
+    def save(self, step: int, progress: dict) -> Path:
+        """Save the run after `step` steps and return the checkpoint's directory; see `Save`, whose errors this raises.
+
+        All ranks call this together.
+        """
+        save = Save(self, step, progress, in_thread=False)
+        while (path := save.advance()) is None:
+            pass
+        return path
 
 
 class Save:
     """A checkpoint of the run after `step` steps that is being written; all ranks create one together.
 
-    `progress` (JSON) is stored in `state.json`. Frozen parameters are left out if `frozen_from` says which checkpoint
-    holds them. Everything that is saved is copied at once; training may go on when the constructor returns.
+    `progress` (JSON) is stored in `state.json`. Everything that is saved is copied at once; training may go on when the
+    constructor returns.
 
     The constructor and `advance` raise the same error on every rank: StaleAttempt if a newer attempt has taken over the
     run, CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: RunConfig,
-        step: int,
-        progress: dict,
-        attempt: Attempt,
-        frozen_from: files.Source | None = None,
-        *,
-        in_thread: bool,
-    ):
-        self._layout, self._config, self._step, self._attempt = engine.layout, config, step, attempt
-        self._root, self._staging = Path(config.checkpoint.directory), attempt.home / f"step-{step:08d}"
+    def __init__(self, writer: Writer, step: int, progress: dict, *, in_thread: bool):
+        self._layout, self._config, self._step, self._claim = writer.engine.layout, writer.config, step, writer.claim
+        self._root, self._staging = Path(self._config.checkpoint.directory), self._claim.home / f"step-{step:08d}"
         self._in_thread, self._thread = in_thread, None
         self._entries: dict[str, FileDigest] = {}
         self._index: dict[str, dict] = {}
-        self._begin(f"could not prepare a checkpoint in {self._root}", self._prepare, in_thread=False)
+        self._begin(f"could not prepare checkpoint {step}", self._prepare, in_thread=False)
         self._end()
-        self._copy(engine, progress, frozen_from)
-        self._begin(f"could not write checkpoint {step} in {self._root}", self._write, in_thread)
-        self._remaining: list[tuple[str, Callable[[], None]]] = [
-            (f"could not finish checkpoint {step} in {self._root}", self._publish)
-        ]
+        self._copy(writer, progress)
+        self._begin(f"could not write checkpoint {step}", self._write, in_thread)
+        self._remaining: list[tuple[str, Callable[[], None]]] = [(f"could not finish checkpoint {step}", self._publish)]
 
     @property
     def busy(self) -> bool:
@@ -99,7 +88,7 @@ class Save:
 
     def _begin(self, what: str, action: Callable[[], None], in_thread: bool) -> None:
         """Do something that may fail on this rank; `_end` lets all ranks know."""
-        self._what, self._agreement = what, Agreement(self._layout, self._attempt)
+        self._what, self._agreement = what, Agreement(self._layout, self._claim.check_owner)
 
         def run(agreement: Agreement = self._agreement) -> None:
             with agreement:
@@ -118,7 +107,7 @@ class Save:
         if self._thread is not None:
             self._thread.join()
         try:
-            self._agreement.check(self._what)
+            self._agreement.check(self._root, self._what)
         except CheckpointError:
             if self._layout.rank == 0:
                 shutil.rmtree(self._staging, ignore_errors=True)
@@ -126,20 +115,20 @@ class Save:
 
     def _prepare(self) -> None:
         if self._layout.rank == 0:
-            files.staging_directory(self._attempt.home, self._step)
+            files.staging_directory(self._claim.home, self._step)
 
-    def _copy(self, engine: Engine, progress: dict, frozen_from: files.Source | None) -> None:
-        layout, frozen = self._layout, frozen_from is None
+    def _copy(self, writer: Writer, progress: dict) -> None:
+        layout, engine, frozen = self._layout, writer.engine, writer.frozen_from is None
         sizes = engine.state_sizes(frozen)
         limit = self._config.checkpoint.writers
         chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, limit)
         self._tensors = engine.training_state(lambda key: chosen[key] == layout.replica_rank, frozen)
         numbers = {rank: number for number, rank in enumerate(sorted(set(chosen.values())))}
         self._number = numbers.get(layout.replica_rank)
-        self._state = _state(engine, self._config, self._step, progress, frozen_from)
+        self._state = _state(writer, self._step, progress)
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
-        dist.gather_object(packed_random_state(), random_states)
+        dist.gather_object(random_state(), random_states)
         self._random = table_of(random_states) if is_rank_0 else None
 
     def _write(self) -> None:
@@ -166,13 +155,14 @@ class Save:
         for name, record in ((INDEX, {"files": self._index}), (files.STATE, self._state)):
             write_record(self._staging / name, record)
             self._entries[name] = digest(self._staging / name)
-        self._attempt.check_owner()
+        self._claim.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
         checkpoint = self._config.checkpoint
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
-def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_from: files.Source | None) -> dict:
+def _state(writer: Writer, step: int, progress: dict) -> dict:
+    engine, config = writer.engine, writer.config
     sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.names.items()
@@ -187,6 +177,6 @@ def _state(engine: Engine, config: RunConfig, step: int, progress: dict, frozen_
         "data_parallel_size": engine.layout.replica_size,
         "sharded": sharded,
         "frozen": [name for name in engine.names if name not in engine.trained],
-        "frozen_from": frozen_from,
+        "frozen_from": writer.frozen_from,
         "config": config_dict(config),
     }

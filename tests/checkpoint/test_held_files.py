@@ -1,10 +1,15 @@
-"""The memory and the number of processes of a host, as kernels, containers and launchers tell them."""
+"""Files that are checked and held in memory, and how much of a host a process may use for that."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_tape.checkpoint.host_memory import memory_of_job, processes_of_host
+from megatron_tape.checkpoint import held_files
+from megatron_tape.checkpoint.held_files import memory_of_job, processes_of_host, read_whole
+from megatron_tape.io.files import digest
 
 MIB = 1 << 20
 
@@ -60,3 +65,28 @@ def test_processes_are_counted_by_torchrun_or_slurm_or_gpus(monkeypatch, variabl
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert processes_of_host(gpus) == processes
+
+
+def test_what_is_held_does_not_live_on_in_forked_data_loaders(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    sha256, content = read_whole(path, keep=True)
+    assert sha256 == digest(path)["sha256"] and bytes(content) == path.read_bytes()
+    address = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    mappings = Path("/proc/self/smaps").read_text()
+    start = mappings.index(f"\n{address:x}-")
+    flags = next(line for line in mappings[start:].splitlines() if line.startswith("VmFlags:"))
+    assert "dc" in flags.split()  # "do not copy on fork"
+    path.write_bytes(b"")
+    assert read_whole(path, keep=True) == (digest(path)["sha256"], b"")
+
+
+def test_where_there_is_no_memory_files_are_checked_without_being_held(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(held_files.mmap, "mmap", fail)
+    assert read_whole(path, keep=True) == (digest(path)["sha256"], None)
