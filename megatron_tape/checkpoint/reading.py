@@ -135,11 +135,12 @@ class Reader:
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
                 shape[parameter.partition_dim] = whole // self._size
             for key in (f"{kind}/{name}" for kind in kinds):
-                for share in self._places.get(key, []):
-                    if share is None:
-                        raise self._unusable(f"holds {key} for only some tensor-parallel ranks")
-                    if share[1]["shape"] != shape:
-                        raise self._unusable(f"holds {key} of shape {share[1]['shape']}, and the model's is {shape}")
+                shares = self._places.get(key, [])
+                if None in shares:
+                    raise self._unusable(f"holds {key} for only some tensor-parallel ranks")
+                for _, place in shares:
+                    if place["shape"] != shape:
+                        raise self._unusable(f"holds {key} of shape {place['shape']}, and the model's is {shape}")
 
     def _unusable(self, problem: str) -> CheckpointError:
         return CheckpointError(str(self._checkpoint.path), problem, ANOTHER)
