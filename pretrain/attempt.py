@@ -29,11 +29,13 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_state
 from megatron_tape.checkpoint.locate import what_to_resume
-from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.run_directories import check_directories
+from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.data.inputs import check_datasets, check_inputs, check_same_vocabulary, load_run_tokenizer
+from megatron_tape.data.inputs import check_data_files, check_datasets
+from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.model_source import made_by
@@ -78,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.verb == "check":
             config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
             validate(config, config.parallel.ranks_per_sequence)
-            check_inputs(config)
+            check_directories(config)
+            check_data_files(config)
         elif options.verb == "chain":
             print(*check_chain(options.arguments, options.scratch), sep="\n")
         elif options.verb == "decide":
@@ -115,7 +118,8 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
     for config in (first, second):
         validate(config, config.parallel.ranks_per_sequence)
-        check_inputs(config)
+        check_directories(config)
+        check_data_files(config)
     check_base(second, base)
     refuse(
         Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve(),
@@ -144,7 +148,8 @@ def begin(options: argparse.Namespace) -> None:
         resume = "auto"  # the job has passed the checkpoint that it was to start from
     config.checkpoint.resume = resume
     validate(config, options.processes)
-    check_inputs(config)
+    check_directories(config)
+    check_data_files(config)
     check_datasets(config)
     check_tasks(config)
     if begins_with_base(config):

@@ -9,12 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import check_datasets, check_inputs
-from megatron_tape.errors import EXIT_RESTART, CheckpointError, ConfigError, StaleAttempt, TrainingStopped, refuse
+from megatron_tape.data.inputs import check_data_files, check_datasets
+from megatron_tape.errors import (
+    EXIT_RESTART,
+    CheckpointError,
+    StaleAttempt,
+    TrainingStopped,
+    UserError,
+    refuse,
+)
 from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.extension.base import check_command
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
@@ -75,13 +83,14 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
     try:
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the other ranks of this node see the same files
-            check_inputs(config)
+            check_directories(config)
+            check_data_files(config)
         if is_rank_0:
             check(config)
             check_start(config)
             check_datasets(config)
             check_tasks(config)
-    except ConfigError as error:
+    except UserError as error:
         if is_rank_0:
             print(f"error: {error}", file=sys.stderr, flush=True)
             watch.record_end(REFUSED, str(error))
@@ -112,9 +121,10 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
         _abort_process_groups()
         return 130
     except Exception as error:
-        outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
+        refused = isinstance(error, (TrainingStopped, UserError)) and not isinstance(error, CheckpointError)
+        outcome = REFUSED if refused else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
-        foreseen = isinstance(error, (TrainingStopped, ConfigError, CheckpointError, StaleAttempt))
+        foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         message = str(error) if foreseen else f"{type(error).__name__}: {error}"
         # Recorded first: when this rank's collectives end, other ranks fail only as a consequence.
         watch.record_end(outcome, message, None if foreseen else error)

@@ -19,9 +19,10 @@ import os
 
 from megatron_tape import command_line
 from megatron_tape.data import shards
-from megatron_tape.data.documents import FORMATS, FilePart, Problems, find_inputs
+from megatron_tape.data.documents import FORMATS, Problems, find_inputs
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
 from megatron_tape.data.preprocessing import Encoding, encode_files
+from megatron_tape.data.raw_chunks import FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
 
 

@@ -111,7 +111,7 @@ def validate_model(model: ModelConfig) -> None:
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise `ConfigError` with one sentence if `config` cannot run on `world_size` processes.
 
-    Needs no process group and reads no file; `check_inputs` looks at files.
+    Needs no process group and reads no file; `check_data_files` looks at files.
     """
     validate_model(config.model)
     _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))

@@ -1,7 +1,7 @@
 """Every setting of a run, as documented dataclasses filled from YAML and the command line.
 
 A run reads `--config recipe.yaml` and `--section.key value`; later ones override earlier ones, and an unknown key is an
-error. `validate` rejects settings that cannot work before a process group or a parameter exists, and `check_inputs`
+error. `validate` rejects settings that cannot work before a process group or a parameter exists, and `check_data_files`
 checks the files. Nothing here imports torch.
 """
 

@@ -116,8 +116,9 @@ class Batches:
         largest, vocab_size = max(int(batch[key].max()) for key in ("tokens", "labels")), self.config.model.vocab_size
         if largest >= vocab_size:
             raise ConfigError(
-                f"data.{self.config.data.source} holds the token {largest}, but model.vocab_size is {vocab_size}; "
-                "raise it, or use data made with the model's tokenizer"
+                (f"data.{self.config.data.source}", "model.vocab_size"),
+                f"holds the token {largest}, but model.vocab_size is {vocab_size}",
+                "raise it, or use data made with the model's tokenizer",
             )
 
 
@@ -179,8 +180,9 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     ConfigError if a split that is needed does not contain a whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
+        problem = "needs a tokenizer with an end-of-document token, and data.tokenizer has none"
         raise ConfigError(
-            "data.reset_attention_mask needs a tokenizer with an end-of-document token; data.tokenizer has none"
+            ("data.reset_attention_mask", "data.tokenizer"), problem, "set it to false, or choose another"
         )
     train = config.train
     evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))

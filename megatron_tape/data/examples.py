@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron_tape.config.examples import PLACE, examples_of
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.documents import FilePart, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import FilePart, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import FileError, refuse
 
 _CHUNK = 1 << 22
 _LONGEST_LINE = 1 << 28
@@ -39,19 +39,20 @@ class Example:
 def read_examples(path: str, split: str) -> Iterator[Example]:
     """Yield the examples of a file of JSON lines, or of the split in one of the hub's zips of SCROLLS.
 
-    A line has `input`, and `output` or `target`, and may have an `id`. Raises ConfigError, which names file and line.
+    A line has `input`, and `output` or `target`, and may have an `id`. Raises FileError, which names file and line.
     """
     try:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
             if line.strip():
                 yield parse_example(place, line)
-    except (UnreadableFile, OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+        raise FileError(path, f"cannot be read ({error})", "fetch it again, or give another") from None
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
-        raise UnreadableFile("its format is unknown; give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS")
+        fix = "give .jsonl or .json (also .gz, .zst), or a zip of SCROLLS"
+        raise UnreadableFile(path, "has an unknown format", fix)
     for chunk in read_chunks([FilePart(path)], "", _CHUNK):
         if isinstance(chunk, UnreadableFile):
             raise chunk
@@ -63,7 +64,7 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name]
         if len(names) != 1:
-            raise UnreadableFile(f"it is a zip that does not hold {split}.jsonl once; choose another split")
+            raise UnreadableFile(path, f"is a zip that does not hold {split}.jsonl once", "choose another split")
         with archive.open(names[0]) as file:
             number = 0
             while line := file.readline(_LONGEST_LINE):
@@ -72,24 +73,24 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Return the example of a line; raises ConfigError, which names its place, if there is none."""
+    """Return the example of a line; raises FileError, which names its place, if there is none."""
+    mend = "repair or remove it"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{place} is not JSON; repair or remove it") from None
-    refuse(not isinstance(record, dict), f"{place} is not a JSON object; repair or remove it")
+        raise FileError(place, "is not JSON", mend) from None
+    if not isinstance(record, dict):
+        raise FileError(place, "is not a JSON object", mend)
     target_key = "target" if "target" in record else "output"
     for key in ("input", target_key):
         value: Any = record.get(key)
-        refuse(
-            not isinstance(value, str),
-            f"{place} has no text as its {key}; give a file whose every line has input, and output or target "
-            "(the test split of SCROLLS has no outputs)",
-        )
+        if not isinstance(value, str):
+            fix = "give a file whose every line has input, and output or target (the test split of SCROLLS has none)"
+            raise FileError(place, f"has no text as its {key}", fix)
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{place} has a lone surrogate in its {key}; repair or remove it") from None
+            raise FileError(place, f"has a lone surrogate in its {key}", mend) from None
     key = record.get("id")
     return Example(place, None if key is None else str(key), record["input"], record[target_key])
 
@@ -130,8 +131,10 @@ class Cutter:
         self._room = length - target_tokens - len(self._before) - len(self._after)
         refuse(
             self._room < 1,
-            f"a context of {length} tokens has no room for an input beside {target_tokens} tokens of the target and "
-            f"{len(self._before) + len(self._after)} of the template; use fewer target_tokens or a longer context",
+            ("target_tokens", "template"),
+            f"is {target_tokens}, and with {len(self._before) + len(self._after)} tokens of the template a context of "
+            f"{length} tokens has no room for an input",
+            "use fewer target_tokens or a longer context",
         )
 
     def __call__(self, input: str, target: str) -> Cut:
@@ -153,11 +156,15 @@ def cutter_of(config: RunConfig, tokenizer: Tokenizer) -> Cutter:
     settings, used = examples_of(config.data.examples), config.data.tokenizer
     refuse(
         tokenizer.eod is None,
-        f"data.examples needs a tokenizer with an end-of-document token, at which answers end; {used} has none",
+        ("data.tokenizer", "data.examples"),
+        f"is {used}, which has no end-of-document token, at which the answers of data.examples end",
+        "choose another tokenizer",
     )
     refuse(
         settings.bos and tokenizer.bos is None,
-        f"data.examples.bos is true, but data.tokenizer {used} has no token that begins a text; set it to false",
+        ("data.examples.bos", "data.tokenizer"),
+        f"is true, but data.tokenizer {used} has no token that begins a text",
+        "set it to false",
     )
     bos = [tokenizer.bos] if settings.bos else []
     return Cutter(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)

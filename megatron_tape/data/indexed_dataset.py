@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import PartialFile, hold_signals, refuse_existing, sync_directory
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -42,10 +43,10 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ValueError if files named `prefix` plus an ending would be hidden, as with `directory/`."""
+    """Raise ConfigError if files named `prefix` plus an ending would be hidden, as with `directory/`."""
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
-        raise ValueError(f"{option} is {prefix!r}, a directory; give it a name for the dataset, such as {fix}")
+        raise ConfigError(option, f"is {prefix!r}, a directory", f"give it a name for the dataset, such as {fix}")
 
 
 def origin_path(prefix: str | Path) -> Path:
@@ -107,7 +108,7 @@ class IndexedDatasetWriter:
     def add_dataset(self, dataset: "IndexedDatasetReader", copied: Callable[[], None] = lambda: None) -> None:
         """Append all documents of a dataset of this `dtype` in bounded memory; `copied` is called after every block.
 
-        A writer takes whole datasets or documents, not both. Raises ValueError if the dataset's token file is too
+        A writer takes whole datasets or documents, not both. Raises FileError if the dataset's token file is too
         short.
         """
         assert dataset.dtype == self.dtype, "a dataset holds tokens of one type"
@@ -117,7 +118,7 @@ class IndexedDatasetWriter:
             while left:
                 block = file.read(min(_COPIED_BYTES, left))
                 if not block:
-                    raise ValueError(f"{dataset.bin_path} became shorter while it was being read; write it again")
+                    raise FileError(str(dataset.bin_path), "became shorter while it was being read", "write it again")
                 self._bin.file.write(block)
                 left -= len(block)
                 self.tokens += len(block) // self.dtype.itemsize
@@ -183,33 +184,31 @@ class IndexedDatasetReader:
     """A dataset on disk, memory-mapped.
 
     `lengths`, `pointers` and `document_indices` are the arrays of the index, `multimodal` says whether it also has
-    sequence modes. Raises FileNotFoundError when a file is missing and ValueError when the index cannot be read at
-    all; `problems` finds everything else.
+    sequence modes. Raises FileError when a file is missing or the index cannot be read at all; `problems` finds
+    everything else.
     """
 
     def __init__(self, prefix: str | Path):
         self.bin_path, self.idx_path = dataset_paths(prefix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist; give the prefix of a .bin and .idx pair")
+                raise FileError(str(path), "does not exist", "give the prefix of a .bin and .idx pair")
         self.bin_size, idx_size = self.bin_path.stat().st_size, self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             header = file.read(_HEADER.size)
         if header[: len(_MAGIC)] != _MAGIC or len(header) < _HEADER.size:
-            raise ValueError(f"{self.idx_path} is not a dataset index (its header is damaged); write the dataset again")
+            raise self._damaged("is not a dataset index (its header is damaged)")
         _, version, code, sequences, entries = _HEADER.unpack(header)
         if version != 1:
-            raise ValueError(
-                f"{self.idx_path} has version {version}, but only version 1 is supported; write the dataset again"
-            )
+            raise self._damaged(f"has version {version}, but only version 1 is supported")
         if code not in _DTYPES:
-            raise ValueError(f"{self.idx_path} has the unknown dtype code {code}; write the dataset again")
+            raise self._damaged(f"has the unknown dtype code {code}")
         self.dtype = np.dtype(_DTYPES[code])
         size = _HEADER.size + 12 * sequences + 8 * entries
         if idx_size not in (size, size + sequences):
-            raise ValueError(
-                f"{self.idx_path} has {idx_size} bytes where {sequences} sequences and {entries} document indices "
-                f"take {size}: it was cut off or damaged; write the dataset again"
+            raise self._damaged(
+                f"has {idx_size} bytes where {sequences} sequences and {entries} document indices take {size}: it was "
+                "cut off or damaged"
             )
         self.multimodal = idx_size != size
         index = np.memmap(self.idx_path, mode="r")
@@ -218,6 +217,9 @@ class IndexedDatasetReader:
         self.pointers = index[ends[1] : ends[2]].view("<i8")
         self.document_indices = index[ends[2] : ends[3]].view("<i8")
         self._tokens = None
+
+    def _damaged(self, problem: str) -> FileError:
+        return FileError(str(self.idx_path), problem, "write the dataset again")
 
     def __len__(self) -> int:
         """Return the number of documents."""

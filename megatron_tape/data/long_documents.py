@@ -99,18 +99,20 @@ def find_pools(config: RunConfig) -> Pools:
     all_lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
     divided = divide(prefixes, all_lengths, weights, minimum)
     found = drawn_from(divided, share, seq_length)
-    needed = [(found.long, divided.long, f"minimum is {minimum}", "at least", "lower minimum, or add longer documents")]
+    needed = [(found.long, divided.long, "minimum", minimum, "at least", "lower minimum, or add longer documents")]
     if share < 1:
         fix = "set share to 1, or raise minimum"
-        needed.append((found.others, divided.others, f"share is {share}", "less than", fix))
-    for left, pool, value, relation, fix in needed:
+        needed.append((found.others, divided.others, "share", share, "less than", fix))
+    for left, pool, key, value, relation, fix in needed:
         if left:
             continue
         dataset = "the largest dataset" if len(prefixes) > 1 else prefixes[0]
         raise ConfigError(
-            f"data.long_documents.{value}, but the training documents of {relation} {minimum} tokens in {dataset} hold "
+            (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
+            f"is {value}, but the training documents of {relation} {minimum} tokens in {dataset} hold "
             f"{max(member.tokens for member in pool):,} tokens, too few for a sequence of model.seq_length "
-            f"{seq_length} ({_in_words(all_lengths)}); {fix}"
+            f"{seq_length} ({_in_words(all_lengths)})",
+            fix,
         )
     return found
 

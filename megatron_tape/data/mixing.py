@@ -44,10 +44,6 @@ class AllDocuments(GPTDataset):
         return super().__len__() if self.sample_index is not None else self.num_samples
 
 
-# Cached indices are named by it, also those that were built by `GPTDataset` itself.
-AllDocuments.__name__ = GPTDataset.__name__
-
-
 class ShorterDocuments(AllDocuments):
     """One of those documents only that have less than `documents_below` tokens."""
 

@@ -47,7 +47,9 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
         except ConfigError as error:
             found[0] = error
         except (OSError, ValueError) as error:
-            found[0] = ConfigError(f"data.prefix: the datasets cannot be read any more ({error}); check their files")
+            found[0] = ConfigError(
+                "data.prefix", f"names datasets that cannot be read any more ({error})", "check their files"
+            )
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], ConfigError):
         raise found[0]
@@ -99,11 +101,12 @@ def _large_enough(
             kept.append(index)
             continue
         problem = (
-            f"the {name} share of data.split {config.data.split} gives {tokens:,} tokens of {prefix}, less "
-            f"than one sequence of model.seq_length {config.model.seq_length}"
+            f"is {config.data.split}, whose {name} share gives {tokens:,} tokens of {prefix}, less than one sequence "
+            f"of model.seq_length {config.model.seq_length}"
         )
-        logger.warning("warning: %s; it is left out of the %s data", problem, name)
+        logger.warning("warning: data.split %s; it is left out of the %s data", problem, name)
     if not kept:
         alone = "" if len(prefixes) == 1 else f", and no other of the {len(prefixes)} datasets gives more"
-        raise ConfigError(f"{problem}{alone}; raise the share, or use more data")
+        key = ("data.split", "data.prefix", "model.seq_length")
+        raise ConfigError(key, f"{problem}{alone}", "raise the share, or use more data")
     return [prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]

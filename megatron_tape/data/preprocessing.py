@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tape.data.documents import Chunk, FilePart, Problems, UnreadableFile, parse_chunk, read_chunks
+from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import token_dtype
+from megatron_tape.data.raw_chunks import Chunk, FilePart, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
 
 CHUNKS_IN_FLIGHT = 3

@@ -15,8 +15,8 @@ from megatron_tape.config.examples import examples_of
 from megatron_tape.config.generators import generator_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.examples import cutter_of, parse_example
-from megatron_tape.data.inputs import load_run_tokenizer
-from megatron_tape.errors import ConfigError
+from megatron_tape.data.tokenizer import load_run_tokenizer
+from megatron_tape.errors import FileError
 from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
 
 
@@ -61,7 +61,7 @@ class ExampleSamples(SampleSource):
     """The lines of a file of `data.examples`; those of training in another order in every epoch."""
 
     def __init__(self, config: RunConfig, validation: bool):
-        """Find the lines of the file. Raises ConfigError if it holds none."""
+        """Find the lines of the file. Raises FileError if it holds none."""
         settings, tokenizer = examples_of(config.data.examples), load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
         self._cut, self._end = cutter_of(config, tokenizer), tokenizer.eod
@@ -74,7 +74,7 @@ class ExampleSamples(SampleSource):
                 if line.strip():
                     lines.append(number)
         if not lines:
-            raise ConfigError(f"{self._path} holds no example; give another file as data.examples")
+            raise FileError(self._path, "holds no example", "give another file as data.examples")
         self._starts, self._lines = np.array(starts), np.array(lines)
         self._epoch, self._order = -1, np.empty(0, int)
 

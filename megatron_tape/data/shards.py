@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.data.documents import FilePart, is_cuttable
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
 from megatron_tape.data.preprocessing import Encoding
+from megatron_tape.data.raw_chunks import FilePart, is_cuttable
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import refuse_existing
 from megatron_tape.io.records import read_record
 
@@ -39,10 +40,10 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """Return the shard that a text such as "3/8" names; raises ValueError for other texts."""
+        """Return the shard that a text such as "3/8" names; raises ConfigError for other texts."""
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or int(match[1]) >= int(match[2]):
-            raise ValueError(f"--shard is {text!r}; give I/N with I from 0 to N - 1, such as 0/8")
+            raise ConfigError("--shard", f"is {text!r}", "give I/N with I from 0 to N - 1, such as 0/8")
         return cls(int(match[1]), int(match[2]))
 
     def prefix(self, prefix: str) -> str:
@@ -70,7 +71,7 @@ class Shard:
 def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     """Return the complete shards of the dataset `prefix`, in order.
 
-    Raises ValueError when shards of several counts exist and `count` is None.
+    Raises FileError when shards of several counts exist and `count` is None.
     """
     found = []
     for path in glob.glob(f"{glob.escape(prefix)}.shard-*-of-*.idx"):
@@ -79,19 +80,19 @@ def find_shards(prefix: str, count: int | None = None) -> list[Shard]:
     counts = sorted({shard.count for shard in found} if count is None else {count})
     if len(counts) > 1:
         numbers = " and of ".join(map(str, counts))
-        raise ValueError(f"{prefix} has shards of {numbers}; pass --count to choose")
+        raise FileError(prefix, f"has shards of {numbers}", "pass --count to choose")
     return sorted((shard for shard in found if shard.count in counts), key=lambda shard: shard.index)
 
 
 def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, on_error: str) -> dict[str, Any]:
     """Return everything that a dataset's content depends on, ready for JSON.
 
-    Raises ValueError for an input that is not a regular file, since it cannot be cut.
+    Raises FileError for an input that is not a regular file, since it cannot be cut.
     """
     inputs = {}
     for path in paths:
         if not os.path.isfile(path):
-            raise ValueError(f"{path} is not a regular file; leave out --shard, or copy it to a regular file")
+            raise FileError(path, "is not a regular file", "leave out --shard, or copy it to a regular file")
         status = os.stat(path)
         inputs[path] = [status.st_size, status.st_mtime_ns]
     return {
@@ -105,19 +106,20 @@ def describe_origin(paths: list[str], tokenizer_path: str, encoding: Encoding, o
 
 
 def read_origin(prefix: str) -> dict[str, Any] | None:
-    """Return the origin of a dataset, or None if it has none; raises ValueError when it cannot be read."""
+    """Return the origin of a dataset, or None if it has none; raises FileError when it cannot be read."""
     try:
         return read_record(origin_path(prefix), _Origin)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{error}; remove the dataset {prefix} and make it again") from None
+        fix = f"remove the dataset {prefix} and make it again"
+        raise FileError(str(origin_path(prefix)), f"cannot be used ({error})", fix) from None
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     """Return whether the dataset already exists and was made from `origin`; if not, it may be written.
 
-    Raises FileExistsError when something else exists there and `overwrite` is false. Files left behind by a killed
+    Raises FileError or FileExistsError when something else exists there and `overwrite` is false. Files left behind by a killed
     writer of a dataset with an origin may be replaced.
     """
     bin_path, idx_path = dataset_paths(prefix)
@@ -129,7 +131,7 @@ def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
             refuse_existing(idx_path, bin_path)
         if idx_path.exists():
             reason = difference(origin, found)
-            raise FileExistsError(f"{prefix} was made differently ({reason}); remove it or pass --overwrite")
+            raise FileError(prefix, f"was made differently ({reason})", "remove it or pass --overwrite")
     return False
 
 

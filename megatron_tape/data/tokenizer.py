@@ -7,10 +7,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.records import read_record
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
+
+
+_GIVE = "give a .model, a tokenizer.json or their directory"
 
 
 class Tokenizer(Protocol):
@@ -52,18 +57,39 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece `.model`, a `tokenizer.json`, or a Hugging Face directory that holds one of the two.
 
     In a directory `tokenizer.json` is preferred; the names of its special tokens come from `tokenizer_config.json` or
-    `special_tokens_map.json` beside it, otherwise common names are tried. Raises FileNotFoundError when there is
-    nothing at `path` and ValueError when it is not a tokenizer.
+    `special_tokens_map.json` beside it, otherwise common names are tried. Raises FileError when there is nothing
+    at `path`, or no tokenizer.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"tokenizer {path} does not exist; give a .model, a tokenizer.json or their directory")
+        raise FileError(str(path), "does not exist", _GIVE)
     if path.is_dir():
         found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
         if not found:
-            raise ValueError(f"{path} holds neither tokenizer.json nor tokenizer.model; download one of them into it")
+            raise FileError(
+                str(path), "holds neither tokenizer.json nor tokenizer.model", "download one of them into it"
+            )
         path = found[0]
     return _HuggingFace(path) if path.suffix == ".json" else _SentencePiece(path)
+
+
+def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Load `data.tokenizer`, if one is set; ConfigError if it cannot be read or has more ids than the model."""
+    if config.data.tokenizer is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except (ValueError, OSError) as error:
+        raise ConfigError("data.tokenizer", f"cannot be used: {error}") from error
+    key = "vocab_size" if config.model.unpadded_vocab_size is None else "unpadded_vocab_size"
+    rows = getattr(config.model, key)
+    refuse(
+        tokenizer.vocab_size > rows,
+        (f"model.{key}", "data.tokenizer"),
+        f"is {rows}, smaller than the {tokenizer.vocab_size} pieces of data.tokenizer {config.data.tokenizer}",
+        "raise it to at least that" if key == "vocab_size" else "give the tokenizer that the model came with",
+    )
+    return tokenizer
 
 
 class _SentencePiece:
@@ -73,9 +99,7 @@ class _SentencePiece:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise ValueError(
-                f"{path} is not a SentencePiece model; give a .model, a tokenizer.json or their directory"
-            ) from error
+            raise FileError(str(path), "is not a SentencePiece model", _GIVE) from error
         self.vocab_size = self._model.vocab_size()
         self.eod = _id_or_none(self._model.eos_id())
         self.bos = _id_or_none(self._model.bos_id())
@@ -101,9 +125,8 @@ class _HuggingFace:
         try:
             self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"{path} is not a Hugging Face tokenizer.json ({error}); save the tokenizer again"
-            ) from error
+            problem = f"is not a Hugging Face tokenizer.json ({error})"
+            raise FileError(str(path), problem, "save the tokenizer again") from error
         self._model.no_truncation()
         self._model.no_padding()
         # Without this a document that merely mentions <|endoftext|> would end there.
@@ -149,6 +172,6 @@ def _named_token(path: Path, key: str) -> str | None:
     try:
         token = read_record(path, dict[str, Any]).get(key)
     except ValueError as error:
-        raise ValueError(f"{error}; save the tokenizer again or remove the file") from None
+        raise FileError(str(path), f"cannot be used ({error})", "save the tokenizer again or remove the file") from None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

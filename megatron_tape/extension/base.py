@@ -12,8 +12,7 @@ from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpo
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.data.inputs import load_run_tokenizer
-from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.data.tokenizer import load_run_tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     model_settings,

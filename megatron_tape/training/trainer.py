@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
-from megatron_tape.checkpoint.saved_settings import changes
+from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import check_same_vocabulary, load_run_tokenizer
+from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss

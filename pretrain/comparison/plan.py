@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.config.checks import validate
 from megatron_tape.config.parse import read_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import check_datasets, check_inputs
+from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation import comparison as results
 from megatron_tape.evaluation.base import Task
@@ -143,7 +144,8 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
         f"checkpoint.directory is {base.checkpoint.directory}, in which all runs would meet; remove it",
     )
     evaluation = _evaluation(options, base)
-    check_inputs(base)
+    check_directories(base)
+    check_data_files(base)
     check_datasets(base)
     without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
     runs, models = [], {}

@@ -5,21 +5,27 @@ import pytest
 from configurations import make
 from datasets_for_tests import write_dataset
 
+from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.data.inputs import check_datasets, check_inputs
+from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError
+
+
+def check_inputs(config):
+    check_directories(config)
+    check_data_files(config)
 
 
 def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
     config = make(data__prefix=[0.5, str(tmp_path / "a"), 0.5, str(tmp_path / "b")], checkpoint__resume="auto")
     config.data.tokenizer = str(tmp_path / "tokenizer.model")
     for name in ("a.idx", "a.bin", "b.idx", "b.bin", "tokenizer.model"):
-        with pytest.raises(ConfigError, match=f"{name} does not exist"):
+        with pytest.raises(ConfigError, match=f"{name}.* does not exist"):
             check_inputs(config)
         (tmp_path / name).write_text("")
     check_inputs(config)
     config.checkpoint.resume = str(tmp_path / "step-00000001")
-    with pytest.raises(ConfigError, match="checkpoint.resume .*step-00000001 is not a directory"):
+    with pytest.raises(ConfigError, match="checkpoint.resume .*step-00000001, which is not a directory"):
         check_inputs(config)
     (tmp_path / "step-00000001").mkdir()
     check_inputs(config)
@@ -30,8 +36,9 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path):
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
     for directory in ("a.bin", "a.bin/cache"):
         config.data.cache_directory = str(tmp_path / directory)
-        with pytest.raises(ConfigError, match=r"^data.cache_directory is .*, but .*a.bin is not a writable directory"):
+        with pytest.raises(ConfigError, match="a.bin is not a writable directory") as error:
             check_inputs(config)
+        assert error.value.key == "data.cache_directory"
     for directory in ("new/cache", ""):
         config.data.cache_directory = str(tmp_path / directory)
         check_inputs(config)
@@ -43,16 +50,15 @@ def test_a_path_that_cannot_be_looked_at_is_named_with_its_setting(tmp_path, key
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
     section, name = key.split(".")
     setattr(getattr(config, section), name, str(tmp_path / ("x" * 300)))
-    with pytest.raises(
-        ConfigError, match=f"^{key} is .*x.*, which cannot be read \\(File name too long\\); correct it"
-    ):
+    with pytest.raises(ConfigError, match="File name too long") as error:
         check_inputs(config)
+    assert error.value.key == key
 
 
 def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
-    state = {"step": 4, "optimizer_steps": 4, "progress": {}, "sharded": {}}
+    state = {"step": 4, "optimizer_steps": 4, "consumed_samples": 8, "progress": {}, "sharded": {}}
     state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1}
     config = {"model": {}, "logging": {"directory": "runs/first"}}
     for directory in ("shared", "runs/moved/checkpoints"):

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from tool_runs import ROOT, command, read_pair, write_lines
 
 from megatron_tape.data import preprocessing
-from megatron_tape.data.documents import Chunk
+from megatron_tape.data.raw_chunks import Chunk
 from megatron_tape.data.tokenizer import load_tokenizer
 
 

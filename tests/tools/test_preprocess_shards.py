@@ -11,8 +11,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from tool_runs import read_pair, write_lines
 
 from megatron_tape.data import documents
-from megatron_tape.data.documents import FilePart, parse_chunk, read_chunks
+from megatron_tape.data.documents import parse_chunk
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape.data.raw_chunks import FilePart, read_chunks
 from megatron_tape.data.shards import Shard, read_origin
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from megatron_tape.config.schema import split_shares
 from megatron_tape.config.values import shown
-from megatron_tape.data.documents import is_text_file, read_texts
+from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.data.raw_chunks import is_text_file
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo
 
 RAW_TYPE = np.dtype("<u2")
@@ -154,9 +155,8 @@ def _texts(source: Source, text_key: str, setting: str = "text_key") -> Iterator
     """Yield the texts of a source, empty ones included; for bad ones ConfigError, which names the key's `setting`."""
     try:
         yield from (text for text, _ in read_texts([source.path], text_key, keep_empty=True))
-    except ValueError as error:
-        message = str(error).replace("--text-key", setting)
-        raise ConfigError(message + (f", or set {setting}" if f": no key {text_key!r}" in message else "")) from None
+    except FileError as error:
+        raise ConfigError(setting, f"is {text_key}, but {error.subject} {error.problem}", error.fix) from None
 
 
 def _token_documents(source: Source) -> Iterator[np.ndarray]:
