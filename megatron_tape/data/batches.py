@@ -31,7 +31,7 @@ NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class _NoTokenizer:
+class NoTokenizer:
     """What `GPTDataset` asks a tokenizer for: it only reads tokens, and `documents_from_tokens` finds the documents.
 
     `unique_identifiers` become part of the cached index's name, so that new data under an old path is noticed.
@@ -202,7 +202,7 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
         blend=plan.whole,
         split=config.data.split,
         path_to_cache=config.data.resolved_cache_directory,
-        tokenizer=_NoTokenizer(plan.identity),
+        tokenizer=NoTokenizer(plan.identity),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -28,7 +28,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 _COPIED_BYTES = 1 << 24
 
 
@@ -123,8 +123,8 @@ class IndexedDatasetWriter:
                 left -= len(block)
                 self.tokens += len(block) // self.dtype.itemsize
                 copied()
-        for start in range(0, len(dataset.lengths), _BLOCK):
-            self._idx.file.write(dataset.lengths[start : start + _BLOCK].data)
+        for start in range(0, len(dataset.lengths), BLOCK):
+            self._idx.file.write(dataset.lengths[start : start + BLOCK].data)
         self._datasets.append(dataset)
         self._sequences += len(dataset.lengths)
         self.documents += len(dataset)
@@ -157,20 +157,20 @@ class IndexedDatasetWriter:
     def _document_indices(self) -> Iterator[np.ndarray]:
         """Yield blocks of the document indices: one sequence per document from `add`, or those of the datasets."""
         if not self._datasets:
-            for start in range(0, self.documents + 1, _BLOCK):
-                yield np.arange(start, min(start + _BLOCK, self.documents + 1))
+            for start in range(0, self.documents + 1, BLOCK):
+                yield np.arange(start, min(start + BLOCK, self.documents + 1))
             return
         yield np.zeros(1)
         sequences = 0
         for dataset in self._datasets:
-            for start in range(1, len(dataset.document_indices), _BLOCK):
-                yield dataset.document_indices[start : start + _BLOCK] + sequences
+            for start in range(1, len(dataset.document_indices), BLOCK):
+                yield dataset.document_indices[start : start + BLOCK] + sequences
             sequences += len(dataset.lengths)
 
     def _write_pointers(self) -> None:
         offset = 0
-        for start in range(0, self._sequences, _BLOCK):
-            count = min(_BLOCK, self._sequences - start)
+        for start in range(0, self._sequences, BLOCK):
+            count = min(BLOCK, self._sequences - start)
             self._idx.file.seek(_HEADER.size + 4 * start)
             sizes = np.frombuffer(self._idx.file.read(4 * count), dtype="<i4").astype("<i8") * self.dtype.itemsize
             pointers = np.cumsum(sizes) - sizes + offset
@@ -246,10 +246,10 @@ class IndexedDatasetReader:
     def document_lengths(self) -> np.ndarray:
         """Return the number of tokens of every document (int64)."""
         lengths = np.empty(len(self), np.int64)
-        for start in range(0, len(lengths), _BLOCK):
-            indices = self.document_indices[start : start + _BLOCK + 1]
+        for start in range(0, len(lengths), BLOCK):
+            indices = self.document_indices[start : start + BLOCK + 1]
             ends = np.cumsum(self.lengths[indices[0] : indices[-1]], dtype=np.int64)
-            lengths[start : start + _BLOCK] = np.diff(np.concatenate([[0], ends])[indices - indices[0]])
+            lengths[start : start + BLOCK] = np.diff(np.concatenate([[0], ends])[indices - indices[0]])
         return lengths
 
     def problems(self, vocab_size: int | None = None) -> Iterator[str]:
@@ -258,8 +258,8 @@ class IndexedDatasetReader:
         Takes bounded memory, however many documents there are.
         """
         offset, misplaced = 0, None
-        for start in range(0, len(self.lengths), _BLOCK):
-            lengths, pointers = self.lengths[start : start + _BLOCK], self.pointers[start : start + _BLOCK]
+        for start in range(0, len(self.lengths), BLOCK):
+            lengths, pointers = self.lengths[start : start + BLOCK], self.pointers[start : start + BLOCK]
             if lengths.min() < 0:
                 yield f"sequence {start + int(np.argmax(lengths < 0))} has a negative length"
                 return
@@ -281,12 +281,12 @@ class IndexedDatasetReader:
         indices = self.document_indices
         if not len(indices) or indices[0] != 0 or indices[-1] != len(self.lengths):
             return False
-        blocks = (indices[start : start + _BLOCK + 1] for start in range(0, len(indices), _BLOCK))
+        blocks = (indices[start : start + BLOCK + 1] for start in range(0, len(indices), BLOCK))
         return all((block[1:] >= block[:-1]).all() for block in blocks)
 
     def _unknown_ids(self, vocab_size: int) -> Iterator[str]:
-        for start in range(0, len(self.tokens), 16 * _BLOCK):
-            block = self.tokens[start : start + 16 * _BLOCK]
+        for start in range(0, len(self.tokens), 16 * BLOCK):
+            block = self.tokens[start : start + 16 * BLOCK]
             wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
             if len(wrong):
                 yield f"token {start + wrong[0]} is {block[wrong[0]]}, outside the vocabulary of {vocab_size}"

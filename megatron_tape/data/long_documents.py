@@ -17,7 +17,7 @@ from megatron_tape.errors import ConfigError
 MANY_PASSES = 4
 """Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling
 Data-Constrained Language Models", 2023)."""
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
 """How many documents are looked at at once: int64 temporaries of all the billions of a dataset would not fit a node."""
 
 
@@ -57,7 +57,7 @@ def divide(
 
 
 def _blocks(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    return (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
+    return (lengths[start : start + BLOCK] for start in range(0, len(lengths), BLOCK))
 
 
 def _long(lengths: np.ndarray, minimum: int) -> Iterator[np.ndarray]:
@@ -79,7 +79,7 @@ def _count(blocks: Iterable[np.ndarray]) -> tuple[int, int]:
 
 def numbers_of_long(lengths: np.ndarray, minimum: int) -> np.ndarray:
     """Return the numbers (int64) of the documents of at least `minimum` tokens, in order."""
-    found = [i * _BLOCK + np.flatnonzero(block >= minimum) for i, block in enumerate(_blocks(lengths))]
+    found = [i * BLOCK + np.flatnonzero(block >= minimum) for i, block in enumerate(_blocks(lengths))]
     return np.concatenate([np.empty(0, np.int64), *found])
 
 

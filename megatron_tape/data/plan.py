@@ -60,7 +60,7 @@ def _plan(config: RunConfig, evaluates: bool) -> Plan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one pass over the list.
-        weights = [float(_lengths(prefix).sum(dtype=np.int64)) for prefix in prefixes]
+        weights = [float(lengths_of(prefix).sum(dtype=np.int64)) for prefix in prefixes]
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(config.data.split))
     splits: list[Blend | None] = []
     for i, name in enumerate(("training", "validation") if evaluates else ("training",)):
@@ -72,7 +72,8 @@ def _plan(config: RunConfig, evaluates: bool) -> Plan:
     return Plan(_identify(prefixes), (prefixes, weights), splits, pools)
 
 
-def _lengths(prefix: str) -> np.ndarray:
+def lengths_of(prefix: str) -> np.ndarray:
+    """Return the lengths (int32) in tokens of a dataset's documents; reads its whole index."""
     return IndexedDatasetReader(prefix).lengths
 
 
@@ -94,7 +95,7 @@ def _large_enough(
     """
     kept = []
     for index, prefix in enumerate(prefixes):
-        lengths = _lengths(prefix)
+        lengths = lengths_of(prefix)
         first, last = (round(bound * len(lengths)) for bound in bounds or (0, 0))
         tokens = int(lengths[first:last].sum(dtype=np.int64))
         if tokens > config.model.seq_length:

@@ -110,5 +110,5 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
         with pytest.raises(ConfigError, match=said):
             check_data_files(make(**changes))
     (tmp_path / "qasper.zip").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match="qasper.zip; give uncompressed JSON lines"):
+    with pytest.raises(ConfigError, match="give uncompressed JSON lines"):
         check_data_files(make(path=str(tmp_path / "qasper.zip")))

@@ -26,7 +26,7 @@ def write(prefix, documents, dtype="<u2", **options):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("block", [2, 1 << 18])
 def test_bytes_equal_what_megatrons_builder_writes(tmp_path, documents, dtype, block, monkeypatch):
-    monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+    monkeypatch.setattr(indexed_dataset, "BLOCK", block)
     write(tmp_path / "ours", documents, dtype)
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
     for document in documents:
@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(indexed_dataset, "_BLOCK", 1000)
+    monkeypatch.setattr(indexed_dataset, "BLOCK", 1000)
 
 
 def test_checking_an_index_takes_memory_for_a_block_of_it(tmp_path, small_blocks):

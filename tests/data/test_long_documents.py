@@ -218,7 +218,7 @@ def test_documents_are_counted_block_by_block(lengths, monkeypatch):
         )
 
     whole = found()
-    monkeypatch.setattr(long_documents, "_BLOCK", 7)
+    monkeypatch.setattr(long_documents, "BLOCK", 7)
     for ours, expected in zip(found(), whole):
         assert ours == expected if isinstance(ours, (list, Pools)) else np.allclose(ours, expected, rtol=1e-12)
     assert whole[1][0] == np.flatnonzero(values[0] >= 40).tolist()
@@ -276,19 +276,17 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
 
 
 @pytest.mark.parametrize(
-    "names, minimum, share, message",
+    "names, minimum, share, key, said",
     [
-        (["web"], 64, 0.6, r"minimum is 64, but the training documents of at least 64 tokens in .*web hold 0 tokens, "
-         r"too few for a sequence of model.seq_length 32 \(of 360 documents the longest has 59 tokens, one in ten has "
-         r"more than \d+ and half have more than \d+\); lower minimum, or add longer documents$"),
-        (["web", "notes"], 64, 0.6, "at least 64 tokens in the largest dataset hold 0 tokens"),
-        (["books"], 20, 0.6, "share is 0.6, but the training documents of less than 20 tokens in .* set share to 1"),
+        (["web"], 64, 0.6, "minimum", "of 360 documents the longest has 59 tokens"),
+        (["web", "notes"], 64, 0.6, "minimum", "at least 64 tokens in the largest dataset hold 0 tokens"),
+        (["books"], 20, 0.6, "share", "less than 20 tokens"),
     ],
-)  # fmt: skip
-def test_pools_without_a_sequence_are_refused_before_training(configure, monkeypatch, names, minimum, share, message):
+)
+def test_pools_without_a_sequence_are_refused_before_training(configure, monkeypatch, names, minimum, share, key, said):
     config = configure(names, minimum, share)
     for start in (check_datasets, build):
         monkeypatch.setattr("megatron_tape.data.inputs.load_run_tokenizer", lambda config: type("T", (), {"eod": EOD}))
-        with pytest.raises(ConfigError, match=message) as refusal:
+        with pytest.raises(ConfigError) as refusal:
             start(config)
-        assert "\n" not in str(refusal.value)
+        assert refusal.value.key == f"data.long_documents.{key}" and said in refusal.value.problem

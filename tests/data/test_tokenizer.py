@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import FileError
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +84,13 @@ def test_directory_with_only_a_sentencepiece_model(tmp_path, tokenizer_path):
 
 
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; give"):
+    with pytest.raises(FileError, match="does not exist"):
         load_tokenizer(tmp_path / "missing.model")
-    with pytest.raises(ValueError, match="holds neither tokenizer.json nor tokenizer.model"):
+    with pytest.raises(FileError, match="holds neither tokenizer.json nor tokenizer.model"):
         load_tokenizer(tmp_path)
     for name in ("x.model", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(ValueError, match=f"{name} is not a"):
+        with pytest.raises(FileError, match=f"{name} is not a"):
             load_tokenizer(tmp_path / name)
 
 
