@@ -36,7 +36,7 @@ from benchmarks.measured_model import MeasuredModel, dtype_of
 from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
 from benchmarks.timing import reason
-from megatron_tape.config.checks import validate
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export.remote_code import write_code
@@ -44,7 +44,7 @@ from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, encoding_of
+from megatron_tape.position import BUILT_IN, encoding_of, replaced
 
 BASELINE = "rope"
 LEARNED = {"position_increments": "learned"}
@@ -133,7 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that is measured as `name`."""
     config = run_config(BASELINE, SHAPES[arguments.shape], 1, arguments)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **VARIANTS[name]))
+    config = replaced(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
     return config
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from megatron_tape.config.schema import (
     DataConfig,
     DeepSpeedConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
+from megatron_tape.position import model_config
 
 ENCODINGS = ("rope", "tape")
 """What is compared."""
@@ -49,14 +49,14 @@ SHAPES = {
 
 
 def run_config(encoding: str, shape: Shape, world_size: int, options: argparse.Namespace) -> RunConfig:
-    """Return the settings of a run with `encoding`, which `config.checks.validate` still has to accept.
+    """Return the settings of a run with `encoding`, which `checks.settings.validate` still has to accept.
 
     `options` are those of `benchmarks.train_step`.
     """
     width = shape.heads * shape.head_dim
     data_size = max(1, world_size // options.tensor_parallel)
     return RunConfig(
-        model=ModelConfig(
+        model=model_config(
             position_encoding=encoding,
             num_layers=shape.layers,
             hidden_size=width,

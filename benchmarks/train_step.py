@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.environment import add_record_arguments, positive
 from benchmarks.shapes import ENCODINGS, SHAPES, Shape, run_config
-from megatron_tape.config.checks import validate
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
 

@@ -31,8 +31,8 @@ from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.tokenizer import load_run_tokenizer
@@ -42,6 +42,7 @@ from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
+from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 
@@ -146,7 +147,7 @@ def begin(options: argparse.Namespace) -> None:
     resume = what_to_resume(config.checkpoint.resume, checkpoints)
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has passed the checkpoint that it was to start from
-    config.checkpoint.resume = resume
+    config = replaced(config, {"checkpoint.resume": resume})
     validate(config, options.processes)
     check_directories(config)
     check_data_files(config)

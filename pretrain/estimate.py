@@ -1,7 +1,6 @@
 """Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`."""
 
 import argparse
-import copy
 import dataclasses
 import os
 import sys
@@ -9,9 +8,9 @@ from collections.abc import Iterator
 from typing import NoReturn, get_args, get_type_hints
 
 from megatron_tape.checkpoint.index import writer_count
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted, duration
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import ModelConfig, RunConfig, TrainConfig, is_positive
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
@@ -20,7 +19,7 @@ from megatron_tape.planning.costs import Estimate, estimate
 from megatron_tape.planning.hardware import KINDS, Hardware, with_rates
 from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, Found, Layout, fits, search
 from megatron_tape.planning.step_time import step_time
-from megatron_tape.position import encoding_of, unread_settings
+from megatron_tape.position import encoding_of, replaced
 
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
 """Common GPU memory sizes, and the GiB that are actually available on each."""
@@ -70,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
             given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in rest)]
             refuse(bool(given), f"--search chooses {', '.join(given)} itself; leave out what it would ignore")
             refuse(processes is None, "--search needs --processes, the number of GPUs; add it")
-            found = search(config, processes, hardware, gib or hardware.memory)
-            print("\n".join(_found(found, config, processes, hardware, gib or hardware.memory)))
+            found = search(config, processes, hardware, gib or hardware.memory, validate)
+            print("\n".join(_found(found, config, processes, hardware, gib or hardware.memory, validate)))
             _warn_of_encoding(config.model)
             return 0
         processes = config.parallel.ranks_per_sequence if processes is None else processes
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _warn_of_encoding(model: ModelConfig) -> None:
     encoding = model.position_encoding
-    if unread := unread_settings(model):
+    if unread := model.unread:
         print(f"warning: {encoding} does not read model.{', model.'.join(unread)}", file=sys.stderr)
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         print(
@@ -314,12 +313,6 @@ def _advice(config: RunConfig, processes: int, result: Estimate, given: float | 
 def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig, int]]:
     """Yield changes that save memory, the cheapest first: what to do, the configuration, the number of processes."""
 
-    def change(key: str, value: object) -> RunConfig:
-        changed = copy.deepcopy(config)
-        section, _, name = key.partition(".")
-        setattr(getattr(changed, section), name, value)
-        return changed
-
     train, stage = config.train, config.deepspeed.zero_stage
     levels = get_args(get_type_hints(TrainConfig)["recompute"])
     smaller = [("set", "train.recompute", more) for more in levels[levels.index(train.recompute) + 1 :]]
@@ -327,16 +320,17 @@ def _changes(config: RunConfig, processes: int) -> Iterator[tuple[str, RunConfig
         smaller.append(("lower", "train.micro_batch_size", train.micro_batch_size // 2))
     smaller += [("raise", "deepspeed.zero_stage", higher) for higher in range(stage + 1, 4)]
     for verb, key, value in smaller:
-        yield f"{verb} {key} to {value}", change(key, value), processes
+        yield f"{verb} {key} to {value}", replaced(config, {key: value}), processes
     number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
     where = "" if number == processes else f" on {counted(number, 'process', 'processes')}"
     for key in ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         double = 2 * getattr(config.parallel, key.partition(".")[2])
-        changed = change(key, double)
+        changed = replaced(config, {key: double})
         changed.parallel.sequence_parallel = None
         yield f"raise {key} to {double}{where}", changed, number
     bucket = config.deepspeed.reduce_bucket_size // 10
-    yield f"lower deepspeed.reduce_bucket_size to {bucket}", change("deepspeed.reduce_bucket_size", bucket), processes
+    smaller_bucket = replaced(config, {"deepspeed.reduce_bucket_size": bucket})
+    yield f"lower deepspeed.reduce_bucket_size to {bucket}", smaller_bucket, processes
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ pretrain.train, torchrun included. To continue a run whose MODEL is gone, give i
 import sys
 from typing import Any
 
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.extension.base import begins_with_base, check_base, check_command, with_base_settings
 from pretrain.train import supervised

@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings

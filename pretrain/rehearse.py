@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.planning.communication import Traffic, communication

@@ -4,19 +4,20 @@ Nothing is measured: every figure comes from the arithmetic of `pretrain.estimat
 """
 
 import argparse
-import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.config.parse import read_run_config
+from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.hardware import KINDS
 from megatron_tape.planning.search import GIB, Found, Layout, search
 from megatron_tape.planning.step_time import StepTime, step_time
+from megatron_tape.position import replaced
 
 RECIPES = Path(__file__).parent / "recipes"
 MODELS = {"155M": "tape_155m", "1B": "tape_1b", "7B": "tape_7b", "70B": "tape_70b"}
@@ -51,7 +52,7 @@ def run(model: str, length: int, encoding: str = "tape") -> RunConfig:
 
 def find(model: str, length: int, gpus: int, encoding: str = "tape", wanted: int = 1) -> Found:
     """Return the fastest layouts on so many GPUs."""
-    return search(run(model, length, encoding), gpus, HARDWARE, HARDWARE.memory, wanted)
+    return search(run(model, length, encoding), gpus, HARDWARE, HARDWARE.memory, validate, wanted)
 
 
 def size_row(model: str, length: int, gpus: int) -> str:
@@ -103,8 +104,7 @@ def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
     if not found.fitting:
         return None
     tape = found.fitting[0]
-    config = copy.copy(tape.config)
-    config.model = dataclasses.replace(config.model, position_encoding="rope")
+    config = replaced(tape.config, {"model.position_encoding": "rope"})
     rope = step_time(config, gpus, HARDWARE)
     more = {name: (value - getattr(rope, name)) / rope.total for name, value in dataclasses.asdict(tape.time).items()}
     communication = more["tensor_parallel"] + more["context_parallel"] + more["zero"]

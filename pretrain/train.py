@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import (

@@ -11,8 +11,8 @@ from training_cases import RECIPE, option, tp, zero
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate

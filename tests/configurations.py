@@ -1,6 +1,7 @@
 """A small valid configuration, to be changed by tests."""
 
-from megatron_tape.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_tape.position import model_config, replaced
 
 MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
 MINIMAL = {
@@ -13,12 +14,8 @@ MINIMAL = {
 def make(**changes):
     """A valid configuration with `section__key=value` changed."""
     config = RunConfig(
-        model=ModelConfig(**MODEL),
+        model=model_config(**MODEL),
         data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
         train=TrainConfig(steps=100, global_batch_size=16, micro_batch_size=2, eval_interval=50),
     )
-    for name, value in changes.items():
-        section, key = name.split("__")
-        assert hasattr(getattr(config, section), key)
-        setattr(getattr(config, section), key, value)
-    return config
+    return replaced(config, {name.replace("__", "."): value for name, value in changes.items()})

@@ -9,7 +9,7 @@ from training_cases import RECIPE, option, run, tp, zero
 
 from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.parallel.layout import initialize_distributed

@@ -3,7 +3,6 @@
 import torch
 from released import load
 
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
@@ -11,6 +10,7 @@ from megatron_tape.model.reference import ReferenceConfig
 from megatron_tape.model.weights import from_megatron, kind_of, load_weights
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
+from megatron_tape.position import model_config
 
 SMALL = dict(
     num_layers=3,
@@ -26,7 +26,7 @@ SMALL = dict(
 
 
 def small_model(**changes):
-    return ModelConfig(**(SMALL | changes))
+    return model_config(**(SMALL | changes))
 
 
 def build(
@@ -98,10 +98,13 @@ def reference_config(model):
     return ReferenceConfig(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
-        **{key: value for key, value in vars(model).items() if key.startswith("rope_")},
+        **{key: value for key, value in vars(model.position).items() if key.startswith("rope_")},
         norm_epsilon=model.norm_epsilon,
-        gate_input=model.gate_input,
-        position_state_norm=model.position_state_norm,
+        **{
+            key: getattr(model.position, key)
+            for key in ("gate_input", "position_state_norm")
+            if hasattr(model.position, key)
+        },
     )
 
 
@@ -117,7 +120,7 @@ def _released_scaling(config):
 def released_model(name, dtype=torch.float32, **changes):
     """Build the released code's model `name` and return (model settings, module, the file's contents)."""
     config, weights, gradients, rest = load(name)
-    model = ModelConfig(
+    model = model_config(
         position_encoding={"adape": "tape", "t5rb": "t5", "yarn": "rope"}.get(config["rpe_type"], config["rpe_type"]),
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],

@@ -3,7 +3,14 @@
 import torch
 from models import small_model
 
-from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, ExtensionConfig, RunConfig, TrainConfig
+from megatron_tape.config.schema import (
+    DataConfig,
+    DeepSpeedConfig,
+    ExtensionConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
@@ -28,9 +35,9 @@ def begin(tp, cp):
         model=model,
         data=DataConfig(prefix="unused"),
         deepspeed=DeepSpeedConfig(zero_stage=3),
+        parallel=ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp),
         train=TrainConfig(steps=1, global_batch_size=layout.data_parallel_size, precision="fp32"),
     )
-    config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size = tp, cp
     built = LanguageModel(model, transformer_config(model, tp, tp > 1), layout.groups)
     add_lora(built, model, LORA)
     assert all(parameter.is_meta for parameter in built.parameters())

@@ -122,8 +122,8 @@ def described(outcome, processes):
 
 
 def main(which, recipe):
-    from megatron_tape.config.checks import validate
-    from megatron_tape.config.parse import parse_run_config
+    from megatron_tape.checks.arguments import parse_run_config
+    from megatron_tape.checks.settings import validate
     from pretrain import rehearse as command
 
     processes = 4 if which == "quick" else 8

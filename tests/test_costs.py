@@ -1,6 +1,5 @@
 """The estimate against models that are built, tensors that are counted, and arithmetic by hand."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -14,12 +13,13 @@ from launch import run_group
 from models import build, random_tokens, small_model
 
 from benchmarks.rates import of_links
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.planning.costs import activations, estimate, flops_per_token
 from megatron_tape.planning.parameters import parameter_count, parameters_per_rank, trained_parts
+from megatron_tape.position import replaced, with_values
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 from pretrain import estimate as command
 
@@ -135,10 +135,10 @@ def test_layers_of_tape_keep_at_most_a_quarter_more_than_those_of_rope(backend, 
         widths = {max(width, 4 * model.hidden_size) for width in widths}
     for width in widths:
         for groups in (model.num_attention_heads, model.num_attention_heads // 4):
-            same = dataclasses.replace(model, ffn_hidden_size=width, num_query_groups=groups)
+            same = with_values(model, ffn_hidden_size=width, num_query_groups=groups)
             tape, rope = (
                 activations(changed, 1, precision, "none", tensor_size, tensor_size > 1).layers
-                for changed in (same, dataclasses.replace(same, position_encoding="rope"))
+                for changed in (same, with_values(same, position_encoding="rope"))
             )
             assert rope < tape <= 1.25 * rope, (width, groups)
 
@@ -149,8 +149,8 @@ def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
     for name in ("tape_155m", "tape_1b", "tape_7b"):
         for size in (1, 2):
             tape = recipe(name).model
-            rope = dataclasses.replace(tape, position_encoding="rope")
-            rounded = dataclasses.replace(tape, position_state_precision="bf16")
+            rope = with_values(tape, position_encoding="rope")
+            rounded = with_values(tape, position_state_precision="bf16")
             whole = activations(rope, 1, "bf16", "none", size, size > 1).layers
             for key, model in zip(shares, (rope, tape, rounded)):
                 shares[key].append(activations(model, 1, "bf16", "selective", size, size > 1).layers / whole)
@@ -166,9 +166,9 @@ def test_selective_recomputation_keeps_little_beside_the_layers_of_rope():
 )
 def test_an_estimate_counts_the_backend_that_a_gpu_chooses(encoding, dim, backend):
     """As `choose_backend` does where nothing was measured; flash-attn keeps what torch's SDPA keeps."""
-    model = dataclasses.replace(recipe().model, position_encoding=encoding, kv_channels=dim)
+    model = with_values(recipe().model, position_encoding=encoding, kv_channels=dim)
     kept = {
-        name: activations(dataclasses.replace(model, attention_backend=name), 1, "bf16").layers
+        name: activations(with_values(model, attention_backend=name), 1, "bf16").layers
         for name in ("auto", "triton", "torch")
     }
     assert kept["auto"] == kept[backend] and (encoding == "rope" or kept["triton"] < kept["torch"])
@@ -314,7 +314,7 @@ def test_flops_tokens_and_disk_follow_from_the_configuration():
     assert found.flops_per_gpu == found.flops_per_step // 4
     assert found.checkpoint_bytes == 12 * found.parameters
     assert found.checkpoints_bytes == 3 * found.checkpoint_bytes
-    config.checkpoint.keep_every = 2000
+    config = replaced(config, {"checkpoint.keep_every": 2000})
     assert estimate(config, 4).checkpoints_bytes == (3 + 5) * found.checkpoint_bytes
     # Tensor-parallel ranks save the norms and TAPE's matrices each.
     assert 0 < estimate(recipe(), 8).checkpoint_bytes / (12 * estimate(recipe(), 8).parameters) - 1 < 0.01

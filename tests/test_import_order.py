@@ -13,11 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of one row may import each other, but not in a circle; the more specific of two matching names counts.
 ORDER = (
     ("errors", "io", "command_line"),
+    ("config",),
     ("ops",),
     ("parallel",),
     ("position",),
     ("synthetic",),
-    ("config", "planning", "model.lora_shapes", "evaluation.results"),
+    ("planning", "model.lora_shapes", "model.settings", "evaluation.results"),
+    ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
     ("checkpoint",),
@@ -29,6 +31,7 @@ ORDER = (
     ("huggingface.export",),
     ("extension",),
     ("evaluation",),
+    ("checks",),
 )
 WITHOUT_TORCH = "errors io command_line synthetic config planning.costs data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
@@ -36,7 +39,7 @@ WITHOUT_TORCH += "extension.base evaluation.base evaluation.results evaluation.s
 WITHOUT_TORCH += ["evaluation.during_training", "model.names"]
 WITHOUT_TORCH += "planning.parameters planning.communication planning.hardware planning.step_time".split()
 WITHOUT_TORCH += ["planning.search"]
-WITHOUT_TORCH += ["evaluation.comparison", "data.examples"]
+WITHOUT_TORCH += ["evaluation.comparison", "data.examples", "checks", "model.settings", "training.evaluations"]
 
 
 def imported_names(tree, package):

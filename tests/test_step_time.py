@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import rates
 from benchmarks.utilization import peak_flops
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import read_run_config
+from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from megatron_tape.planning.costs import estimate, flops_per_token
@@ -214,9 +214,10 @@ def test_what_cannot_be_predicted_is_said(capsys, overrides, why):
 
 def test_a_search_finds_the_fastest_layouts_that_fit():
     config, hardware = recipe(), KINDS["H100"]
-    found = search(config, 16, hardware, 40)
+    found = search(config, 16, hardware, 40, validate)
     every = [
-        (step_time(c, 16, hardware).total, fits(estimate(c, 16), 40)) for c in candidates(config, 16, 8, Counter())
+        (step_time(c, 16, hardware).total, fits(estimate(c, 16), 40))
+        for c in candidates(config, 16, 8, validate, Counter())
     ]
     assert found.tried == len(every) > 50 and len(found.fitting) == 10 and found.too_large
     assert [layout.time.total for layout in found.fitting] == sorted(total for total, fitting in every if fitting)[:10]

@@ -20,12 +20,13 @@ from megatron_tape.checkpoint.interfaces import EngineState
 from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
 from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, parameter_shapes
 from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_share
+from megatron_tape.position import model_config
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
@@ -44,7 +45,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     Raises CheckpointError if anything else is missing, or if `base` holds what the model does not have.
     """
     parameters, held = dict(model.named_parameters()), base.weight_names()
-    settings = ModelConfig(**base.state["config"]["model"])
+    settings = model_config(**base.state["config"]["model"])
     of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
     new = [name for name in parameters if name not in held]
     may_be_new = {

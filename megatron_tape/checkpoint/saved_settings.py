@@ -1,14 +1,14 @@
 """Differences between a run's settings and those of the checkpoint that it continues. Imports no torch."""
 
-import dataclasses
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, State, newest_whole, read_state
 from megatron_tape.checkpoint.locate import check_whole, what_to_resume
-from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
@@ -66,8 +66,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     )
     if extends:
         _check_same_extension(path, sections["extension"], config)
-    free = dict.fromkeys(FREE_IN_A_MODEL)
-    differences = model_differences(sections["model"] | free, dataclasses.asdict(config.model) | free)
+    differences = model_differences(sections["model"], model_dict(config.model, unread=False), FREE_IN_A_MODEL)
     settings = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
     refuse(
         bool(differences),
@@ -148,16 +147,16 @@ def check_same_vocabulary(checkpoint: Path, state: State, tokenizer: Tokenizer, 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """Return a sentence `key: was X, is now Y` for each setting that differs from those `saved` with a checkpoint.
 
-    Settings that do not affect what is computed are left out. If the order of the data has changed, the last sentence
-    says so.
+    Settings that do not affect what is computed, or were not saved, are left out. If the order of the data has changed,
+    the last sentence says so.
     """
     found = []
     for section, now in json.loads(json.dumps(config_dict(config))).items():
-        for name, value in now.items():
-            key, before = f"{section}.{name}", saved.get(section, {}).get(name)
-            same_model = section == "model" and name not in FREE_IN_A_MODEL
-            if before != value and not same_model and not key.startswith(WITHOUT_EFFECT):
-                found.append((key, f"{key}: was {_shown(before)}, is now {_shown(value)}"))
+        before = saved.get(section, {})
+        for name in (name for name in now if name in before):
+            key, same_model = f"{section}.{name}", section == "model" and name not in FREE_IN_A_MODEL
+            if before[name] != now[name] and not same_model and not key.startswith(WITHOUT_EFFECT):
+                found.append((key, f"{key}: was {_shown(before[name])}, is now {_shown(now[name])}"))
     sentences = [sentence for _, sentence in found]
     of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
     if reordered := [key for key, _ in found if key in ORDER_KEYS and key not in of_datasets]:
@@ -171,11 +170,15 @@ def _shown(value: Any) -> str:
 
 
 def model_differences(
-    a: dict[str, Any], b: dict[str, Any], names: tuple[str, str] = ("checkpoint", "configuration")
+    a: dict[str, Any],
+    b: dict[str, Any],
+    free: Collection[str] = (),
+    names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
     """List the model keys that differ between a checkpoint's settings `a` and a configuration's `b`, or others by name.
 
-    A null that stands for a derived value counts as equal to that value.
+    Only keys of both are compared: settings of another positional encoding have no effect. A null that stands for a
+    derived value counts as equal to that value. The keys `free` may differ.
     """
 
     def derived(model: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +188,6 @@ def model_differences(
         defaults = {"num_query_groups": heads, "position_mlp_size": 4 * heads, "kv_channels": hidden // heads}
         return {key: defaults.get(key) if value is None else value for key, value in model.items()}
 
-    open_in_both = {key for key in a if a[key] is None and b.get(key, "absent") is None}
+    different = [key for key in a if key in b and key not in free and a[key] != b[key]]
     a, b = derived(a), derived(b)
-    return [
-        f"model.{key}: {names[0]} {a.get(key, 'absent')}, {names[1]} {b.get(key, 'absent')}"
-        for key in {**a, **b}
-        if a.get(key, "absent") != b.get(key, "absent") and key not in open_in_both
-    ]
+    return [f"model.{key}: {names[0]} {a[key]}, {names[1]} {b[key]}" for key in different if a[key] != b[key]]

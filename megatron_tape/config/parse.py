@@ -6,67 +6,39 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from megatron_tape.config.checks import validate
-from megatron_tape.config.schema import RunConfig, key_of, to_yaml
+from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
 from megatron_tape.config.values import accept, describe, shown
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import Given, parse_value, read_recipe
-from megatron_tape.planning.costs import flops_per_token
-from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import encoding_of
 
-Sections = dict[str, type]
-"""Documented dataclasses of settings, by the names of their sections."""
+Section = type | tuple[type, ...]
+"""A documented dataclass of settings, or several; settings that they share are listed once."""
+Sections = Mapping[str, Section]
+"""Sections by their names."""
 
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the settings given, by `section.key`, together with others that follow from them; may raise ConfigError."""
 
 
-def parse_run_config(
-    argv: list[str] | None = None, complete: Complete = dict, purpose: str = "Train one model."
-) -> RunConfig:
+def read_run_config(
+    argv: list[str] | None, encodings: Mapping[str, type], complete: Complete = dict, purpose: str = ""
+) -> tuple[RunConfig, bool]:
     """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
 
-    `complete` may add settings that neither gives, such as those of the model that a run extends. `purpose` begins the
-    text of `--help`.
+    `encodings` has the settings of each positional encoding, a dataclass, by the encoding's name. `complete` may add
+    settings that neither gives, such as those of the model that a run extends. `purpose` begins the text of `--help`,
+    after which the process ends. Directories that are not set get defaults from the recipe's name.
 
-    Ends the process with one line `error: ...` and status 2 if a key is unknown, missing or of the wrong type, and with
-    status 0 after `--help` or `--print_config`. Directories that are not set get defaults from the recipe's name.
+    Returns the configuration, and whether it is only to be printed. Raises ConfigError if a key is unknown, missing or
+    of the wrong type.
     """
-    try:
-        config, print_only = _read(argv, complete, purpose)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    if print_only:
-        sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
-        print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
-        print(to_yaml(config), end="")
-        raise SystemExit(0)
-    return config
-
-
-def read_run_config(argv: list[str], complete: Complete = dict) -> RunConfig:
-    """Return what `parse_run_config` returns. Raises ConfigError in one sentence instead of ending the process."""
-    return _read(argv, complete, "")[0]
-
-
-def fill_directories(config: RunConfig, name: str) -> None:
-    """Set every directory that is not set to its default under `runs/<name>` or beside the data."""
-    config.logging.directory = config.logging.directory or f"runs/{name}"
-    config.checkpoint.directory = config.checkpoint.directory or config.default_checkpoint_directory
-    config.data.cache_directory = config.data.resolved_cache_directory
-
-
-def _read(argv: list[str] | None, complete: Complete, purpose: str) -> tuple[RunConfig, bool]:
-    """Return the configuration, and whether it is only to be printed."""
-    sections = {section.name: section.type for section in dataclasses.fields(RunConfig)}
+    sections: dict[str, Section] = {section.name: section.type for section in dataclasses.fields(RunConfig)}
+    sections["model"] = (ModelConfig, *encodings.values())
     parser = settings_parser(
         sections,
         usage="%(prog)s --config RECIPE.yaml [--section.key value ...]",
@@ -85,15 +57,31 @@ def _read(argv: list[str] | None, complete: Complete, purpose: str) -> tuple[Run
         refuse(
             bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value"
         )
-        config = RunConfig(**{name: build_section(name, sections[name], completed) for name in sections})
+        built = {name: build_section(name, sections[name], completed) for name in sections if name != "model"}
+        config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source
-        fill_directories(config, name)
-        encoding_of(config.model)
-        if arguments.print_config:
-            validate(config, world_size=config.parallel.ranks_per_sequence)
+        config = with_directories(config, name)
     except ConfigError as error:
         raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
     return config, arguments.print_config
+
+
+def with_directories(config: RunConfig, name: str) -> RunConfig:
+    """Return `config` with every directory that is not set at its default under `runs/<name>` or beside the data."""
+    logging = dataclasses.replace(config.logging, directory=config.logging.directory or f"runs/{name}")
+    config = dataclasses.replace(config, logging=logging)
+    directory = config.checkpoint.directory or config.default_checkpoint_directory
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, directory=directory),
+        data=dataclasses.replace(config.data, cache_directory=config.data.resolved_cache_directory),
+    )
+
+
+def _of_section(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are given for a section, by their keys without its name."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
 def read_settings(
@@ -123,12 +111,22 @@ def read_settings(
     return arguments, values, places, files
 
 
+def _items(section: Section) -> Iterator[tuple[str, dataclasses.Field, type]]:
+    """Yield each key of a section, without the section's name, its field, and the dataclass that has it."""
+    seen = set()
+    for kind in section if isinstance(section, tuple) else (section,):
+        for item in keys_of(kind):
+            if item.name not in seen:
+                seen.add(item.name)
+                yield key_of(item.name), item, kind
+
+
 def _kinds(sections: Sections) -> dict[str, Any]:
     """Return the type of every `section.key`."""
     return {
-        f"{name}.{key_of(item.name)}": get_type_hints(section)[item.name]
+        f"{name}.{key}": get_type_hints(kind)[item.name]
         for name, section in sections.items()
-        for item in dataclasses.fields(section)
+        for key, item, kind in _items(section)
     }
 
 
@@ -166,25 +164,17 @@ def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
 def missing_settings(sections: Sections, values: dict[str, Any]) -> list[str]:
     """Return every `section.key` that must be given and is not."""
     return [
-        f"{name}.{key_of(item.name)}"
+        f"{name}.{key}"
         for name, section in sections.items()
-        for item in dataclasses.fields(section)
-        if _has_no_default(item) and f"{name}.{key_of(item.name)}" not in values
+        for key, item, _ in _items(section)
+        if default_of(item) is dataclasses.MISSING and f"{name}.{key}" not in values
     ]
 
 
 def build_section(name: str, section: type, values: dict[str, Any]) -> Any:
     """Return a section with the `values` that are given for it, by `section.key`."""
-    fields = {f"{name}.{key_of(item.name)}": item.name for item in dataclasses.fields(section)}
-    return section(**{fields[key]: value for key, value in values.items() if key in fields})
-
-
-def _has_no_default(item: dataclasses.Field) -> bool:
-    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-
-
-def _default(item: dataclasses.Field) -> Any:
-    return item.default if item.default is not dataclasses.MISSING else item.default_factory()
+    fields = {key: item.name for key, item, _ in _items(section)}
+    return section(**{fields[key]: value for key, value in _of_section(name, values).items()})
 
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
@@ -226,17 +216,13 @@ def settings_parser(sections: Sections, usage: str, description: str) -> argpars
     add(parser, "config", "RECIPE.yaml", "YAML file; may be given more than once.")
     parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
     for name, section in sections.items():
-        explanations = _explanations(section)
-        group = parser.add_argument_group(name, inspect.getdoc(section))
-        for item in dataclasses.fields(section):
-            key = f"{name}.{key_of(item.name)}"
-            default = "required" if _has_no_default(item) else f"default: {shown(_default(item))}"
-            add(
-                group,
-                key,
-                key_of(item.name).upper(),
-                f"{explanations.get(item.name, '')} ({describe(kinds[key])}; {default})",
-            )
+        first = section[0] if isinstance(section, tuple) else section
+        group = parser.add_argument_group(name, inspect.getdoc(first))
+        for short, item, kind in _items(section):
+            key, value = f"{name}.{short}", default_of(item)
+            default = "required" if value is dataclasses.MISSING else f"default: {shown(value)}"
+            explanation = _explanations(kind).get(item.name, "")
+            add(group, key, short.upper(), f"{explanation} ({describe(kinds[key])}; {default})")
     return parser
 
 

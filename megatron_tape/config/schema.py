@@ -6,14 +6,14 @@ checks the files. Nothing here imports torch.
 """
 
 import dataclasses
+import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import BACKENDS
-from megatron_tape.position import setting_classes
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
 TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
@@ -21,18 +21,28 @@ TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
 OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
-ATTENTION_BACKENDS = ("auto", *BACKENDS)
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flex", "fla", "naive")
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
+ON_VALIDATION_DATA = frozenset({"validation_loss"})
+"""Those of `train.evaluations` that read the validation split; without any of them it is not indexed."""
 
 
-@dataclass(kw_only=True)
-class ModelConfig(*setting_classes()):
+NO_KEY = {"is_key": False}
+"""Metadata of a field that is not a key of recipes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
     """The shape of the model; saved with every checkpoint. Each positional encoding adds its own settings."""
 
     position_encoding: str = "tape"
     """How attention gets the positions of tokens: tape, rope, nope, or another one of docs/encodings.md."""
+    position: Any = field(metadata=NO_KEY)
+    """The settings of this encoding, an object of its own dataclass; each of them is a key of `model`."""
+    unread: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=NO_KEY)
+    """Settings of other encodings that were given and are not their defaults. They have no effect."""
     num_layers: int
     """Transformer layers."""
     hidden_size: int
@@ -80,7 +90,7 @@ class ModelConfig(*setting_classes()):
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What to train on: Megatron's indexed datasets (prefix), or samples that are generated or read."""
 
@@ -136,7 +146,7 @@ class DataConfig:
         return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW."""
 
@@ -165,7 +175,7 @@ class OptimizerConfig:
     """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the steps: a linear warm-up, then one of four shapes."""
 
@@ -179,7 +189,7 @@ class ScheduleConfig:
     """Exponent of the polynomial decay; 1 is linear."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How one copy of the model and its sequences are spread over GPUs; what remains of the GPUs is data parallel."""
 
@@ -208,7 +218,7 @@ class ParallelConfig:
         return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
     """ZeRO over the data-parallel ranks."""
 
@@ -228,7 +238,7 @@ class DeepSpeedConfig:
     """Numbers that are reduced at once; a smaller value takes less memory, but more messages."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The training loop."""
 
@@ -262,7 +272,7 @@ class TrainConfig:
     the attempt; the start-up may take at least an hour. null means never."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state is saved, and what a run starts from."""
 
@@ -295,7 +305,7 @@ class CheckpointConfig:
         return 0 if self.keep_every is None else steps // self.keep_every
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
     """What pretrain.extend_context starts from and trains. Its positions are settings of the model (rope_*)."""
 
@@ -328,7 +338,7 @@ class ExtensionConfig:
         return self.lora_alpha / self.lora_rank
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Tasks of pretrain.evaluate that a run does while it trains, each with the key `every`, the steps between two
     evaluations, and with the task's settings, which python -m pretrain.evaluate --help explains; such as
@@ -350,7 +360,7 @@ class EvaluationConfig:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """What a run reports, and where."""
 
@@ -366,7 +376,7 @@ class LoggingConfig:
     """Write TensorBoard files."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Train one model."""
 
@@ -388,15 +398,59 @@ class RunConfig:
         return f"{self.logging.directory}/checkpoints"
 
 
+def build_model(encodings: Mapping[str, type], values: Mapping[str, Any]) -> ModelConfig:
+    """Return the settings of a model from the values of its keys, those of positional encodings among them.
+
+    `encodings` has the settings of each encoding, a dataclass, by the encoding's name. Raises ConfigError for an
+    encoding that is not among them, and TypeError for a key that does not exist or must be given and is not.
+    """
+    name = values.get("position_encoding", ModelConfig.position_encoding)
+    if name not in encodings:
+        close = difflib.get_close_matches(str(name).lower(), encodings, n=1)
+        fix = f"did you mean {close[0]}? There are" if close else "choose one of"
+        fix += f" {', '.join(encodings)}"
+        if str(name).lower() == "yarn":
+            fix = "YaRN is rope with model.rope_scaling_type yarn and model.rope_scaling_factor"
+        raise ConfigError("model.position_encoding", f"is {name!r}", fix)
+    of_encodings = {item.name: item for settings in encodings.values() for item in dataclasses.fields(settings)}
+    names = {item.name for item in dataclasses.fields(encodings[name])}
+    own = {key: value for key, value in values.items() if key in names}
+    unread = {key: value for key, value in values.items() if key in of_encodings.keys() - names}
+    return ModelConfig(
+        position=encodings[name](**own),
+        unread={key: value for key, value in unread.items() if value != default_of(of_encodings[key])},
+        **{key: value for key, value in values.items() if key not in of_encodings},
+    )
+
+
+def model_dict(model: ModelConfig, unread: bool = True) -> dict[str, Any]:
+    """Return the values of the keys of `model`, those of its positional encoding among them.
+
+    Settings of other encodings that were given are among them unless `unread` is false.
+    """
+    own = {item.name: getattr(model, item.name) for item in keys_of(ModelConfig)}
+    return own | dataclasses.asdict(model.position) | (dict(model.unread) if unread else {})
+
+
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """Return every setting as nested plain dictionaries, by the keys that recipes use.
 
     A `checkpoint.directory` in its default place is null, so that it follows a changed `logging.directory`.
     """
-    sections = dataclasses.asdict(config)
+    sections = dataclasses.asdict(config) | {"model": model_dict(config.model)}
     if config.checkpoint.directory == config.default_checkpoint_directory:
         sections["checkpoint"]["directory"] = None
     return {name: {key_of(field): value for field, value in section.items()} for name, section in sections.items()}
+
+
+def keys_of(section: type) -> list[dataclasses.Field]:
+    """Return the fields of a section that are keys of recipes."""
+    return [item for item in dataclasses.fields(section) if item.metadata.get("is_key", True)]
+
+
+def default_of(item: dataclasses.Field) -> Any:
+    """Return the default of a field, or MISSING."""
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def key_of(field_name: str) -> str:

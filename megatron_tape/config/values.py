@@ -1,9 +1,10 @@
 """Which values a setting accepts: check values against the types of the dataclasses' fields, described in words."""
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.config.schema import is_positive, keys_of
+from megatron_tape.errors import ConfigError, refuse
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _SHOWN_CHARACTERS = 200
@@ -21,6 +22,42 @@ def accept(name: str, value: Any, kind: Any) -> Any:
         choices = get_origin(kind) is Literal
         fix = f"choose {describe(kind)}" if choices else f"set it to {describe(kind)}"
         raise ConfigError(f"{name} is {shown(value)}; {fix}") from None
+
+
+LARGEST = {
+    "model.num_layers": 10_000,
+    "model.hidden_size": 2**20,
+    "model.ffn_hidden_size": 2**24,
+    "model.num_attention_heads": 2**16,
+    "model.kv_channels": 2**16,
+    "model.position_mlp_size": 2**20,
+    "model.seq_length": 2**30,
+    "model.vocab_size": 2**28,
+    "parallel.tensor_model_parallel_size": 2**16,
+    "train.steps": 10**8,
+    "train.global_batch_size": 10**6,
+    "train.micro_batch_size": 10**6,
+    "train.eval_steps": 10**6,
+    "train.seed": 2**32 - 1,
+}
+"""No run comes near these sizes, and arithmetic with larger ones takes minutes; numpy accepts no larger seed."""
+
+
+def check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
+    """Check types, choices, signs and sizes of one section; None is allowed if it stands for a derived value."""
+    kinds = get_type_hints(type(section))
+    for key in (item.name for item in keys_of(type(section))):
+        value, kind = getattr(section, key), kinds[key]
+        accept(f"{name}.{key}", value, kind)
+        if value is None:
+            continue
+        if key in positive:
+            refuse(not is_positive(value), f"{name}.{key} is {shown(value)}; set it to a number above 0")
+        if key in not_negative:
+            wrong = value != 0 and not is_positive(value)
+            refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a positive number")
+        if (largest := LARGEST.get(f"{name}.{key}")) is not None:
+            refuse(value > largest, f"{name}.{key} is {shown(value)}; set it to at most {largest}")
 
 
 def _accept_parts(name: str, value: Any, kind: Any) -> None:

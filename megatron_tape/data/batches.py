@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_tape.config.evaluations import ON_VALIDATION_DATA
-from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
+from megatron_tape.config.schema import ON_VALIDATION_DATA, SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, build_split, mix_with_long_documents
 from megatron_tape.data.plan import plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source

@@ -1,7 +1,7 @@
 """Sources of training samples in place of indexed datasets: only some of a sample's tokens enter the loss.
 
 A new source is a subclass of `SampleSource`, with a setting in `data` whose name is entered in
-`config.schema.SAMPLE_SOURCES`; `config.checks` checks that setting, and `sample_source` builds the source from it.
+`config.schema.SAMPLE_SOURCES`; `checks.settings` checks that setting, and `sample_source` builds the source from it.
 `Batches` gives each sample to the ranks in the same order under every parallel layout, and turns the masks into weights
 with which the loss is the mean over a global batch.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.examples import examples_of
-from megatron_tape.config.generators import generator_of
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.examples import cutter_of, parse_example
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.synthetic import TRAINING, VALIDATION, random_of
+from megatron_tape.synthetic.settings import generator_of
 
 
 class SampleSource(Dataset):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.checkpoint.saved_settings import changes, model_differences
-from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
+from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.results import TaskResult
@@ -161,10 +161,8 @@ def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[
 
 def changed_settings(saved: Settings, config: RunConfig, apart: Sequence[str] = ()) -> list[str]:
     """Return a sentence for each setting that is not as it was saved; keys of `model` that `apart` names may differ."""
-    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
-    now, free = dataclasses.asdict(config.model), {"attention_backend": None, **dict.fromkeys(apart)}
-    before = {**defaults, **saved.get("model", {}), **free}
-    return model_differences(before, {**now, **free}, ("was", "is now")) + [
+    now, free = model_dict(config.model, unread=False), ("attention_backend", *apart)
+    return model_differences(saved.get("model", {}), now, free, ("was", "is now")) + [
         sentence
         for sentence in changes(saved, config)
         if not sentence.startswith("model.") and "the data comes in another order" not in sentence

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
-from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
+from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_record
-from megatron_tape.position import ENCODINGS, encoding_of
+from megatron_tape.position import ENCODINGS, encoding_of, model_config
 from megatron_tape.synthetic import GENERATORS
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -79,8 +78,8 @@ def find_model(given: str, label: str | None = None) -> Source:
                 "it is an adapter; merge it with its base first (docs/extension.md shows how), and give the result"
             )
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
-            return dataclasses.replace(_from_transformers(path, label), given=given)
-        return dataclasses.replace(_from_checkpoint(find_checkpoint(path, deep=False), label), given=given)
+            return replace(_from_transformers(path, label), given=given)
+        return replace(_from_checkpoint(find_checkpoint(path, deep=False), label), given=given)
     except NoCheckpoint as error:
         raise ConfigError(
             f"--model {given} cannot be evaluated: {error}, or a directory in the format of transformers, with "
@@ -181,7 +180,7 @@ def _training_data(source: Source) -> dict[str, Any]:
 def _from_checkpoint(path: Path, label: str | None) -> Source:
     state = read_state(path)
     try:
-        model = ModelConfig(**state["config"]["model"])
+        model = model_config(**state["config"]["model"])
     except TypeError as error:
         raise ValueError(f"{path} was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
@@ -203,7 +202,7 @@ def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
-        config={"model_type": kind, **dataclasses.asdict(model)},
+        config={"model_type": kind, **model_dict(model)},
         directory=None,
         has_tokenizer=has_tokenizer,
     )

@@ -3,15 +3,14 @@
 import dataclasses
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
-from megatron_tape.config.checks import validate_model
-from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
 from megatron_tape.data.tokenizer import load_run_tokenizer, load_tokenizer
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.huggingface.imports.config_json import (
@@ -24,12 +23,13 @@ from megatron_tape.huggingface.imports.config_json import (
 from megatron_tape.huggingface.imports.weight_files import PickledWeights, check_directory
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import POSITION, parameter_shapes
-from megatron_tape.position import ENCODINGS, setting_names, unread_settings
+from megatron_tape.model.settings import validate_model
+from megatron_tape.position import ENCODINGS, model_config, setting_names
 
 KEY = "extension.from"
 _REQUIRED = {
     f"model.{item.name}"
-    for item in dataclasses.fields(ModelConfig)
+    for item in keys_of(ModelConfig)
     if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 }
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -89,7 +89,8 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     base = base or find_base(values[KEY], values.get("logging.directory"))
     encoding = values.get("model.position_encoding", base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
-    if values.get("model.rope_scaling_type", "linear") != "linear" and base.model.rope_scaling_factor == 1:
+    scaled = getattr(base.model.position, "rope_scaling_factor", 1) != 1
+    if values.get("model.rope_scaling_type", "linear") != "linear" and not scaled:
         inherited["rope_original_seq_length"] = base.model.seq_length
     tensor_size = values.get("parallel.tensor_model_parallel_size", 1)
     if base.state is None and tensor_size > 0:
@@ -137,7 +138,7 @@ def _imported_by(run: Path, source: Path) -> Base | None:
     imported = run / IMPORTED
     if Path(extended) != source or not (imported / MANIFEST).is_file():
         return None
-    return dataclasses.replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
+    return replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
 
 
 def _from_transformers(path: Path) -> Base:
@@ -157,7 +158,7 @@ def _from_checkpoint(path: Path) -> Base:
     find_source(path, state)
     settings = state["config"]["model"]
     try:
-        model = ModelConfig(**settings)
+        model = model_config(**settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise ValueError(f"it is of another architecture or version ({error})") from None
@@ -173,10 +174,10 @@ def _from_checkpoint(path: Path) -> Base:
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that an extension with this positional encoding has from its base unless it gives others."""
     before = base.position_encoding
-    others = {"attention_backend"}
+    others = {"attention_backend", *base.unread}
     if encoding != before:
-        others |= {"position_encoding", *(setting_names(encoding) - setting_names(before))}
-    return {key: value for key, value in dataclasses.asdict(base).items() if key not in others}
+        others.add("position_encoding")
+    return {key: value for key, value in model_dict(base).items() if key not in others}
 
 
 def begins_with_base(config: RunConfig) -> bool:
@@ -196,13 +197,12 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
     free |= {"position_encoding", *setting_names(now)} if added else set()
-    if base.model.position_increments == "learned":
+    if getattr(base.model.position, "position_increments", "fixed") == "learned":
         free.remove("position_increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the rows that are missing
-    blank = dict.fromkeys(free)
-    before, after = (dataclasses.asdict(model) for model in (base.model, config.model))
-    differences = model_differences(before | blank, after | blank)
+    before, after = (model_dict(model, unread=False) for model in (base.model, config.model))
+    differences = model_differences(before, after, free)
     refuse(
         bool(differences),
         f"{KEY} {base.path} is another model than these settings describe ({'; '.join(differences)}); remove them from "
@@ -210,15 +210,16 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "model.attention_backend, model.position_state_precision, model.position_encoding from rope to tape, and "
         "model.position_increments from fixed to learned",
     )
-    unread = [name for name in unread_settings(config.model) if before[name] != after[name]]
+    unread = [f"model.{key}" for key in config.model.unread]
     refuse(
         bool(unread),
-        f"{now} does not read model.{', model.'.join(unread)}, so that this would change nothing; remove it from the "
-        "recipe or the command line",
+        tuple(unread) or "model",
+        f"is not read by {now}, so that this would change nothing",
+        "remove it from the recipe or the command line",
     )
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
     if not added and _of_encoding(config.model) > _of_encoding(base.model):
-        added, new = True, f"model.position_increments is {config.model.position_increments}"
+        added, new = True, f"model.position_increments is {config.model.position.position_increments}"
     refuse(
         added and not {OF_ENCODING, "all"} & set(trains),
         f"{new}, which {KEY} {base.path} does not have yet, but extension.trains does not "

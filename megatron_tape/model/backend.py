@@ -36,13 +36,11 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_par
         heads=model.num_attention_heads,
         groups=model.query_groups,
         head_dim=model.head_dim,
-        inner=model.position_mlp_width,
         averages=AVERAGE in encoding.needs and encoding.num_updates > 0,
-        full_mixing=model.token_mixing == "full",
-        fp32_state=model.position_state_precision == "fp32",
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
         context_parallel_size=context_parallel_size,
+        **encoding.fused_update,
     )
 
 

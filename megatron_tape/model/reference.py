@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape.config.schema import ModelConfig
-
 
 @dataclass(frozen=True)
 class ReferenceConfig:
@@ -39,7 +37,7 @@ class ReferenceConfig:
     """`unit` sets every complex number of the position state back to its first modulus after each update."""
 
 
-def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Tensor:
+def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
 
     `llama3` and `yarn` keep fast frequencies and divide slow ones, depending on how often they turn in the original
@@ -67,7 +65,7 @@ def rope_frequencies(config: ReferenceConfig | ModelConfig, head_dim: int) -> Te
     return (1 - kept) * scaled + kept * frequencies
 
 
-def attention_factor(config: ReferenceConfig | ModelConfig) -> float:
+def attention_factor(config: ReferenceConfig) -> float:
     """Return by how much `yarn` lengthens rotated queries and keys."""
     if config.rope_scaling_type != "yarn":
         return 1.0

@@ -49,7 +49,7 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if match := _LORA.fullmatch(rest):
         return weights[lora_name(prefix, *match.groups())]
     tensor = weights[whole_name(prefix, rest)]
-    if rest == f"{POSITION}token_mixing" and model.token_mixing == "per_head":
+    if rest == f"{POSITION}token_mixing" and model.position.token_mixing == "per_head":
         if torch.count_nonzero(tensor - tensor.diag().diag()):
             raise ValueError(f"{whole_name(prefix, rest)} mixes heads; it needs model.token_mixing: full")
         return tensor.diag()

@@ -95,12 +95,12 @@ class Shapes:
     heads: int
     groups: int
     head_dim: int
-    inner: int
-    """Width of the position MLP."""
     averages: bool
     """Whether the position state is averaged and updated."""
-    full_mixing: bool
-    fp32_state: bool
+    inner: int = 0
+    """Width of the position MLP."""
+    full_mixing: bool = True
+    fp32_state: bool = True
     tensor_parallel_size: int = 1
     reflects: bool = False
     """Whether scores go through the reflections of the tokens in between."""

@@ -105,7 +105,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, world_size: int) -> Estimate:
-    """Estimate a run of `config` on `world_size` processes; `config.checks.validate` must have accepted both.
+    """Estimate a run of `config` on `world_size` processes; `checks.settings.validate` must have accepted both.
 
     Shifted sparse attention is counted as full attention, although it keeps its outputs once more where layers are not
     recomputed.

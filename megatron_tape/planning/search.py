@@ -1,12 +1,11 @@
 """The layouts in which a run could train on a number of GPUs, the fastest first. Imports no torch."""
 
-import copy
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import get_args, get_type_hints
 
-from megatron_tape.config.checks import validate
 from megatron_tape.config.schema import RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.costs import Estimate, estimate
@@ -57,7 +56,13 @@ class Found:
     """Why others are not possible, and how many."""
 
 
-def search(config: RunConfig, processes: int, hardware: Hardware, gib: float, wanted: int = 10) -> Found:
+Validate = Callable[[RunConfig, int], None]
+"""Raises ConfigError if a run cannot work on a number of processes."""
+
+
+def search(
+    config: RunConfig, processes: int, hardware: Hardware, gib: float, validate: Validate, wanted: int = 10
+) -> Found:
     """Find the `wanted` fastest layouts of `config` on `processes` GPUs of `gib` GiB.
 
     Tensor- and context-parallel sizes, ZeRO stage, micro-batch size and recomputation are tried; the global batch and
@@ -65,7 +70,7 @@ def search(config: RunConfig, processes: int, hardware: Hardware, gib: float, wa
     cannot be predicted.
     """
     found, timed = Found(), []
-    for candidate in candidates(config, processes, hardware.node_size, found.refused):
+    for candidate in candidates(config, processes, hardware.node_size, validate, found.refused):
         timed.append((step_time(candidate, processes, hardware), candidate))
     found.tried = len(timed)
     # Of layouts that are as fast, the one that needs less comes first: the earlier one.
@@ -77,18 +82,23 @@ def search(config: RunConfig, processes: int, hardware: Hardware, gib: float, wa
     return found
 
 
-def candidates(config: RunConfig, processes: int, node_size: int, refused: Counter[str]) -> Iterator[RunConfig]:
+def candidates(
+    config: RunConfig, processes: int, node_size: int, validate: Validate, refused: Counter[str]
+) -> Iterator[RunConfig]:
     """Yield `config` in every layout that `validate` accepts; count in `refused` why others were not."""
     for tensor_size in _divisors(processes, node_size):
         for context_size in _divisors(processes // tensor_size, config.model.num_attention_heads):
             data_size = processes // tensor_size // context_size
             shared = config.train.global_batch_size // data_size
             for micro_batch in (2**i for i in range(max(1, shared.bit_length()))):
-                changed = copy.copy(config)
-                parallel, train = copy.copy(config.parallel), copy.copy(config.train)
-                changed.parallel, changed.train = parallel, train
-                parallel.tensor_model_parallel_size, parallel.context_parallel_size = tensor_size, context_size
-                parallel.sequence_parallel, train.micro_batch_size = None, micro_batch
+                parallel = dataclasses.replace(
+                    config.parallel,
+                    tensor_model_parallel_size=tensor_size,
+                    context_parallel_size=context_size,
+                    sequence_parallel=None,
+                )
+                train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
+                changed = dataclasses.replace(config, parallel=parallel, train=train)
                 try:
                     validate(changed, processes)
                 except ConfigError as error:
@@ -100,10 +110,10 @@ def candidates(config: RunConfig, processes: int, node_size: int, refused: Count
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
     for recompute in get_args(get_type_hints(TrainConfig)["recompute"]):
         for stage in STAGES:
-            changed = copy.copy(config)
-            changed.train, changed.deepspeed = copy.copy(config.train), copy.copy(config.deepspeed)
-            changed.train.recompute, changed.deepspeed.zero_stage = recompute, stage
-            yield changed
+            train = dataclasses.replace(config.train, recompute=recompute)
+            yield dataclasses.replace(
+                config, train=train, deepspeed=dataclasses.replace(config.deepspeed, zero_stage=stage)
+            )
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -106,7 +106,7 @@ class Load(NamedTuple):
 
 
 def step_time(config: RunConfig, world_size: int, hardware: Hardware) -> StepTime:
-    """Predict a step of `config`, which `config.checks.validate` has accepted, on `world_size` GPUs.
+    """Predict a step of `config`, which `checks.settings.validate` has accepted, on `world_size` GPUs.
 
     Raises ConfigError for runs in fp32 and with an optimizer on the host, whose rates `hardware` does not have.
     """

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE
 
 if TYPE_CHECKING:
@@ -94,6 +93,11 @@ class Positions:
     """An `ops.rescore.Rescore`, which returns whole rows of scores."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncodingSettings:
+    """The settings of an encoding that has none; base class of those of others."""
+
+
 class Memory:
     """What one layer keeps of earlier tokens where the tokens of a sequence come a few at a time, as in generation.
 
@@ -106,6 +110,8 @@ class Memory:
 
 
 NO_MEMORY = Memory()
+SCALING = frozenset({"rope_scaling_type", "rope_scaling_factor"})
+"""Settings that scale positions, which encodings may refuse whose layers read no positions that could be scaled."""
 
 
 class PositionEncoding:
@@ -116,8 +122,11 @@ class PositionEncoding:
 
     name: ClassVar[str]
     """Its value in `model.position_encoding`."""
-    settings: ClassVar[type] = object
-    """A dataclass of its own settings, which become keys of `model`."""
+    Settings: ClassVar[type] = EncodingSettings
+    """Its own settings, a frozen dataclass whose fields all have defaults. They become keys of `model`."""
+    refuses: ClassVar[frozenset[str]] = frozenset({"position_increments", "position_state_norm"})
+    """Settings, of other encodings or inherited ones, that must have their defaults: they would make another encoding
+    of it. All other settings of other encodings may stand in a recipe for several, and have no effect."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What attention must be able to do, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
@@ -140,6 +149,7 @@ class PositionEncoding:
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """`tokens` is needed only for computing; `fused` requests Triton kernels, if the encoding has any."""
         self.model = model
+        self.settings = model.position
         self.tokens = tokens
         self.fused = fused
 
@@ -147,15 +157,6 @@ class PositionEncoding:
 
     def check(self) -> None:
         """Raise `ConfigError` if the model's settings do not fit this encoding."""
-
-    def refuse_scaling(self) -> None:
-        """Raise `ConfigError` if positions are to be scaled; for encodings whose layers read none."""
-        kind, factor = self.model.rope_scaling_type, self.model.rope_scaling_factor
-        refuse(
-            factor != 1 or kind != "linear",
-            f"model.rope_scaling_type {kind} with model.rope_scaling_factor {factor} does not apply to {self.name}, "
-            "whose layers read no positions that could be scaled; leave both at their defaults",
-        )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of layer `layer` (from 0) by name."""
@@ -196,6 +197,11 @@ class PositionEncoding:
         Those of the forward pass, and those of the backward pass.
         """
         return 0, 0
+
+    @property
+    def fused_update(self) -> Mapping[str, Any]:
+        """What decides which kernel of the position update is compiled, by fields of `ops.parity.Shapes`."""
+        return {}
 
     def learns_rotation(self, layer: int) -> bool:
         """Return whether what rotates queries and keys in layer `layer` depends on parameters, and needs a gradient."""

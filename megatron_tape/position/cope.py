@@ -6,14 +6,22 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import (
+    SCALING,
+    EncodingSettings,
+    Memory,
+    MicroBatch,
+    Parameter,
+    PositionEncoding,
+    Positions,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
-class CopeSettings:
+@dataclass(frozen=True, kw_only=True)
+class CopeSettings(EncodingSettings):
     """The positions that have an embedding."""
 
     cope_max_position: int = 64
@@ -30,27 +38,27 @@ class CopePosition(PositionEncoding):
     """
 
     name = "cope"
-    settings = CopeSettings
+    Settings = CopeSettings
     needs = frozenset({SCORES})
+    refuses = PositionEncoding.refuses | SCALING
 
     def check(self) -> None:
-        """Reject a single position, with nothing beside it to interpolate, and scaled positions."""
-        largest = self.model.cope_max_position
-        refuse(largest < 1, f"model.cope_max_position is {largest}; set it to at least 1, such as 64")
-        self.refuse_scaling()
+        """Reject a single position, with nothing beside it to interpolate."""
+        largest = self.settings.cope_max_position
+        refuse(largest < 1, "model.cope_max_position", f"is {largest}", "set it to at least 1, such as 64")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the embeddings of the positions."""
-        return {"table": Parameter((self.model.cope_max_position + 1, self.model.head_dim))}
+        return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def multiply_adds(self, layer: int) -> int:
         """Count the products with the embeddings, and a gate and an interpolation per head, query and key."""
-        products = (self.model.cope_max_position + 1) * self.model.head_dim
+        products = (self.settings.cope_max_position + 1) * self.model.head_dim
         return self.model.num_attention_heads * (products + self.model.seq_length)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count the embeddings in fp32, if those of the run are narrower."""
-        return 4 * (self.model.cope_max_position + 1) * self.model.head_dim if batch.width < 4 else 0
+        return 4 * (self.settings.cope_max_position + 1) * self.model.head_dim if batch.width < 4 else 0
 
     def positions(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.base import Memory, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, Memory, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _EPSILON = 1e-6
 
 
-@dataclass(kw_only=True)
-class FireSettings:
+@dataclass(frozen=True, kw_only=True)
+class FireSettings(EncodingSettings):
     """The function that maps normalised distances to biases."""
 
     fire_mlp_size: int = 32
@@ -34,20 +34,20 @@ class FirePosition(PositionEncoding):
     """
 
     name = "fire"
-    settings = FireSettings
+    Settings = FireSettings
     # Its MLP takes sums over products of vectors, which no function of a single pair of numbers can.
     needs = frozenset({BIAS})
     counts_in_documents = True
 
     def check(self) -> None:
         """Reject an MLP without a width, and thresholds that are not above 0."""
-        size, threshold = self.model.fire_mlp_size, self.model.fire_threshold
-        refuse(size < 1, f"model.fire_mlp_size is {size}; set it to at least 1, such as 32")
-        refuse(not 0 < threshold < math.inf, f"model.fire_threshold is {threshold}; set it above 0, such as 512")
+        size, threshold = self.settings.fire_mlp_size, self.settings.fire_threshold
+        refuse(size < 1, "model.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32")
+        refuse(not 0 < threshold < math.inf, "model.fire_threshold", f"is {threshold}", "set it above 0, such as 512")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of the function; as in the released code, matrices are drawn and the bias is zero."""
-        heads, width, std = self.model.num_attention_heads, self.model.fire_mlp_size, self.model.init_std
+        heads, width, std = self.model.num_attention_heads, self.settings.fire_mlp_size, self.model.init_std
         return {
             "log_scale": Parameter((1,), value=0.1),
             "threshold_scale": Parameter((1,), value=1.0),
@@ -58,7 +58,7 @@ class FirePosition(PositionEncoding):
 
     def multiply_adds(self, layer: int) -> int:
         """Count the MLP, once per query and key."""
-        width = self.model.fire_mlp_size
+        width = self.settings.fire_mlp_size
         return width * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
 
     def state_size(self, layer: int) -> int:
@@ -88,7 +88,7 @@ class FirePosition(PositionEncoding):
 
         def tile(rows: slice, columns: slice, positions_BS: "Tensor", c, scale, up, up_bias, down):
             queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
-            normalizer = torch.maximum(queries, (scale * self.model.fire_threshold).abs())
+            normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()
             of_pairs = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
             # As products of matrices: gradients of broadcast factors would be as large as `inner` before their sums.

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import (
+    SCALING,
+    EncodingSettings,
+    Memory,
+    MicroBatch,
+    Parameter,
+    PositionEncoding,
+    Positions,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
-class FoxSettings:
+@dataclass(frozen=True, kw_only=True)
+class FoxSettings(EncodingSettings):
     """The start of the gates."""
 
     fox_bias_start: float = 0.0
@@ -29,22 +37,22 @@ class FoxPosition(PositionEncoding):
     """
 
     name = "fox"
-    settings = FoxSettings
+    Settings = FoxSettings
     needs = frozenset({GATE})
+    refuses = PositionEncoding.refuses | SCALING
     reads_hidden_states = True
 
     def check(self) -> None:
-        """Reject a start that is not a number, and scaled positions."""
-        start = self.model.fox_bias_start
-        refuse(not math.isfinite(start), f"model.fox_bias_start is {start}; set it to a number, such as 0")
-        self.refuse_scaling()
+        """Reject a start that is not a number."""
+        start = self.settings.fox_bias_start
+        refuse(not math.isfinite(start), "model.fox_bias_start", f"is {start}", "set it to a number, such as 0")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the gates' projection, which every rank holds whole, as it computes all heads' gates of its tokens."""
         heads, hidden = self.model.num_attention_heads, self.model.hidden_size
         return {
             "gate": Parameter((heads, hidden), std=self.model.init_std),
-            "gate_bias": Parameter((heads,), value=self.model.fox_bias_start, decay=False),
+            "gate_bias": Parameter((heads,), value=self.settings.fox_bias_start, decay=False),
         }
 
     def multiply_adds(self, layer: int) -> int:

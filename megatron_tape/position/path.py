@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import REFLECTIONS
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import (
+    SCALING,
+    EncodingSettings,
+    Memory,
+    MicroBatch,
+    Parameter,
+    PositionEncoding,
+    Positions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +24,8 @@ _EPSILON = 1e-6
 """Added to the squared length of w before it is normalised, as in the authors' code."""
 
 
-@dataclass(kw_only=True)
-class PathSettings:
+@dataclass(frozen=True, kw_only=True)
+class PathSettings(EncodingSettings):
     """Where the transformations come from."""
 
     path_rank: int = 32
@@ -35,31 +43,30 @@ class PathPosition(PositionEncoding):
     """
 
     name = "path"
-    settings = PathSettings
+    Settings = PathSettings
     needs = frozenset({REFLECTIONS})
+    refuses = PositionEncoding.refuses | SCALING
     reads_hidden_states = True
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject widths that cannot be, and scaled positions: there are no numbers of positions to scale."""
-        model = self.model
-        refuse(model.path_rank < 1, f"model.path_rank is {model.path_rank}; set it to at least 1, such as 32")
-        size = model.path_conv_size
-        refuse(size < 0, f"model.path_conv_size is {size}; set it to 3, or to 0 for no convolution")
-        self.refuse_scaling()
+        """Reject widths that cannot be."""
+        rank, size = self.settings.path_rank, self.settings.path_conv_size
+        refuse(rank < 1, "model.path_rank", f"is {rank}", "set it to at least 1, such as 32")
+        refuse(size < 0, "model.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of w and beta; as in the authors' code, all weights are drawn and the bias is zero."""
         model = self.model
         groups, dim, hidden, std = model.query_groups, model.head_dim, model.hidden_size, model.init_std
         parameters = {
-            "w_down": Parameter((model.path_rank, hidden), std=std),
-            "w_up": Parameter((groups * dim, model.path_rank), std=std),
+            "w_down": Parameter((self.settings.path_rank, hidden), std=std),
+            "w_up": Parameter((groups * dim, self.settings.path_rank), std=std),
             "beta_weight": Parameter((groups, hidden), std=std),
             "beta_bias": Parameter((groups,)),
         }
-        if model.path_conv_size:
-            parameters["conv"] = Parameter((groups, dim, model.path_conv_size), std=std, head_axis=0)
+        if self.settings.path_conv_size:
+            parameters["conv"] = Parameter((groups, dim, self.settings.path_conv_size), std=std, head_axis=0)
         return parameters
 
     def multiply_adds(self, layer: int) -> int:
@@ -69,7 +76,8 @@ class PathPosition(PositionEncoding):
         model = self.model
         groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
         wide = BLOCK + dim
-        projections = model.path_rank * (hidden + groups * dim) + groups * (hidden + dim * model.path_conv_size)
+        rank, width = self.settings.path_rank, self.settings.path_conv_size
+        projections = rank * (hidden + groups * dim) + groups * (hidden + dim * width)
         # The products of w with w and with keys, the triangular solution (half of its matrix is zero), and its product
         # with w; then each query within its block, and over the mean of all blocks before it.
         of_keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
@@ -98,7 +106,7 @@ class PathPosition(PositionEncoding):
         blocks = sequences * -(-model.seq_length // BLOCK) * groups
         of_blocks = 2 * BLOCK * dim + (BLOCK + dim) * (BLOCK + dim)
         inputs = batch.tokens * groups * (dim + 1)
-        return batch.local_tokens * model.path_rank * batch.width + 4 * (inputs + blocks * of_blocks)
+        return batch.local_tokens * self.settings.path_rank * batch.width + 4 * (inputs + blocks * of_blocks)
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count w and beta, and their gradients."""

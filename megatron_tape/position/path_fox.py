@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PathFoxSettings(PathSettings, FoxSettings):
     """The settings of both."""
 
@@ -21,7 +21,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
     """The scores of `path`, lowered by the forget gates of `fox`; the parameters, and what they cost, of both."""
 
     name = "path_fox"
-    settings = PathFoxSettings
+    Settings = PathFoxSettings
     needs = PathPosition.needs | FoxPosition.needs
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
+from megatron_tape.position.base import SCALING, PositionEncoding
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -16,18 +17,13 @@ _LARGEST_RANGE = 2**24
 """Angles are computed from float32, which does not tell all larger positions apart."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RandomizedSettings(RotarySettings):
     """From which range positions are drawn."""
 
     randpe_range: int | None = None
     """randpe: number of positions from which those of a training sequence are drawn, at least the tokens of the longest
     sequence the model will be used on; null means 4 * seq_length."""
-
-    @property
-    def position_range(self) -> int:
-        """Number of positions from which those of a training sequence are drawn."""
-        return 4 * self.seq_length if self.randpe_range is None else self.randpe_range
 
 
 class RandomizedPosition(RotaryPosition):
@@ -39,42 +35,41 @@ class RandomizedPosition(RotaryPosition):
     """
 
     name = "randpe"
-    settings = RandomizedSettings
+    Settings = RandomizedSettings
+    # It draws positions, and learns all of its range.
+    refuses = PositionEncoding.refuses | SCALING
     exports_to = "code"
     extended_by = frozenset({"randpe_range"})
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject ranges shorter than a sequence or too long for float32, and scaled positions."""
+        """Reject ranges shorter than a sequence or too long for float32."""
         super().check()
-        model = self.model
+        length = self.model.seq_length
         refuse(
-            model.position_increments != "fixed",
-            f"model.position_increments {model.position_increments} does not apply to randpe, which draws positions; "
-            "set it to fixed",
+            self.position_range < length,
+            ("model.randpe_range", "model.seq_length"),
+            f"is {self.position_range}, less than the {length} tokens of model.seq_length",
+            "set it to several times as many",
         )
         refuse(
-            model.position_range < model.seq_length,
-            f"model.randpe_range is {model.position_range}, less than the {model.seq_length} tokens of "
-            "model.seq_length; set it to several times as many",
+            self.position_range > _LARGEST_RANGE,
+            "model.randpe_range",
+            f"is {self.position_range:,}, but float32 holds only positions up to {_LARGEST_RANGE:,} exactly",
+            "set it to at most that",
         )
-        refuse(
-            model.position_range > _LARGEST_RANGE,
-            f"model.randpe_range is {model.position_range:,}, but float32 holds only positions up to "
-            f"{_LARGEST_RANGE:,} exactly; set it to at most that",
-        )
-        refuse(
-            model.rope_scaling_factor != 1 or model.rope_scaling_type != "linear",
-            f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
-            f"{model.rope_scaling_factor} does not apply to randpe, which learns all positions of model.randpe_range; "
-            "leave both at their defaults",
-        )
+
+    @property
+    def position_range(self) -> int:
+        """Number of positions from which those of a training sequence are drawn."""
+        chosen = self.settings.randpe_range
+        return 4 * self.model.seq_length if chosen is None else chosen
 
     def token_positions(self, length: int, random: "np.random.Generator | None") -> "np.ndarray":
         """Return positions drawn from `random`; without it, evenly spaced ones."""
         import numpy as np
 
-        whole = max(self.model.position_range, length)
+        whole = max(self.position_range, length)
         if random is None:
             return np.arange(length) * whole // max(length, self.model.seq_length)
         return np.sort(random.choice(whole, length, replace=False, shuffle=False))

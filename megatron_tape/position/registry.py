@@ -1,5 +1,7 @@
 """The positional encodings by name."""
 
+import dataclasses
+
 from megatron_tape.position.base import PositionEncoding
 
 ENCODINGS: dict[str, type[PositionEncoding]] = {}
@@ -7,7 +9,17 @@ ENCODINGS: dict[str, type[PositionEncoding]] = {}
 
 
 def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
-    """Add an encoding without settings of its own; raises ValueError for a name that is taken."""
-    if ENCODINGS.setdefault(encoding.name, encoding) is not encoding:
+    """Add an encoding; raises ValueError if its name, or that of a setting, is taken, or a setting has no default."""
+    if ENCODINGS.get(encoding.name, encoding) is not encoding:
         raise ValueError(f"there already is a positional encoding {encoding.name}; choose another name")
+    taken = {item.name: item for other in ENCODINGS.values() for item in dataclasses.fields(other.Settings)}
+    for item in dataclasses.fields(encoding.Settings):
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ValueError(f"the setting {item.name} of the positional encoding {encoding.name} has no default")
+        if taken.get(item.name, item) is not item:
+            raise ValueError(
+                f"the positional encoding {encoding.name} has a setting {item.name}, but another encoding has one of "
+                "that name; choose another name, or inherit the other encoding's settings"
+            )
+    ENCODINGS[encoding.name] = encoding
     return encoding

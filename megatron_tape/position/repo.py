@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
+from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RepositionSettings(RotarySettings):
     """Which layers predict positions, and from how many numbers."""
 
@@ -28,18 +28,6 @@ class RepositionSettings(RotarySettings):
     """repo: the first layer, from 0, that predicts positions; null means num_layers // 3, as in the paper's model of 16
     layers, but not 0, since embedded tokens know nothing of their order."""
 
-    @property
-    def repo_inner_width(self) -> int:
-        """Numbers from which a token's positions are computed."""
-        return max(1, self.hidden_size // 8) if self.repo_width is None else self.repo_width
-
-    @property
-    def repo_predicts_from(self) -> int:
-        """The first layer, from 0, that predicts positions."""
-        if self.repo_first_layer is None:
-            return min(max(1, self.num_layers // 3), self.num_layers - 1)
-        return self.repo_first_layer
-
 
 class Reposition(RotaryPosition):
     """RoPE on positions that layers predict, one for each token and group.
@@ -48,38 +36,46 @@ class Reposition(RotaryPosition):
     """
 
     name = "repo"
-    settings = RepositionSettings
+    Settings = RepositionSettings
     reads_hidden_states = True
+    refuses = PositionEncoding.refuses
     exports_to = "code"
 
     def check(self) -> None:
         """Reject an inner width without a number, and a first layer that the model does not have."""
         super().check()
-        model = self.model
+        width, first, last = self.settings.repo_width, self.settings.repo_first_layer, self.model.num_layers - 1
         refuse(
-            model.position_increments != "fixed",
-            f"model.position_increments {model.position_increments} does not apply to repo, whose layers predict "
-            "positions; set it to fixed",
+            self.inner_width < 1, "model.repo_width", f"is {width}", "set it to at least 1, such as hidden_size // 8"
         )
         refuse(
-            model.repo_inner_width < 1,
-            f"model.repo_width is {model.repo_width}; set it to at least 1, such as hidden_size // 8",
+            not 0 <= self.predicts_from <= last,
+            ("model.repo_first_layer", "model.num_layers"),
+            f"is {first}, but layers are numbered from 0 to {last}",
+            "choose one of these",
         )
-        refuse(
-            not 0 <= model.repo_predicts_from < model.num_layers,
-            f"model.repo_first_layer is {model.repo_first_layer}, but layers are numbered from 0 to "
-            f"{model.num_layers - 1}; choose one of these",
-        )
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers from which a token's positions are computed."""
+        width = self.settings.repo_width
+        return max(1, self.model.hidden_size // 8) if width is None else width
+
+    @property
+    def predicts_from(self) -> int:
+        """The first layer, from 0, that predicts positions."""
+        first, layers = self.settings.repo_first_layer, self.model.num_layers
+        return min(max(1, layers // 3), layers - 1) if first is None else first
 
     def learns_rotation(self, layer: int) -> bool:
         """Return whether the layer predicts positions."""
-        return layer >= self.model.repo_predicts_from
+        return layer >= self.predicts_from
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of the prediction, drawn as the model's other matrices are."""
         if not self.learns_rotation(layer):
             return {}
-        model, width, std = self.model, self.model.repo_inner_width, self.model.init_std
+        model, width, std = self.model, self.inner_width, self.model.init_std
         return {
             "gate_proj": Parameter((width, model.hidden_size), std=std),
             "content_proj": Parameter((width, model.hidden_size), std=std),
@@ -90,7 +86,7 @@ class Reposition(RotaryPosition):
         """Count the three products."""
         if not self.learns_rotation(layer):
             return 0
-        return self.model.repo_inner_width * (2 * self.model.hidden_size + self.model.query_groups)
+        return self.inner_width * (2 * self.model.hidden_size + self.model.query_groups)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count the gate before and after silu, the content, their product, and the angles, all of them in fp32.
@@ -100,7 +96,7 @@ class Reposition(RotaryPosition):
         if not self.learns_rotation(layer):
             return 0
         angles = batch.groups(self.model.query_groups) * self.model.head_dim // 2
-        return 4 * (batch.local_tokens * 4 * self.model.repo_inner_width + batch.tokens * angles)
+        return 4 * (batch.local_tokens * 4 * self.inner_width + batch.tokens * angles)
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count the positions on their way to attention, and their gradients on theirs back."""

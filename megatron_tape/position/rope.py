@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding
+from megatron_tape.position.base import EncodingSettings, Memory, MicroBatch, Parameter, PositionEncoding
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
-class RotarySettings:
+@dataclass(frozen=True, kw_only=True)
+class RotarySettings(EncodingSettings):
     """Frequencies of the rotation."""
 
     rope_theta: float = 10000.0
@@ -58,37 +58,41 @@ class RotaryPosition(PositionEncoding):
     """
 
     name = "rope"
-    settings = RotarySettings
+    Settings = RotarySettings
     needs = frozenset({ROTATION})
+    refuses = frozenset({"position_state_norm"})
 
     @property
     def exports_to(self) -> str | None:
         """A model of transformers if positions are fixed and attention's output has no gate."""
-        model = self.model
-        return "code" if model.position_increments == "learned" or model.attention_output_gate else "plain"
+        learned = self.settings.position_increments == "learned"
+        return "code" if learned or self.model.attention_output_gate else "plain"
 
     def check(self) -> None:
         """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""
-        model = self.model
+        settings = self.settings
         refuse(
-            model.rope_scaling_factor < 1,
-            f"model.rope_scaling_factor is {model.rope_scaling_factor}, which would shorten the context; set it to at "
-            "least 1, the new length over the old",
+            settings.rope_scaling_factor < 1,
+            "model.rope_scaling_factor",
+            f"is {settings.rope_scaling_factor}, which would shorten the context",
+            "set it to at least 1, the new length over the old",
         )
-        for lower, upper in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            low, high = (getattr(model, f"rope_{name}") for name in (lower, upper))
-            refuse(
-                low >= high,
-                f"model.rope_{lower} {low} is not below model.rope_{upper} {high}; change one of them",
-            )
+        for lower, upper in (
+            ("rope_low_freq_factor", "rope_high_freq_factor"),
+            ("rope_beta_slow", "rope_beta_fast"),
+        ):
+            low, high, keys = getattr(settings, lower), getattr(settings, upper), (f"model.{lower}", f"model.{upper}")
+            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", "change one of them")
         refuse(
-            model.rope_scaling_type == "yarn" and model.rope_theta <= 1,
-            f"model.rope_theta {model.rope_theta} is not above 1, as model.rope_scaling_type yarn needs; raise it",
+            settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1,
+            ("model.rope_theta", "model.rope_scaling_type"),
+            f"{settings.rope_theta} is not above 1, as model.rope_scaling_type yarn needs",
+            "raise it",
         )
 
     def learns_on_entry(self, layer: int) -> bool:
         """Return whether this is the first layer and increments are learned."""
-        return layer == 0 and self.model.position_increments == "learned"
+        return layer == 0 and self.settings.position_increments == "learned"
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return what gives the increments, if they are learned."""
@@ -102,7 +106,7 @@ class RotaryPosition(PositionEncoding):
 
     def state_size(self, layer: int) -> int:
         """Return the size of one head's phases, which all heads share; with learned increments, of every group's."""
-        if self.model.position_increments == "learned":
+        if self.settings.position_increments == "learned":
             return self.model.query_groups * self.model.head_dim if layer > 0 else 0
         return self.model.head_dim
 
@@ -123,7 +127,7 @@ class RotaryPosition(PositionEncoding):
 
         With learned increments, return None: the first layer makes them.
         """
-        if self.model.position_increments == "learned":
+        if self.settings.position_increments == "learned":
             return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
@@ -172,12 +176,12 @@ class RotaryPosition(PositionEncoding):
         It scales queries as well as keys, so that its square divides the temperature of attention (YaRN, Peng et al.,
         2023).
         """
-        model = self.model
-        if model.rope_scaling_type != "yarn":
+        settings = self.settings
+        if settings.rope_scaling_type != "yarn":
             return 1.0
-        if model.rope_attention_factor is not None:
-            return model.rope_attention_factor
-        return yarn_attention_factor(model.rope_scaling_factor)
+        if settings.rope_attention_factor is not None:
+            return settings.rope_attention_factor
+        return yarn_attention_factor(settings.rope_scaling_factor)
 
     def _frequencies_on(self, device: "torch.device") -> "Tensor":
         """Return the frequencies on `device`; copied there once, as a copy in every forward pass would stall it."""
@@ -193,33 +197,33 @@ class RotaryPosition(PositionEncoding):
         """
         import torch
 
-        model = self.model
-        inverse = model.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
+        model, settings = self.model, self.settings
+        inverse = settings.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
         frequencies = 1.0 / inverse
-        if model.rope_scaling_type == "linear":
-            return frequencies / model.rope_scaling_factor
-        if model.rope_scaling_type == "yarn":
+        if settings.rope_scaling_type == "linear":
+            return frequencies / settings.rope_scaling_factor
+        if settings.rope_scaling_type == "yarn":
             # In the order of transformers' own operations, so that not a bit differs.
             kept = self._kept_by_yarn()
-            return 1.0 / (model.rope_scaling_factor * inverse) * (1 - kept) + frequencies * kept
-        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-        turns = model.rope_original_seq_length / (2 * torch.pi / frequencies)
+            return 1.0 / (settings.rope_scaling_factor * inverse) * (1 - kept) + frequencies * kept
+        low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
+        turns = settings.rope_original_seq_length / (2 * torch.pi / frequencies)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * frequencies / model.rope_scaling_factor + kept * frequencies
+        return (1 - kept) * frequencies / settings.rope_scaling_factor + kept * frequencies
 
     def _kept_by_yarn(self) -> "Tensor":
         """Return the share of each frequency that yarn does not scale, (D/2,), falling linearly from 1 to 0."""
         import torch
 
-        model = self.model
+        model, settings = self.model, self.settings
 
         def index(turns: float) -> float:
             """Return where among the frequencies one is that turns so often in the original context."""
-            wavelength = model.rope_original_seq_length / (turns * 2 * math.pi)
-            return model.head_dim * math.log(wavelength) / (2 * math.log(model.rope_theta))
+            wavelength = settings.rope_original_seq_length / (turns * 2 * math.pi)
+            return model.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
 
-        first, last = index(model.rope_beta_fast), index(model.rope_beta_slow)
-        if model.rope_truncate:
+        first, last = index(settings.rope_beta_fast), index(settings.rope_beta_slow)
+        if settings.rope_truncate:
             first, last = math.floor(first), math.ceil(last)
         # The upper bound is that of transformers, although there are only half as many frequencies.
         first, last = max(first, 0), min(last, model.head_dim - 1)

@@ -21,7 +21,9 @@ class SinusoidalPosition(PositionEncoding):
     def check(self) -> None:
         """Reject hidden sizes that do not split into pairs of sine and cosine."""
         size = self.model.hidden_size
-        refuse(size % 2 == 1, f"model.hidden_size is {size}, but sincos needs pairs of numbers; choose an even size")
+        refuse(
+            size % 2 == 1, "model.hidden_size", f"is {size}, but sincos needs pairs of numbers", "choose an even size"
+        )
 
     def embedding(self, positions_sB: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import Memory, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, Memory, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(kw_only=True)
-class T5Settings:
+@dataclass(frozen=True, kw_only=True)
+class T5Settings(EncodingSettings):
     """The buckets of distances."""
 
     t5_num_buckets: int = 32
@@ -27,22 +27,23 @@ class T5Position(PositionEncoding):
     """A learned bias for each head and bucket of distances: `table` (buckets, H)."""
 
     name = "t5"
-    settings = T5Settings
+    Settings = T5Settings
     needs = frozenset({POINTWISE})
 
     def check(self) -> None:
         """Reject numbers of buckets and distances between which no logarithmic buckets fit."""
-        buckets, distance = self.model.t5_num_buckets, self.model.t5_max_distance
-        refuse(buckets < 2, f"model.t5_num_buckets is {buckets}; at least 2 are needed, so set 32, as in T5")
+        buckets, distance = self.settings.t5_num_buckets, self.settings.t5_max_distance
+        refuse(buckets < 2, "model.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32, as in T5")
         refuse(
             distance <= buckets // 2,
-            f"model.t5_max_distance {distance} is not above half of model.t5_num_buckets {buckets}, which hold one "
-            "distance each; raise it",
+            ("model.t5_max_distance", "model.t5_num_buckets"),
+            f"{distance} is not above half of model.t5_num_buckets {buckets}, which hold one distance each",
+            "raise it",
         )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the table, each rank's heads of which lie on the rank."""
-        shape = (self.model.t5_num_buckets, self.model.num_attention_heads)
+        shape = (self.settings.t5_num_buckets, self.model.num_attention_heads)
         return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
 
     def multiply_adds(self, layer: int) -> int:
@@ -78,8 +79,8 @@ class T5Position(PositionEncoding):
         """Return the bucket of each distance of at least 0: the distance itself, or logarithmic in its upper half."""
         import torch
 
-        buckets, exact = self.model.t5_num_buckets, self.model.t5_num_buckets // 2
+        buckets, exact = self.settings.t5_num_buckets, self.settings.t5_num_buckets // 2
         # In the order of T5's own operations, since rounding decides at the edge of a bucket.
-        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.model.t5_max_distance / exact)
+        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.settings.t5_max_distance / exact)
         logarithmic = exact + (scaled * (buckets - exact)).long()
         return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))

@@ -14,7 +14,7 @@ for that rotation. Learned increments are therefore the same for all groups: p[s
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TapeSettings(RotarySettings):
     """Settings of the position update."""
 
@@ -45,11 +45,6 @@ class TapeSettings(RotarySettings):
     """unit sets every complex number of TAPE's position state back to its first modulus, 1 but with yarn, after each
     update, so that updates only turn it."""
 
-    @property
-    def position_mlp_width(self) -> int:
-        """Inner width of TAPE's position MLP (P)."""
-        return 4 * self.num_attention_heads if self.position_mlp_size is None else self.position_mlp_size
-
 
 class TapePosition(RotaryPosition):
     """RoPE whose phases are rewritten by content.
@@ -60,8 +55,9 @@ class TapePosition(RotaryPosition):
     """
 
     name = "tape"
-    settings = TapeSettings
+    Settings = TapeSettings
     needs = frozenset({ROTATION, AVERAGE})
+    refuses = frozenset()
     starts_as = "rope"
 
     def __init__(self, model, tokens=None, fused=False):
@@ -72,17 +68,30 @@ class TapePosition(RotaryPosition):
     def exports_to(self) -> str | None:
         """The exported TAPE model, which knows neither learned increments, a normalised state, nor an output gate."""
         model = self.model
-        plain = model.position_increments == "fixed" and model.position_state_norm == "none"
+        plain = self.settings.position_increments == "fixed" and self.settings.position_state_norm == "none"
         return "tape" if plain and not model.attention_output_gate else "code"
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner width of the position MLP (P)."""
+        size = self.settings.position_mlp_size
+        return 4 * self.model.num_attention_heads if size is None else size
+
+    @property
+    def fused_update(self) -> Mapping[str, Any]:
+        """The width of the position MLP, the kind of token mixing and the precision of the state."""
+        full, fp32 = self.settings.token_mixing == "full", self.settings.position_state_precision == "fp32"
+        return {"inner": self.mlp_width, "full_mixing": full, "fp32_state": fp32}
 
     def check(self) -> None:
         """Reject a scale per head if heads share groups."""
         super().check()
         heads, groups = self.model.num_attention_heads, self.model.query_groups
         refuse(
-            self.model.token_mixing == "per_head" and groups != heads,
-            f"model.token_mixing per_head needs model.num_query_groups {groups} to equal model.num_attention_heads "
-            f"{heads}; use token_mixing full",
+            self.settings.token_mixing == "per_head" and groups != heads,
+            ("model.token_mixing", "model.num_query_groups", "model.num_attention_heads"),
+            f"per_head needs model.num_query_groups {groups} to equal model.num_attention_heads {heads}",
+            "use token_mixing full",
         )
 
     def updates(self, layer: int) -> bool:
@@ -95,10 +104,10 @@ class TapePosition(RotaryPosition):
         increments = {"increments": Parameter((1, model.hidden_size))} if self.learns_on_entry(layer) else {}
         if not self.updates(layer):
             return increments
-        heads, groups, inner = model.num_attention_heads, model.query_groups, model.position_mlp_width
+        heads, groups, inner = model.num_attention_heads, model.query_groups, self.mlp_width
         return {
             **increments,
-            "token_mixing": Parameter((groups, heads) if model.token_mixing == "full" else (heads,)),
+            "token_mixing": Parameter((groups, heads) if self.settings.token_mixing == "full" else (heads,)),
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
             "up_proj": Parameter((inner, groups), std=groups**-0.5),
             "down_proj": Parameter((groups, inner)),
@@ -114,10 +123,10 @@ class TapePosition(RotaryPosition):
             model.num_attention_heads,
             model.query_groups,
             model.head_dim,
-            model.position_mlp_width,
+            self.mlp_width,
         )
         averages = heads * dim * model.seq_length // 2
-        mixing = (heads * groups if model.token_mixing == "full" else heads) * dim
+        mixing = (heads * groups if self.settings.token_mixing == "full" else heads) * dim
         return increments + averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
 
     def state_size(self, layer: int) -> int:
@@ -126,7 +135,7 @@ class TapePosition(RotaryPosition):
 
     def state_bytes(self, layer: int, width: int) -> int:
         """Return the bytes of the state, which is in fp32 if it accumulates in fp32."""
-        return self.state_size(layer) * (4 if self.model.position_state_precision == "fp32" else width)
+        return self.state_size(layer) * (4 if self.settings.position_state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count what the update keeps: the gate and its input, the state, and averages from other ranks.
@@ -136,7 +145,7 @@ class TapePosition(RotaryPosition):
         If increments are learned, the first layer also keeps them and the positions, in float64, and the phases, which
         are those of one group until other ranks get them.
         """
-        model, groups, inner = self.model, self.model.query_groups, self.model.position_mlp_width
+        model, groups, inner = self.model, self.model.query_groups, self.mlp_width
         phases = (1 if batch.head_shards == 1 else groups) * model.head_dim * batch.width
         increments = batch.local_tokens * (2 * 8 + phases) if self.learns_on_entry(layer) else 0
         if not self.updates(layer):
@@ -145,7 +154,7 @@ class TapePosition(RotaryPosition):
         shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
         state = 0 if shared else groups * model.head_dim
         per_token = received + model.hidden_size + inner + state
-        normalized = self.state_bytes(layer + 1, batch.width) if model.position_state_norm == "unit" else 0
+        normalized = self.state_bytes(layer + 1, batch.width) if self.settings.position_state_norm == "unit" else 0
         update = batch.local_tokens * per_token * batch.width
         return increments + update + batch.local_tokens * normalized
 
@@ -171,7 +180,7 @@ class TapePosition(RotaryPosition):
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch
 
-        return torch.float32 if self.model.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
+        return torch.float32 if self.settings.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
 
     def enter(
         self,
@@ -225,12 +234,12 @@ class TapePosition(RotaryPosition):
             None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
             for x in (state, rounded)
         )
-        gate_input = mlp_output_sBC if self.model.gate_input == "mlp" else attention_output_sBC
+        gate_input = mlp_output_sBC if self.settings.gate_input == "mlp" else attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self._update_function(u.dtype)
         new = update(z, u.reshape(S * B, H, D), gate, *matrices, rounded).view(S, B, -1, D)
-        if self.model.position_state_norm == "none":
+        if self.settings.position_state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus
 
@@ -241,7 +250,7 @@ class TapePosition(RotaryPosition):
 
         if self._update is None:
             model = self.model
-            sizes = (model.query_groups, model.num_attention_heads, model.head_dim, model.position_mlp_width)
+            sizes = (model.query_groups, model.num_attention_heads, model.head_dim, self.mlp_width)
             fits = fits_fused(*sizes, dtype)
             if self.fused and not fits:
                 logger.warning(

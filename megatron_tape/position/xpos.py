@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Memory, Positions
+from megatron_tape.position.base import SCALING, Memory, PositionEncoding, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _LARGEST_LOGARITHM = 40.0
 """Of a query's factor: beyond, products of queries and keys of opposite ends would come near the bounds of float32."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class XposSettings(RotarySettings):
     """How fast scores decay."""
 
@@ -33,29 +33,22 @@ class XposPosition(RotaryPosition):
     """
 
     name = "xpos"
-    settings = XposSettings
+    Settings = XposSettings
+    # Its decay counts tokens, and it defines no scaled positions.
+    refuses = PositionEncoding.refuses | SCALING
     exports_to = "code"
 
     def check(self) -> None:
-        """Reject scaled positions, which xPos does not define, and factors that float32 could not hold."""
+        """Reject factors that float32 could not hold."""
         super().check()
-        model = self.model
-        refuse(
-            model.rope_scaling_factor != 1 or model.rope_scaling_type != "linear",
-            f"model.rope_scaling_type {model.rope_scaling_type} with model.rope_scaling_factor "
-            f"{model.rope_scaling_factor} does not apply to xpos; leave both at their defaults",
-        )
-        refuse(
-            model.position_increments != "fixed",
-            f"model.position_increments {model.position_increments} does not apply to xpos, whose decay counts tokens; "
-            "set it to fixed",
-        )
-        base, slowest = model.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
-        least = model.seq_length / 2 * slowest / _LARGEST_LOGARITHM
+        length = self.model.seq_length
+        base, slowest = self.settings.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
+        least = length / 2 * slowest / _LARGEST_LOGARITHM
         refuse(
             not base >= least,
-            f"model.xpos_scale_base {base:g} is too small for model.seq_length {model.seq_length}: factors of queries "
-            f"would not fit into float32; set it to at least {math.ceil(least)}",
+            ("model.xpos_scale_base", "model.seq_length"),
+            f"{base:g} is too small for model.seq_length {length}: factors of queries would not fit into float32",
+            f"set it to at least {math.ceil(least)}",
         )
 
     def state_size(self, layer: int) -> int:
@@ -72,7 +65,7 @@ class XposPosition(RotaryPosition):
         model = self.model
         phases = super().initial_state(positions_SB, dtype)
         zeta = (torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim + _GAMMA) / (1 + _GAMMA)
-        exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / model.xpos_scale_base
+        exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / self.settings.xpos_scale_base
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
     def positions(

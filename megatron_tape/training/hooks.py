@@ -1,7 +1,7 @@
 """What runs in addition to the training steps: evaluations, and figures of every logged step.
 
-A new one is a subclass of `Hook` in a file of its own, entered by name in `config.evaluations.EVALUATIONS` and switched
-on by `train.evaluations`. All ranks call a hook together, so it may communicate; rank 0's findings are written.
+A new one is a subclass of `Hook` in a file of its own, entered by name in `training.evaluations` and switched on by
+`train.evaluations`. All ranks call a hook together, so it may communicate; rank 0's findings are written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_tape.config.evaluations import EVALUATIONS, TASK_HOOKS
+from megatron_tape.training.evaluations import EVALUATIONS, TASK_HOOKS
 from megatron_tape.training.sampling import sample_text
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.costs import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import unread_settings
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
@@ -284,7 +283,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
     stage, train = config.deepspeed.zero_stage, config.train
     logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
-    if unread := unread_settings(config.model):
+    if unread := config.model.unread:
         logger.warning(
             "WARNING: %s does not read model.%s, which the configuration sets", encoding, ", model.".join(unread)
         )

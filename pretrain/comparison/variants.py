@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import re
 from dataclasses import dataclass
 
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.schema import ModelConfig, keys_of
 from megatron_tape.errors import refuse
 from megatron_tape.position import ENCODINGS, setting_names
 
@@ -70,7 +69,7 @@ def _parse(text: str) -> Variant:
 
 
 def _check_key(key: str, encoding: str, text: str) -> None:
-    keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "position_encoding"]
+    keys = {field.name for field in keys_of(ModelConfig)}.union(*map(setting_names, ENCODINGS)) - {"position_encoding"}
     close = difflib.get_close_matches(key, keys, n=1)
     refuse(
         key not in keys,

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.position import model_config
 
-LARGE = ModelConfig(
+LARGE = model_config(
     num_layers=80,
     hidden_size=8192,
     ffn_hidden_size=28672,

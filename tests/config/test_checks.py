@@ -1,11 +1,13 @@
 import pytest
 from configurations import MODEL, make
 
-from megatron_tape.config.checks import LARGEST, validate, validate_model
-from megatron_tape.config.schema import ModelConfig, blend, split_shares
+from megatron_tape.checks.settings import validate
+from megatron_tape.config.schema import blend, split_shares
+from megatron_tape.config.values import LARGEST
 from megatron_tape.errors import ConfigError
+from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position import ENCODINGS
+from megatron_tape.position import ENCODINGS, model_config
 
 
 @pytest.mark.parametrize(
@@ -253,10 +255,10 @@ def test_a_negative_number_is_refused_by_name(key):
 
 
 def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
-    validate_model(ModelConfig(**MODEL))
+    validate_model(model_config(**MODEL))
     with pytest.raises(ConfigError, match="model.hidden_size 65"):
-        validate_model(ModelConfig(**MODEL | {"hidden_size": 65}))
-    validate_model(ModelConfig(**MODEL | {"hidden_size": 65, "kv_channels": 8}))
+        validate_model(model_config(**MODEL | {"hidden_size": 65}))
+    validate_model(model_config(**MODEL | {"hidden_size": 65, "kv_channels": 8}))
     for changes, message in (
         ({"kv_channels": 7}, "model.kv_channels 7 is odd"),
         ({"unpadded_vocab_size": 1000}, "model.unpadded_vocab_size 1000 exceeds model.vocab_size"),
@@ -265,7 +267,7 @@ def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
         ({"rope_scaling_type": "yarn", "rope_theta": 1.0}, "model.rope_theta 1.0 is not above 1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            validate_model(ModelConfig(**MODEL | changes))
+            validate_model(model_config(**MODEL | changes))
 
 
 def test_numbers_that_no_run_can_have_are_refused_at_once():

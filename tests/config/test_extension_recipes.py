@@ -11,17 +11,18 @@ import torch
 from datasets_for_tests import write_all
 
 from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
-from megatron_tape.config.schema import ModelConfig, config_dict
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
+from megatron_tape.config.schema import config_dict
 from megatron_tape.data.batches import build_batches
 from megatron_tape.extension.base import check_base, with_base_settings
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.names import whole_shapes
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import encoding_of, model_config, setting_names, with_values
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
-LLAMA2_7B = ModelConfig(
+LLAMA2_7B = model_config(
     position_encoding="rope",
     num_layers=32,
     hidden_size=4096,
@@ -30,7 +31,7 @@ LLAMA2_7B = ModelConfig(
     seq_length=4096,
     vocab_size=32000,
 )
-LLAMA3_8B = dataclasses.replace(
+LLAMA3_8B = with_values(
     LLAMA2_7B, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256, seq_length=8192, rope_theta=500000.0
 )
 METHODS = {
@@ -103,7 +104,9 @@ def test_every_recipe_is_tested():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_differ_only_in_what_they_are(methods, name):
-    assert flat(methods[name]) == flat(methods["lora"]) | METHODS[name]
+    own = {f"model.{key}" for key in setting_names("tape") - setting_names("rope")}
+    found = {key: value for key, value in flat(methods[name]).items() if key not in own}
+    assert found == flat(methods["lora"]) | METHODS[name]
     assert all(flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS)
     for world_size in (8, 1, 64):
         validate(methods[name], world_size)
@@ -136,12 +139,12 @@ def test_the_experiment_is_the_papers(methods):
     assert (config.train.steps, config.train.global_batch_size, config.model.seq_length) == (1000, 64, 8192)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.0)
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 50)
-    assert (config.model.rope_scaling_type, config.model.rope_scaling_factor) == ("linear", 2.0)
+    assert (config.model.position.rope_scaling_type, config.model.position.rope_scaling_factor) == ("linear", 2.0)
     extension = config.extension
     assert (extension.lora_rank, extension.lora_alpha, extension.lora_targets) == (8, 16.0, ["q", "k", "v", "o"])
     assert extension.trains == ["lora", "embeddings", "norms"] and extension.attention == "full"
     assert (config.model.num_layers, config.model.vocab_size) == (32, 32000)
-    assert methods["tape"].model.position_mlp_width == 128
+    assert encoding_of(methods["tape"].model).mlp_width == 128
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -157,9 +160,9 @@ def test_the_demos_models_are_extended_alike(extend):
     for config in configs.values():
         for world_size in (1, 2):
             validate(config, world_size)
-        assert config.model.seq_length == 4 * 256 == config.model.rope_scaling_factor * 256
+        assert config.model.seq_length == 4 * 256 == config.model.position.rope_scaling_factor * 256
     tape, rope = (flat(configs[name]) for name in ("tape", "rope"))
-    different = {key for key in tape if tape[key] != rope[key]}
+    different = {key for key in rope if tape[key] != rope[key]}
     assert different == {"model.position_encoding", "extension.trains"}
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_tape.config.checks import validate
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.examples import examples_of
-from megatron_tape.config.parse import parse_run_config
 from megatron_tape.config.schema import config_dict
 from megatron_tape.extension.base import with_base_settings
 
@@ -36,7 +36,7 @@ def test_a_recipe_trains_all_of_its_model_on_targets(recipe):
         validate(config, world_size)
     assert config.model.hidden_size == base.model.hidden_size and config.extension.trains == ["all"]
     assert config.data.source == "examples" and config.data.loss_on == "answers"
-    assert config.model.rope_scaling_factor == 1
+    assert config.model.position.rope_scaling_factor == 1
     assert config.data.tokenizer == base.data.tokenizer
 
 

@@ -7,10 +7,12 @@ import pytest
 import yaml
 from configurations import MINIMAL, MODEL, make
 
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.config import schema
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import fill_directories, parse_run_config
-from megatron_tape.config.schema import ModelConfig, RunConfig, TrainConfig, blend, config_dict, to_yaml
+from megatron_tape.config.parse import with_directories
+from megatron_tape.config.schema import RunConfig, TrainConfig, blend, config_dict, model_dict, to_yaml
+from megatron_tape.position import ENCODINGS, model_config, setting_names
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def refusal(capsys, call, *args, **kwargs):
 
 def test_a_file_fills_what_it_names_and_the_rest_has_defaults(parse):
     config = parse()
-    assert config_dict(config)["model"] == dataclasses.asdict(ModelConfig(**MODEL))
+    assert config_dict(config)["model"] == model_dict(model_config(**MODEL))
     assert config.train == TrainConfig(steps=100, global_batch_size=8)
     validate(config, world_size=1)
 
@@ -79,7 +81,7 @@ def test_print_config_refuses_what_would_not_run(parse, capsys):
 @pytest.mark.parametrize("text", ["def é:\n ", "1e-3", "08", "1:30", "2024-01-01", "null", "yes", "*a", "&b", "", " "])
 def test_yaml_keeps_every_setting(tmp_path, text):
     config = make(data__prefix={"a/b.c": 0.5, "d": 2.0}, logging__sample_prompt=text, optimizer__lr=1e-5)
-    fill_directories(config, text)
+    config = with_directories(config, text)
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert parse_run_config(["--config", str(tmp_path / "written.yaml")]) == config
     assert yaml.safe_load(to_yaml(config)) == config_dict(config)
@@ -92,8 +94,10 @@ def test_help_shows_every_key_with_its_explanation(capsys):
     with open(schema.__file__, "rb") as file:
         strings = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.STRING]
     for section in dataclasses.fields(RunConfig):
-        for item in dataclasses.fields(section.type):
+        for item in schema.keys_of(section.type):
             assert f"--{section.name}.{schema.key_of(item.name)} " in shown
+    for key in set().union(*map(setting_names, ENCODINGS)):
+        assert f"--model.{key} " in shown
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
     explanation = '"""Share one matrix between the input and the output embedding."""'
     assert explanation in strings and explanation.strip('"') in shown

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.config.checks import validate
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.planning.costs import flops_per_token
-from megatron_tape.position import BUILT_IN
+from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from pretrain.evaluate import read_command
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
@@ -75,7 +75,7 @@ def test_the_155m_recipe_is_the_papers():
         12,
         3072,
     )
-    assert (model.position_mlp_width, model.seq_length) == (48, 1024)
+    assert (encoding_of(model).mlp_width, model.seq_length) == (48, 1024)
     assert (train.global_batch_size, train.steps, train.precision) == (512, 10_000, "bf16")
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("polynomial", 0.02 * train.steps)
@@ -84,8 +84,7 @@ def test_the_155m_recipe_is_the_papers():
 
 def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked():
     # The paper's 321.10 GFLOPs are a forward pass over 1,024 tokens; it counts the masked half of the keys, too.
-    model = recipe("tape_155m").model
-    model.position_encoding = "rope"
+    model = with_values(recipe("tape_155m").model, position_encoding="rope")
     forward = flops_per_token(model) // 3 * model.seq_length
     masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
     assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)

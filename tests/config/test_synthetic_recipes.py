@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.config.checks import validate
-from megatron_tape.config.generators import generator_of
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.synthetic.settings import generator_of
 from pretrain import evaluate
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes" / "synthetic"

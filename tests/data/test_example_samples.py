@@ -12,6 +12,7 @@ from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import replaced
 
 LINES = [
     {"id": "1", "input": "w1 w2 w3", "output": "w4"},
@@ -74,7 +75,7 @@ def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decid
     assert len({frozenset(epoch) for epoch in epochs}) == 1 and len(frozenset(epochs[0])) == 3
     assert len(set(epochs)) > 1
     config = make()
-    config.train.seed += 1
+    config = replaced(config, {"train.seed": config.train.seed + 1})
     assert sequences(sample_source(config, validation=False), 30) != found
 
 

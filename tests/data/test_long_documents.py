@@ -17,6 +17,7 @@ from megatron_tape.data.long_documents import Pools, share_past_in_mix, share_pa
 from megatron_tape.data.windows import DocumentWindows
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import replaced
 
 LENGTH = 32
 EOD = 0
@@ -106,7 +107,7 @@ def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(config
     training = {"books": 180, "web": 360}
     assert all((documents < training[name]).all() for name, documents, _ in origins(rows, lengths))
     validation = [batch["tokens"].tolist() for batch in build(config).evaluation()]
-    config.data.long_documents = None
+    config = replaced(config, {"data.long_documents": None})
     assert validation == [batch["tokens"].tolist() for batch in build(config).evaluation()]
 
 
@@ -135,9 +136,9 @@ def test_settings_do_not_share_cached_indices(configure, lengths, tmp_path):
 def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
     config = configure(["books", "web"], 64, 0.6)
     whole = tokens_of(build(config))
-    config.data.num_workers, config.train.micro_batch_size = 2, 2
+    config = replaced(config, {"data.num_workers": 2, "train.micro_batch_size": 2})
     assert np.array_equal(np.array(tokens_of(build(config), first_step=21)), np.array(whole[80:]))
-    config.train.seed += 1
+    config = replaced(config, {"train.seed": config.train.seed + 1})
     other = tokens_of(build(config))
     assert not np.array_equal(np.array(other), np.array(whole))
 
@@ -228,7 +229,7 @@ def test_documents_are_counted_block_by_block(lengths, monkeypatch):
 
 def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, lengths):
     config = configure(["books"], 1, 1.0, steps=700)
-    config.data.long_documents = None
+    config = replaced(config, {"data.long_documents": None})
     rows = tokens_of(build(config))
     computed = share_past_in_stream(np.array(lengths["books"][:180]), LENGTH, [1, 8, 16, 24])
     assert computed == pytest.approx(share_past(rows, [1, 8, 16, 24]), abs=0.01)

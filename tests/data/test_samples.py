@@ -10,6 +10,7 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.samples import padded_sample, sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import replaced
 from megatron_tape.synthetic import Addition, random_of
 
 
@@ -82,6 +83,6 @@ def test_loader_processes_make_the_same_samples():
 
 def test_tokens_outside_the_vocabulary_are_refused_by_the_name_of_their_source():
     built = batches()
-    built.config.model.vocab_size = 12
+    built.config = replaced(built.config, {"model.vocab_size": 12})
     with pytest.raises(ConfigError, match="^data.generator holds the token 12, but model.vocab_size is 12; "):
         list(built.training(1))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.config.parse import read_run_config
+from megatron_tape.checks.arguments import read_run_config
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.comparison import (
     Metric,

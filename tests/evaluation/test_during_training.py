@@ -9,7 +9,7 @@ from datasets_for_tests import write_all
 from evaluation.loss_cases import write_jsonl
 from training_cases import RECIPE, option
 
-from megatron_tape.config.checks import validate
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import EvaluationConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import tasks

@@ -9,7 +9,7 @@ import torch
 from evaluation.loss_cases import result_of
 from transformers import LlamaConfig
 
-from megatron_tape.config.schema import DataConfig, LoggingConfig, ModelConfig, RunConfig, TrainConfig
+from megatron_tape.config.schema import DataConfig, LoggingConfig, RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model_source import made_by
@@ -17,6 +17,7 @@ from megatron_tape.evaluation.tasks import position_probes as probes
 from megatron_tape.evaluation.tasks.positions import PositionPictures, PositionSettings, distances_of
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
+from megatron_tape.position import model_config
 
 LAYERS, HEADS, GROUPS, LENGTH = 5, 4, 2, 32
 SIZES = dict(
@@ -180,7 +181,7 @@ def test_settings_that_cannot_work_are_refused(models, data, settings, said):
 
 def test_a_checkpoint_is_checked_by_its_own_settings(data):
     config = RunConfig(
-        model=ModelConfig(
+        model=model_config(
             position_encoding="tape", num_layers=LAYERS, hidden_size=32, ffn_hidden_size=48, num_attention_heads=HEADS,
             vocab_size=256, seq_length=LENGTH,
         ),

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
-from megatron_tape.config.parse import parse_run_config
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.weights import part_of
+from megatron_tape.position import model_config, with_values
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
 from megatron_tape.training.trainer import Trainer
@@ -122,7 +122,7 @@ def test_learned_increments_stay_learned(data, bases, tmp_path):
     config = parse_run_config(arguments(tmp_path, data, bases["rope"], "run", *ROPE), with_base_settings)
     base = find_base(bases["rope"])
     check_base(config, base)
-    base = dataclasses.replace(base, model=dataclasses.replace(base.model, position_increments="learned"))
+    base = dataclasses.replace(base, model=with_values(base.model, position_increments="learned"))
     with pytest.raises(ConfigError, match="model.position_increments: checkpoint learned, configuration fixed"):
         check_base(config, base)
 
@@ -294,7 +294,7 @@ def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
 def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
     config = parse_run_config(arguments("x", data, bases["rope"], "y"), with_base_settings)
     assert (config.model.hidden_size, config.model.num_query_groups, config.model.init_std) == (32, 2, 0.1)
-    assert (config.model.seq_length, config.model.rope_scaling_factor) == (32, 2)
+    assert (config.model.seq_length, config.model.position.rope_scaling_factor) == (32, 2)
     assert config.extension.from_ == f"{bases['rope']}/checkpoints/step-00000004"
     chosen = [*arguments("x", data, bases["llama"], "y"), "--parallel.tensor_model_parallel_size=2"]
     assert parse_run_config(chosen, with_base_settings).model.vocab_size == 64
@@ -516,7 +516,7 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
 
 
 def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
-    model = ModelConfig(
+    model = model_config(
         num_layers=2,
         hidden_size=64,
         ffn_hidden_size=64,

@@ -48,7 +48,7 @@ REPEATABLE = ("attention", "attention of packed documents", "position update")
 def shapes_of(text):
     heads, groups, dim = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)", text).groups()
     heads, groups = int(heads), int(groups or heads)
-    return Shapes(heads, groups, int(dim), 4 * heads, averages=True, full_mixing=True, fp32_state=True)
+    return Shapes(heads, groups, int(dim), averages=True, inner=4 * heads)
 
 
 def check_of(name, shapes, dtype):

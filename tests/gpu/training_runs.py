@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_tape.position import model_config
+
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = torch.cuda.is_available()
 BACKEND = "triton"
@@ -175,7 +177,7 @@ class Side:
 
     def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
         """Return a model on this side's device, with whole weights by Hugging Face's names, if there are any."""
-        from megatron_tape.config.parse import parse_run_config
+        from megatron_tape.checks.arguments import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
         from megatron_tape.model.weights import load_weights
         from megatron_tape.parallel.layout import initialize_distributed
@@ -294,14 +296,13 @@ def write_start(folder: Path, encoding: str) -> None:
     TAPE's matrices usually start at zero, at which it is RoPE; errors in what they multiply would not show. Both
     encodings begin with the same weights but for those matrices.
     """
-    from megatron_tape.config.schema import ModelConfig
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.strict_yaml import dump
     from megatron_tape.model.names import POSITION, whole_shapes
 
     recipe = settings(folder, encoding)
     (folder / f"{encoding}.yaml").write_text(dump(recipe), encoding="utf-8")
-    model = ModelConfig(**recipe["model"])
+    model = model_config(**recipe["model"])
     weights = {}
     for name, shape in whole_shapes(model).items():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_tape.position import model_config
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,7 +43,6 @@ def exports(tmp_path_factory):
     """Random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megatron_tape.config.schema import ModelConfig
     from megatron_tape.huggingface.export.to_transformers import export, huggingface_config
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
@@ -56,7 +57,7 @@ def exports(tmp_path_factory):
     sizes = dict(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
     made = {}
     for encoding in ("tape", "rope"):
-        settings = ModelConfig(
+        settings = model_config(
             position_encoding=encoding,
             **sizes,
             seq_length=128,

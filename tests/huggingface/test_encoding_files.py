@@ -1,7 +1,6 @@
 """The files with which an encoding travels: complete, trusted only if they are ours, and imported back."""
 
 import ast
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer
 
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.schema import model_dict
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
@@ -25,7 +24,7 @@ from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.imports.new_checkpoint import write_imported
-from megatron_tape.position import ENCODINGS, PositionEncoding, setting_names
+from megatron_tape.position import ENCODINGS, PositionEncoding, model_config
 from pretrain import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,10 +131,10 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
     made, name = exported[name], exported[name].model.position_encoding
     import_model(made.directory, tmp_path / "again")
     first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
-    of_others = set().union(*map(setting_names, ENCODINGS)) - setting_names(name)
-    for key, value in dataclasses.asdict(first.model).items():
-        # The width of a head is always written out.
-        assert key in of_others or getattr(again.model, key) == (made.model.head_dim if key == "kv_channels" else value)
+    # The width of a head is always written out.
+    assert model_dict(again.model, unread=False) == model_dict(first.model, unread=False) | {
+        "kv_channels": made.model.head_dim
+    }
     export_with_code(name, tmp_path / "again", tmp_path / "exported")
     for file in made.directory.iterdir():
         if file.name != "README.md":
@@ -171,7 +170,7 @@ def test_scales_of_heads_are_exported_as_a_matrix_and_may_come_back_as_scales(tm
     assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
     for mixing in ("full", "per_head"):
         import_model(made.directory, tmp_path / mixing, token_mixing=mixing)
-        assert open_weights(tmp_path / mixing).model.token_mixing == mixing
+        assert open_weights(tmp_path / mixing).model.position.token_mixing == mixing
         export_with_code("tape", tmp_path / mixing, tmp_path / f"exported_{mixing}")
         for file in ("config.json", "model.safetensors"):
             assert (tmp_path / f"exported_{mixing}" / file).read_bytes() == (made.directory / file).read_bytes()
@@ -224,7 +223,7 @@ def test_what_only_type_checkers_read_and_kernels_stay_behind():
 def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys):  # noqa: F811
     """Perplexity of a checkpoint, beside its losses in chunks with a cache, and the tool that continues text."""
     tokenizer, text = exports["tape"].directory, (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
-    model = ModelConfig(
+    model = model_config(
         position_encoding="fire", num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4,
         seq_length=64, vocab_size=400, unpadded_vocab_size=400, init_std=0.1,
     )  # fmt: skip

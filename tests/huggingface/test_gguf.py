@@ -119,7 +119,7 @@ def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
     assert "model.gguf holds F32;" in messages
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
     if kind == "llama3":
-        assert open_weights(tmp_path / "imported").model.rope_scaling_factor == 32.0
+        assert open_weights(tmp_path / "imported").model.position.rope_scaling_factor == 32.0
 
 
 def test_quantized_weights_are_what_transformers_reads_of_them(tmp_path):

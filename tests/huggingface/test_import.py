@@ -170,7 +170,7 @@ def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, change
     settings["rope_parameters"] |= changes
     path.write_text(json.dumps(settings))
     import_model(tmp_path / "source", tmp_path / "imported")
-    attention = open_weights(tmp_path / "imported").model.rope_attention_factor
+    attention = open_weights(tmp_path / "imported").model.position.rope_attention_factor
     assert attention == (expected if expected is None else pytest.approx(expected))
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     logits = loaded_logits(tmp_path / "source")

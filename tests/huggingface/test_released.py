@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tape.checkpoint.directories import problems
 from megatron_tape.checkpoint.index import read_index
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import new_checkpoint as imported
 from megatron_tape.huggingface.imports.from_released import import_released
-from megatron_tape.position import NoPosition
+from megatron_tape.position import NoPosition, model_config
 
 
 def write_released(folder, name):
@@ -61,7 +60,7 @@ def test_released_baselines_keep_their_logits_through_import_and_export(tmp_path
     _, _, rest = write_released(tmp_path, name)
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
     settings = json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]
-    built, _ = build(ModelConfig(**settings), randomize=False, dtype=torch.float64)
+    built, _ = build(model_config(**settings), randomize=False, dtype=torch.float64)
     weights = load_file(tmp_path / "imported" / "tensors-tp00-dp00000.safetensors")
     with torch.no_grad():
         for key, parameter in built.named_parameters():

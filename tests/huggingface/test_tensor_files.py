@@ -13,6 +13,7 @@ from tool_runs import ROOT
 
 from megatron_tape.checkpoint.directories import digest
 from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.position import model_config
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(exports, tmp_path):
@@ -43,10 +44,9 @@ BIG = {
 
 def write_synthetic(step, size):
     """A checkpoint of zeros, without Adam's state, whose files have holes for their contents."""
-    from megatron_tape.config.schema import ModelConfig
     from megatron_tape.model.names import parameter_shapes
 
-    model = ModelConfig(**BIG)
+    model = model_config(**BIG)
     assert parameter_count(model) > 1e9
     cut = {"linear_qkv": (0, 1), "linear_proj": (1, 1), "linear_fc1": (0, 2), "linear_fc2": (1, 1)}
     cut |= {"word_embeddings": (0, 1), "output_layer": (0, 1)}

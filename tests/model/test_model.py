@@ -100,7 +100,7 @@ def test_logits_and_gradients_equal_the_reference(variant):
     (expected * direction).sum().backward()
     for key, parameter in built.gpt.named_parameters():
         for part, gradient in from_megatron(key, parameter.grad, model).items():
-            if part.endswith("token_mixing.weight") and model.token_mixing == "per_head":
+            if part.endswith("token_mixing.weight") and model.position.token_mixing == "per_head":
                 torch.testing.assert_close(gradient.diag(), weights[part].grad.diag(), atol=2e-5, rtol=1e-4)
             else:
                 torch.testing.assert_close(gradient, weights[part].grad, atol=2e-5, rtol=1e-4)

@@ -10,6 +10,7 @@ from models import begin, build, random_tokens, small_model
 
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import replaced
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.trainer import build_model
 
@@ -75,7 +76,7 @@ def test_a_run_evaluates_with_full_attention():
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     losses = {}
     for attention in ("full", "shifted_sparse"):
-        config.extension.attention = attention
+        config = replaced(config, {"extension.attention": attention})
         built = build_model(config, layout, SimpleNamespace(progress=lambda *_: None))
         engine = Engine(begin(built, model, layout), config, layout)
         evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss

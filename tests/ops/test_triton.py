@@ -10,7 +10,6 @@ import pytest
 import torch
 from ops_interpreter import DEVICE, rounding_to_nearest
 
-from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
@@ -20,6 +19,7 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import check_fused_kernels, inexact
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.rotation import with_modulus
+from megatron_tape.position import model_config
 
 pytestmark = pytest.mark.gpu
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -324,7 +324,7 @@ def test_a_model_with_kernels_equals_the_one_without(changes):
 
 @pytest.mark.parametrize("changes", [{}, {"token_mixing": "per_head"}, {"position_encoding": "rope"}])
 def test_kernels_are_checked_before_they_train(monkeypatch, changes):
-    model = ModelConfig(**(SMALL | changes))
+    model = model_config(**(SMALL | changes))
     monkeypatch.setattr(parity, "LENGTH", 48)
     check = partial(check_fused_kernels, kernel_shapes(model, 2), FP32, DEVICE)
     check()

@@ -1,6 +1,8 @@
 """Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, and what they
 send each other."""
 
+import dataclasses
+
 import partition_cases
 import pytest
 import tensor_parallel_cases
@@ -9,7 +11,7 @@ from launch import run_group
 from models import small_model
 
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
-from megatron_tape.position import MicroBatch, encoding_of
+from megatron_tape.position import MicroBatch, encoding_of, replaced
 
 BOTH = [*tensor_parallel_cases.cases()]
 LAYOUTS = [
@@ -75,8 +77,7 @@ def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
 def test_the_estimate_counts_what_context_ranks_send(results, encoding):
     model = small_model(**tensor_parallel_cases.COUNTED[encoding], num_query_groups=4)
     config = make(train__micro_batch_size=2, train__global_batch_size=2, train__precision="fp32")
-    config.model = model
-    config.parallel.context_parallel_size = 2
+    config = dataclasses.replace(replaced(config, {"parallel.context_parallel_size": 2}), model=model)
     numbers = results["numbers"][f"{encoding}_tp1_cp2"]
     sent = sum(numbers[direction]["alltoall_base_"] for direction in ("forward", "backward"))
     assert communication(config, 2)[CONTEXT, ALL_TO_ALL].bytes == 4 * sent

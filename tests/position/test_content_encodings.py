@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import build, random_tokens, small_model
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.errors import ConfigError
+from megatron_tape.model.settings import validate_model
 from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
@@ -210,7 +210,7 @@ def test_gates_keep_the_differences_of_neighbours_after_128k_tokens():
         ("cope", {"cope_max_position": 0}, "cope_max_position is 0; set it to at least 1"),
         ("fox", {"fox_bias_start": float("nan")}, "fox_bias_start is nan"),
         ("cope", {"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to cope"),
-        ("fox", {"rope_scaling_type": "yarn"}, "rope_scaling_type yarn .* does not apply to fox"),
+        ("fox", {"rope_scaling_type": "yarn"}, "rope_scaling_type yarn does not apply to fox"),
         ("cope", {"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
         ("fox", {"attention_backend": "triton"}, "triton, which cannot lower the scores of keys with forget gates"),
     ],

@@ -6,8 +6,8 @@ from models import build, random_tokens, small_model
 from test_costs import counted, on_cpu
 from torch.nn.functional import linear
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.errors import ConfigError
+from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.attention import attention
 from megatron_tape.planning.costs import flops_per_token
 from megatron_tape.planning.parameters import parameter_count

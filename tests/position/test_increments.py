@@ -1,6 +1,5 @@
 """Learned increments of positions, and a position state whose complex numbers keep their modulus."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -9,17 +8,17 @@ import torch
 from models import build, random_tokens, reference_config, small_model, whole_weights
 from test_costs import counted, middle_model, on_cpu
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.export import to_transformers as export
 from megatron_tape.model import reference
+from megatron_tape.model.settings import validate_model
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.planning.costs import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, encoding_of
+from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from megatron_tape.position.base import NO_MEMORY, Memory
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
@@ -189,14 +188,14 @@ def test_costs_are_those_of_the_model(case, precision):
         built, _ = build(model, recompute=recompute, dtype=dtype)
         assert on_cpu(model, 2, precision, recompute) == pytest.approx(counted(built, model), rel=0.01)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-    fixed = dataclasses.replace(model, position_increments="fixed")
+    fixed = with_values(model, position_increments="fixed")
     sums = 0 if case == "unit" else 2 if "rope" in case else 1
     assert flops_per_token(model) == flops_per_token(fixed) + 6 * sums * 32
 
 
 @pytest.mark.parametrize("encoding", ["rope", "tape"])
 def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
-    model = dataclasses.replace(middle_model(encoding), **LEARNED)
+    model = with_values(middle_model(encoding), **LEARNED)
     for trains in (["tape", "embeddings", "norms"], ["tape"]):
         built, _ = build(model)
         extension = ExtensionConfig(trains=trains)
@@ -208,7 +207,7 @@ def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
 
 @pytest.mark.parametrize("name", ["t5", "path"])
 def test_the_first_layers_attention_is_kept_for_the_encoding_that_it_reads(name):
-    model = dataclasses.replace(middle_model("rope"), position_encoding=name, attention_backend="tiled", num_layers=2)
+    model = with_values(middle_model("rope"), position_encoding=name, attention_backend="tiled", num_layers=2)
     built, _ = build(model)
     extension = ExtensionConfig(trains=["tape"])
     select_trained(built, trained_by(extension), False)
@@ -223,7 +222,7 @@ def test_encodings_refuse_by_name_what_would_not_change_them(name):
         with pytest.raises(ConfigError, match=f"model.position_increments learned does not apply to {name}"):
             validate_model(small_model(position_encoding=name, **LEARNED))
     if name != "tape":
-        with pytest.raises(ConfigError, match=f"model.position_state_norm unit does not apply to {name}; set it to no"):
+        with pytest.raises(ConfigError, match=f"model.position_state_norm unit does not apply to {name}"):
             validate_model(small_model(position_encoding=name, position_state_norm="unit"))
     # A recipe for several encodings may hold the settings of others.
     validate_model(small_model(position_encoding=name, cope_max_position=9, gate_input="attention"))

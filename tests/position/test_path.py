@@ -8,8 +8,8 @@ import torch
 from models import build, random_tokens, small_model
 from torch.nn.functional import conv1d, linear, silu
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.errors import ConfigError
+from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing

@@ -37,7 +37,7 @@ def copy(tmp_path_factory):
     text = registry.read_text(encoding="utf-8")
     assert text.count(opened) == 1
     text = text.replace(opened, f"{opened}\n    {listed}").replace(
-        "from megatron_tape.errors", f"{imported}\nfrom megatron_tape.errors", 1
+        "from megatron_tape.position.nope", f"{imported}\nfrom megatron_tape.position.nope", 1
     )
     registry.write_text(text, encoding="utf-8")
     data = clone / "runs" / "demo" / "data"

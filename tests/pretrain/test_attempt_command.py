@@ -9,7 +9,7 @@ from datasets_for_tests import write_all
 from training_cases import RECIPE
 
 from megatron_tape.checkpoint import directories
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.io.files import digest

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from datasets_for_tests import write_all
 
-from megatron_tape.config.checks import validate
-from megatron_tape.config.generators import generator_of
-from megatron_tape.config.parse import read_run_config
+from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.settings import validate
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.comparison import read_comparison
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.records import write_record
+from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
 from pretrain.comparison import processes
 from pretrain.comparison.jobs import Jobs

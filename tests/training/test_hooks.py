@@ -8,7 +8,7 @@ from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_cases import RECIPE, option
 
-from megatron_tape.config.evaluations import EVALUATIONS
+from megatron_tape.training.evaluations import EVALUATIONS
 from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.position_norms import picture
 from pretrain import train

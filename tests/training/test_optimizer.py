@@ -5,7 +5,7 @@ import torch
 from models import build, random_tokens, small_model
 from training_cases import RECIPE
 
-from megatron_tape.config.parse import parse_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import (
     PARAMETER_KINDS,
     DataConfig,

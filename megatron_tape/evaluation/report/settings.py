@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT
-from megatron_tape.config.schema import RunConfig, key_of
+from megatron_tape.config.schema import RunConfig, default_of, key_of, keys_of
 from megatron_tape.evaluation.report.inputs import Model, clean
 from megatron_tape.evaluation.report.scores import task_names, title
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting
@@ -42,11 +42,9 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     complete = {section: dict(values) for section, values in settings.items()}
     for section in dataclasses.fields(RunConfig):
         values = complete.setdefault(section.name, {})
-        for item in dataclasses.fields(section.type):
-            if item.default_factory is not dataclasses.MISSING:
-                values.setdefault(key_of(item.name), item.default_factory())
-            elif item.default is not dataclasses.MISSING:
-                values.setdefault(key_of(item.name), item.default)
+        for item in keys_of(section.type):
+            if (default := default_of(item)) is not dataclasses.MISSING:
+                values.setdefault(key_of(item.name), default)
     return complete
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import tensor_files
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
-from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED, parameter_shapes
+from megatron_tape.model.settings import validate_model
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
+from megatron_tape.position import model_config
 
 _WEIGHT = f"weight/{WRAPPED}"
 
@@ -87,7 +88,7 @@ def open_weights(path: Path) -> SavedWeights:
     state = checkpoint_files.read_state(path)
     size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
     try:
-        model = ModelConfig(**settings)
+        model = model_config(**settings)
         validate_model(model)
         extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:

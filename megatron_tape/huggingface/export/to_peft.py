@@ -4,13 +4,13 @@ LoRA layers become peft's, and everything else that was trained `modules_to_save
 positions are scaled, so the model that it adds to has the run's settings, and TAPE's code if the run has TAPE.
 """
 
-import dataclasses
 from pathlib import Path
 
 import torch
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import model_differences
+from megatron_tape.config.schema import model_dict
 from megatron_tape.errors import CheckpointError, FileError
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
@@ -89,12 +89,12 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
     """
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
+    mixing = model_dict(model).get("token_mixing", "full")
     with one_sentence(path):
-        found = model_settings(settings, path, own_encoding(settings), 1.0, 1, model.token_mixing, {})
-    blank = dict.fromkeys(_WITHOUT_EFFECT)
-    ours, theirs = ({**dataclasses.asdict(either), **blank} for either in (model, found))
+        found = model_settings(settings, path, own_encoding(settings), 1.0, 1, mixing, {})
+    ours, theirs = (model_dict(either, unread=False) for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"
-    if differences := model_differences(ours, theirs, ("run", "base")):
+    if differences := model_differences(ours, theirs, _WITHOUT_EFFECT, ("run", "base")):
         raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)
     rows, trained = found.vocab_size, set(saved.trained)
     if rows > model.vocab_size:

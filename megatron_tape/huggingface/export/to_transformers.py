@@ -5,6 +5,7 @@ any other positional encoding include modelling code that they share, and the en
 joined over the tensor-parallel ranks, split as Hugging Face does, and written one parameter at a time.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.names import parameter_shapes
 from megatron_tape.model.weights import from_megatron
-from megatron_tape.position import encoding_of, setting_names
+from megatron_tape.position import encoding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
@@ -130,41 +131,41 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
         # The same model; only Llama requires that the number of heads divides the width.
         name, kind = "Mistral", "mistral"
-    rope: dict = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling_type == "llama3":
+    rope: dict = {"rope_type": "default", "rope_theta": model.position.rope_theta}
+    if model.position.rope_scaling_type == "llama3":
         rope |= {
             "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_seq_length,
+            "factor": model.position.rope_scaling_factor,
+            "low_freq_factor": model.position.rope_low_freq_factor,
+            "high_freq_factor": model.position.rope_high_freq_factor,
+            "original_max_position_embeddings": model.position.rope_original_seq_length,
         }
-    elif model.rope_scaling_type == "yarn":
+    elif model.position.rope_scaling_type == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": model.rope_scaling_factor,
-            "beta_fast": model.rope_beta_fast,
-            "beta_slow": model.rope_beta_slow,
-            "truncate": model.rope_truncate,
-            "original_max_position_embeddings": model.rope_original_seq_length,
+            "factor": model.position.rope_scaling_factor,
+            "beta_fast": model.position.rope_beta_fast,
+            "beta_slow": model.position.rope_beta_slow,
+            "truncate": model.position.rope_truncate,
+            "original_max_position_embeddings": model.position.rope_original_seq_length,
         }
-        if model.rope_attention_factor is not None:
-            rope["attention_factor"] = model.rope_attention_factor
-    elif model.rope_scaling_factor != 1.0:
-        rope |= {"rope_type": "linear", "factor": model.rope_scaling_factor}
+        if model.position.rope_attention_factor is not None:
+            rope["attention_factor"] = model.position.rope_attention_factor
+    elif model.position.rope_scaling_factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": model.position.rope_scaling_factor}
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
         # Before transformers 5, Llama's rotary settings were outside rope_parameters; it still reads them there, too.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        older = {"rope_theta": model.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
+        older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
         return config | older | ({"mlp_bias": False} if kind == "llama" else window)
     return config | {
         "auto_map": dict(AUTO_MAP),
         "qk_norm": model.qk_norm,
-        "position_mlp_size": model.position_mlp_width,
-        "gate_input": model.gate_input,
-        "position_state_precision": model.position_state_precision,
+        "position_mlp_size": encoding.mlp_width,
+        "gate_input": model.position.gate_input,
+        "position_state_precision": model.position.position_state_precision,
     }
 
 
@@ -194,7 +195,7 @@ def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> d
 
 def _position_settings(model: ModelConfig) -> dict:
     """Return the settings of the model's encoding by name."""
-    settings = {name: getattr(model, name) for name in sorted(setting_names(model.position_encoding))}
+    settings = dict(sorted(dataclasses.asdict(model.position).items()))
     # Weights hold the scales of heads as a matrix.
     return settings | ({"token_mixing": "full"} if "token_mixing" in settings else {})
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
-from megatron_tape.position import ENCODINGS, setting_names
+from megatron_tape.model.settings import validate_model
+from megatron_tape.position import ENCODINGS, model_config, setting_names
 from megatron_tape.position.rope import yarn_attention_factor
 
 ENCODED = "encoded_tape"
@@ -170,7 +170,7 @@ def model_settings(
     else:
         of_encoding = _rope(settings, path, rope_scaling_factor)
     of_encoding |= {key: value for key, value in changes.items() if value is not None} | {"token_mixing": token_mixing}
-    model = ModelConfig(
+    model = model_config(
         position_encoding=position_encoding,
         num_layers=settings["num_hidden_layers"],
         hidden_size=settings["hidden_size"],
@@ -202,7 +202,7 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
     if scaling_factor != 1.0:
         problem = f"{scaling_factor:g} is for RoPE and TAPE, not for {name}"
         raise UserError("--rope-scaling-factor", problem, "leave it out")
-    kinds = {key: get_type_hints(ENCODINGS[name].settings)[key] for key in setting_names(name)}
+    kinds = {key: get_type_hints(ENCODINGS[name].Settings)[key] for key in setting_names(name)}
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     for key, value in given.items():
         if key not in kinds:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tape.config.checks import validate_model
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.imports.config_json import check_sizes, one_sentence, padded_vocabulary, read_settings
 from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
 from megatron_tape.huggingface.imports.weight_files import open_files
 from megatron_tape.model.reference import from_released
+from megatron_tape.model.settings import validate_model
+from megatron_tape.position import model_config
+from megatron_tape.position.fire import FireSettings
 
 _ENCODINGS = {
     "adape": "tape",
@@ -50,9 +52,10 @@ def import_released(
     with one_sentence(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
-    if thresholds := {float(released[key]) for key in released if key.endswith(_THRESHOLD)} - {model.fire_threshold}:
+    found = {float(released[key]) for key in released if key.endswith(_THRESHOLD)}
+    if thresholds := found - {FireSettings.fire_threshold}:
         problem = f"has FIRE's init_L {thresholds.pop():g}, which cannot be imported"
-        raise FileError(str(weights), problem, f"{model.fire_threshold:g} can")
+        raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
     source = _Renamed(released)
     # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
@@ -119,7 +122,7 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         own |= {f"t5_{key}": settings[f"relative_attention_{key}"] for key in ("num_buckets", "max_distance")}
     encoding = _ENCODINGS[settings["rpe_type"]]
     heads = settings["num_attention_heads"]
-    model = ModelConfig(
+    model = model_config(
         position_encoding=encoding,
         num_layers=settings["num_hidden_layers"],
         hidden_size=settings["hidden_size"],

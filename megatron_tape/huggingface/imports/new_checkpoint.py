@@ -1,6 +1,5 @@
 """Write weights from elsewhere as a checkpoint of this project, from which a run can start at step 0."""
 
-import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from torch import Tensor
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.schema import ModelConfig, model_dict
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.source_card import CardFacts
@@ -134,7 +133,7 @@ def write_imported(
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
-            "config": {"model": dataclasses.asdict(model)},
+            "config": {"model": model_dict(model)},
         }
         write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
@@ -200,4 +199,4 @@ def _copy_tokenizer(source: Path | None, target: Path) -> list[str]:
 
 
 def _write_settings(path: Path, model: ModelConfig) -> None:
-    path.write_text(dump({"model": dataclasses.asdict(model)}), encoding="utf-8")
+    path.write_text(dump({"model": model_dict(model)}), encoding="utf-8")

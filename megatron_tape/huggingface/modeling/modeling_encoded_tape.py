@@ -60,12 +60,11 @@ def make_encoding(config: EncodedConfig):
             f"{Encoding.name}; use the files of one export together"
         )
     try:
-        settings = Encoding.settings
-        own = types.SimpleNamespace if settings is object else type("Settings", (settings,), {})
-        model = own(**config.position_settings)
+        settings = Encoding.Settings(**config.position_settings)
     except TypeError as error:
         raise ValueError(f"position_settings are not those of {Encoding.name}: {error}") from None
-    vars(model).update(
+    model = types.SimpleNamespace(
+        position=settings,
         position_encoding=config.position_encoding,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

@@ -1,6 +1,6 @@
 """A rehearsal: the Trainer's own run of three steps on fake tensors. The second step is measured."""
 
-import copy
+import dataclasses
 import itertools
 import logging
 import tempfile
@@ -23,6 +23,7 @@ from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.communication import CONTEXT, DATA, SEQUENCE, TENSOR
 from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
+from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
@@ -78,20 +79,26 @@ def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
     """Return `config` with three steps of at most two micro-batches; it reads nothing and writes only into `home`."""
-    config = copy.deepcopy(config)
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
-    at_once = config.train.micro_batch_size * data_size
-    train = config.train
-    train.global_batch_size = min(train.global_batch_size, MICRO_BATCHES * at_once)
-    train.steps, train.eval_steps, train.hang_timeout = STEPS, 1, None
-    train.eval_interval = None if train.eval_interval is None else STEPS
-    config.evaluation = EvaluationConfig()
-    config.schedule.warmup_steps, config.schedule.decay_steps = 1, None if config.schedule.decay_steps is None else 1
-    config.data.tokenizer, config.data.num_workers = None, 0
-    config.checkpoint.directory, config.checkpoint.resume = f"{home}/checkpoints", "none"
-    config.checkpoint.interval = STEPS
-    config.logging.directory, config.logging.interval, config.logging.tensorboard = home, STEPS, False
-    return config
+    train, schedule = config.train, config.schedule
+    changed = {
+        "train.global_batch_size": min(train.global_batch_size, MICRO_BATCHES * train.micro_batch_size * data_size),
+        "train.steps": STEPS,
+        "train.eval_steps": 1,
+        "train.hang_timeout": None,
+        "train.eval_interval": None if train.eval_interval is None else STEPS,
+        "schedule.warmup_steps": 1,
+        "schedule.decay_steps": None if schedule.decay_steps is None else 1,
+        "data.tokenizer": None,
+        "data.num_workers": 0,
+        "checkpoint.directory": f"{home}/checkpoints",
+        "checkpoint.resume": "none",
+        "checkpoint.interval": STEPS,
+        "logging.directory": home,
+        "logging.interval": STEPS,
+        "logging.tensorboard": False,
+    }
+    return replaced(dataclasses.replace(config, evaluation=EvaluationConfig()), changed)
 
 
 class _RandomTokens(Dataset):

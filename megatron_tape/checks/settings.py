@@ -3,15 +3,11 @@
 Each error is one sentence that names the key, its value and the fix. No file is read, and torch is not imported.
 """
 
-import importlib
-from typing import Any, get_type_hints
-
-from megatron_tape.config.evaluations import EVALUATIONS, ON_VALIDATION_DATA, TASKS
 from megatron_tape.config.examples import examples_of
-from megatron_tape.config.generators import generator_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
+    ON_VALIDATION_DATA,
     PARAMETER_KINDS,
     SAMPLE_SOURCES,
     TRAINABLE,
@@ -22,90 +18,18 @@ from megatron_tape.config.schema import (
     is_positive,
     split_shares,
 )
-from megatron_tape.config.values import accept, shown
+from megatron_tape.config.values import check_section, shown
 from megatron_tape.errors import refuse
+from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.lora_shapes import lora_widths
-from megatron_tape.ops.backends import REFLECTIONS, SCORES, lacks
-from megatron_tape.position import check_encoding, encoding_of
+from megatron_tape.model.settings import validate_model
+from megatron_tape.ops.backends import REFLECTIONS, SCORES
+from megatron_tape.position import encoding_of
+from megatron_tape.synthetic.settings import generator_of
+from megatron_tape.training.evaluations import EVALUATIONS
 
-LARGEST = {
-    "model.num_layers": 10_000,
-    "model.hidden_size": 2**20,
-    "model.ffn_hidden_size": 2**24,
-    "model.num_attention_heads": 2**16,
-    "model.kv_channels": 2**16,
-    "model.position_mlp_size": 2**20,
-    "model.seq_length": 2**30,
-    "model.vocab_size": 2**28,
-    "parallel.tensor_model_parallel_size": 2**16,
-    "train.steps": 10**8,
-    "train.global_batch_size": 10**6,
-    "train.micro_batch_size": 10**6,
-    "train.eval_steps": 10**6,
-    "train.seed": 2**32 - 1,
-}
-"""No run comes near these sizes, and arithmetic with larger ones takes minutes; numpy accepts no larger seed."""
 LARGEST_RUN = 10**11
 """Sequences of a run; an index of more takes longer to build than any run."""
-
-
-def _check_section(name: str, section: Any, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    """Check types, choices, signs and sizes of one section; None is allowed if it stands for a derived value."""
-    for key, kind in get_type_hints(type(section)).items():
-        value = getattr(section, key)
-        accept(f"{name}.{key}", value, kind)
-        if value is None:
-            continue
-        if key in positive:
-            refuse(not is_positive(value), f"{name}.{key} is {shown(value)}; set it to a number above 0")
-        if key in not_negative:
-            wrong = value != 0 and not is_positive(value)
-            refuse(wrong, f"{name}.{key} is {shown(value)}; set it to 0 or a positive number")
-        if (largest := LARGEST.get(f"{name}.{key}")) is not None:
-            refuse(value > largest, f"{name}.{key} is {shown(value)}; set it to at most {largest}")
-
-
-def validate_model(model: ModelConfig) -> None:
-    """Raise `ConfigError` if the model's sizes do not fit together."""
-    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
-    numbers = "kv_channels unpadded_vocab_size position_mlp_size norm_epsilon init_std"
-    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length beta_slow beta_fast"
-    rope += " attention_factor"
-    positive = (*sizes.split(), *numbers.split(), *(f"rope_{name}" for name in rope.split()))
-    _check_section("model", model, positive)
-    encoding = encoding_of(model)
-    heads, groups = model.num_attention_heads, model.query_groups
-    refuse(
-        model.kv_channels is None and model.hidden_size % heads != 0,
-        f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads {heads}; change either, "
-        "or set model.kv_channels",
-    )
-    refuse(
-        model.kv_channels is not None and model.head_dim % 2 != 0,
-        f"model.kv_channels {model.kv_channels} is odd, so heads have no rotary pairs; make it even",
-    )
-    refuse(
-        model.head_dim % 2 != 0,
-        f"model.hidden_size {model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width "
-        f"{model.head_dim}, which has no rotary pairs; change either",
-    )
-    refuse(
-        heads % groups != 0,
-        f"model.num_attention_heads {heads} is not divisible by model.num_query_groups {groups}; change either",
-    )
-    refuse(
-        (model.unpadded_vocab_size or 0) > model.vocab_size,
-        f"model.unpadded_vocab_size {model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which "
-        "includes padding; raise vocab_size",
-    )
-    if model.attention_backend != "auto":
-        why = lacks(model.attention_backend, encoding.needs)
-        refuse(
-            why is not None,
-            f"model.attention_backend is {model.attention_backend}, which {why}, as model.position_encoding "
-            f"{model.position_encoding} needs; choose another, or auto",
-        )
-    check_encoding(model)
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -114,16 +38,16 @@ def validate(config: RunConfig, world_size: int) -> None:
     Needs no process group and reads no file; `check_data_files` looks at files.
     """
     validate_model(config.model)
-    _check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
-    _check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
-    _check_section("parallel", config.parallel, ("tensor_model_parallel_size", "context_parallel_size"))
-    _check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
+    check_section("optimizer", config.optimizer, ("lr", "eps"), ("min_lr", "weight_decay", "clip_grad"))
+    check_section("schedule", config.schedule, ("decay_steps", "power"), ("warmup_steps",))
+    check_section("parallel", config.parallel, ("tensor_model_parallel_size", "context_parallel_size"))
+    check_section("deepspeed", config.deepspeed, ("reduce_bucket_size",))
     numbers = "steps micro_batch_size global_batch_size eval_interval eval_steps max_bad_steps hang_timeout"
-    _check_section("train", config.train, numbers.split(), ("seed",))
-    _check_section("checkpoint", config.checkpoint, ("interval", "keep", "keep_every", "writers"))
-    _check_section("extension", config.extension, ("lora_rank", "lora_alpha"))
-    _check_section("logging", config.logging, ("interval",), ("sample_tokens",))
-    _check_section("data", config.data, (), ("num_workers",))
+    check_section("train", config.train, numbers.split(), ("seed",))
+    check_section("checkpoint", config.checkpoint, ("interval", "keep", "keep_every", "writers"))
+    check_section("extension", config.extension, ("lora_rank", "lora_alpha"))
+    check_section("logging", config.logging, ("interval",), ("sample_tokens",))
+    check_section("data", config.data, (), ("num_workers",))
     _validate_parallel(config, world_size)
     _validate_checkpoint(config)
     _validate_optimizer(config)
@@ -359,9 +283,8 @@ def _validate_evaluations(config: RunConfig) -> None:
             f"train.evaluations names {name}, which is not an evaluation; choose from {', '.join(EVALUATIONS)}",
         )
         refuse(names.count(name) > 1, f"train.evaluations names {name} twice; remove one")
-    _check_section("evaluation", config.evaluation)
-    if config.evaluation.given():
-        importlib.import_module(TASKS).build_tasks(config)
+    check_section("evaluation", config.evaluation)
+    build_tasks(config)
 
 
 def _validate_extension(config: RunConfig) -> None:

@@ -6,9 +6,5 @@ EVALUATIONS: dict[str, str] = {
     "position_norms": "megatron_tape.training.position_norms:PositionNorms",
 }
 """The class of each as `module:class`, a subclass of `training.hooks.Hook`; imported only if it is used."""
-TASKS = "megatron_tape.evaluation.during_training"
-"""The module that checks the tasks of the section `evaluation`."""
 TASK_HOOKS = "megatron_tape.evaluation.training_model"
 """The module that makes hooks of these tasks."""
-ON_VALIDATION_DATA = frozenset({"validation_loss"})
-"""Those that read the validation split; without any of them it is not indexed."""

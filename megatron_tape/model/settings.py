@@ -1,0 +1,58 @@
+"""Check the settings of a model: sizes that fit together, and those of its positional encoding. Imports no torch."""
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.values import check_section
+from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import lacks
+from megatron_tape.position import check_encoding, encoding_of
+
+
+def validate_model(model: ModelConfig) -> None:
+    """Raise `ConfigError` if the model's sizes do not fit together."""
+    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
+    check_section("model", model, (*sizes.split(), "kv_channels", "unpadded_vocab_size", "norm_epsilon", "init_std"))
+    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length beta_slow beta_fast"
+    rope += " attention_factor"
+    check_section("model", model.position, ("position_mlp_size", *(f"rope_{name}" for name in rope.split())))
+    encoding = encoding_of(model)
+    heads, groups = model.num_attention_heads, model.query_groups
+    refuse(
+        model.kv_channels is None and model.hidden_size % heads != 0,
+        ("model.hidden_size", "model.num_attention_heads"),
+        f"{model.hidden_size} is not divisible by model.num_attention_heads {heads}",
+        "change either, or set model.kv_channels",
+    )
+    refuse(
+        model.kv_channels is not None and model.head_dim % 2 != 0,
+        "model.kv_channels",
+        f"{model.kv_channels} is odd, so heads have no rotary pairs",
+        "make it even",
+    )
+    refuse(
+        model.head_dim % 2 != 0,
+        ("model.hidden_size", "model.num_attention_heads"),
+        f"{model.hidden_size} over model.num_attention_heads {heads} gives heads of odd width {model.head_dim}, which "
+        "has no rotary pairs",
+        "change either",
+    )
+    refuse(
+        heads % groups != 0,
+        ("model.num_attention_heads", "model.num_query_groups"),
+        f"{heads} is not divisible by model.num_query_groups {groups}",
+        "change either",
+    )
+    refuse(
+        (model.unpadded_vocab_size or 0) > model.vocab_size,
+        ("model.unpadded_vocab_size", "model.vocab_size"),
+        f"{model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which includes padding",
+        "raise vocab_size",
+    )
+    if model.attention_backend != "auto":
+        why = lacks(model.attention_backend, encoding.needs)
+        refuse(
+            why is not None,
+            ("model.attention_backend", "model.position_encoding"),
+            f"is {model.attention_backend}, which {why}, as model.position_encoding {model.position_encoding} needs",
+            "choose another, or auto",
+        )
+    check_encoding(model)
