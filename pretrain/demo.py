@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,14 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
+from pretrain.stages import Stage, launcher, run_stages
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
 CONTEXT, EXTENDED = 256, 1024
 """Of the recipes."""
+MODELS = [(name, context) for context in (CONTEXT, EXTENDED) for name in RECIPES]
 EVALUATION = "pretrain/recipes/evaluate/demo.yaml"
 PROMPT = "def main("
 ByPosition = dict[str, dict[str, tuple[list[float], list[float]]]]
@@ -46,28 +46,15 @@ def main() -> int:
     started = time.monotonic()
     directory = arguments.directory
     as_in_recipes = directory == parser.get_default("directory")
-    stages = preparation(directory) + training(arguments, as_in_recipes)
-    stages += evaluation(directory, as_in_recipes, quick=arguments.steps is not None)
-    prefix, bin_directory = dataset(directory), Path(sys.executable).parent
-    threads = max(1, (os.cpu_count() or 1) // arguments.processes)
-
+    bin_directory = Path(sys.executable).parent
     print(f"Watch the curves grow: {bin_directory}/tensorboard --logdir {directory}", flush=True)
-    for number, (name, output, command) in enumerate(stages, 1):
-        shown = shlex.join([Path(command[0]).name, *command[1:]])
-        print(f"\n[{number}/{len(stages)}] {name}: {shown}", flush=True)
-        if output is not None and output.exists():
-            if output.suffix != ".idx" or is_whole(prefix):
-                print(f"{output} exists already", flush=True)
-                continue
-            print(f"{prefix} is damaged and is made again", flush=True)
-            command = [*command, "--overwrite"]
-        if "to-hf" in command:
-            # An export of an earlier demo may be of fewer steps.
-            shutil.rmtree(command[-1], ignore_errors=True)
-        status = run(command, threads)
-        if status != 0:
-            print(f"error: {name} ended with status {status}; see above", file=sys.stderr)
-            return 1
+    for name, context in MODELS:
+        # An export of an earlier demo may be of fewer steps.
+        shutil.rmtree(exported_from(run_of(directory, name, context)), ignore_errors=True)
+    stages = [*preparation(directory), *training(arguments, as_in_recipes)]
+    stages += evaluation(directory, as_in_recipes, quick=arguments.steps is not None)
+    if run_stages(stages, arguments.processes) != 0:
+        return 1
 
     rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
     write_curves(rows, directory / "curves.png")
@@ -87,77 +74,66 @@ def main() -> int:
     return 0
 
 
-def preparation(directory: Path) -> list[tuple[str, Path | None, list[str]]]:
-    """Return name, output and command of the stages from text to tokens."""
+def preparation(directory: Path) -> list[Stage]:
+    """Return the stages from text to tokens."""
     python, prefix = sys.executable, dataset(directory)
-    corpus, tokenizer = prefix.with_suffix(".jsonl"), prefix.with_name("tokenizer.model")
+    corpus, tokenizer = str(prefix.with_suffix(".jsonl")), str(prefix.with_name("tokenizer.model"))
+    preprocess = [python, "tools/preprocess_data.py", "--input", corpus, "--tokenizer", tokenizer]
+    preprocess += ["--output-prefix", str(prefix), "--workers", "2", "--append-eod"]
+    train_tokenizer = [python, "tools/train_tokenizer.py", "--input", corpus, "--vocab-size", "4096"]
     return [
-        ("corpus", corpus, [python, "tools/make_corpus.py", "stdlib", "--output", str(corpus)]),
-        (
-            "tokenizer",
-            tokenizer,
-            [python, "tools/train_tokenizer.py", "--input", str(corpus), "--vocab-size", "4096"]
-            + ["--output", str(tokenizer)],
-        ),
-        (
-            "indexed dataset",
-            prefix.with_suffix(".idx"),
-            [python, "tools/preprocess_data.py", "--input", str(corpus), "--tokenizer", str(tokenizer)]
-            + ["--output-prefix", str(prefix), "--workers", "2", "--append-eod"],
-        ),
+        Stage("corpus", [python, "tools/make_corpus.py", "stdlib", "--output", corpus], Path(corpus)),
+        Stage("tokenizer", [*train_tokenizer, "--output", tokenizer], Path(tokenizer)),
+        Stage("indexed dataset", preprocess, prefix.with_suffix(".idx")),
     ]
 
 
-def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[tuple[str, None, list[str]]]:
-    """Return name, no output and command of the stages that train, export and extend; each knows what is done."""
+def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[Stage]:
+    """Return the stages that train, export and extend; each command knows what is done."""
     python, directory = sys.executable, arguments.directory
     prefix = dataset(directory)
-    launcher = [str(Path(python).parent / "torchrun"), "--standalone"]
-    launcher += ["--nproc-per-node", str(arguments.processes), "-m"]
-    steps = []
+    given = []
+    if not as_in_recipes:
+        given += ["--data.prefix", str(prefix), "--data.tokenizer", str(prefix.with_name("tokenizer.model"))]
     if arguments.steps is not None:
-        steps = ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
-    data = ["--data.prefix", str(prefix), "--data.tokenizer", str(prefix.with_name("tokenizer.model"))]
-    given = steps if as_in_recipes else [*data, *steps]
+        given += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
 
-    def train(name: str, program: str, recipe: str, logs: Path) -> tuple[str, None, list[str]]:
-        command = [*launcher, program, "--config", f"pretrain/recipes/{recipe}.yaml", "--logging.directory", str(logs)]
-        return name, None, [*command, *given]
+    def train(name: str, program: str, recipe: str, logs: Path) -> Stage:
+        command = [*launcher(arguments.processes), program, "--config", f"pretrain/recipes/{recipe}.yaml"]
+        return Stage(name, [*command, "--logging.directory", str(logs), *given])
 
-    def export(name: str, logs: Path) -> tuple[str, None, list[str]]:
+    def export(name: str, logs: Path) -> Stage:
         command = [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(logs)]
-        return f"export of {name} to Hugging Face", None, [*command, "--output", str(exported_from(logs))]
+        return Stage(f"export of {name} to Hugging Face", [*command, "--output", str(exported_from(logs))])
 
     stages = [train(f"training {n}", "pretrain.train", RECIPES[n], run_of(directory, n, CONTEXT)) for n in RECIPES]
     stages += [export(name, run_of(directory, name, CONTEXT)) for name in RECIPES]
     exported = exported_from(run_of(directory, "TAPE", CONTEXT))
-    command = [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"]
-    stages.append(("a continuation", None, command))
+    generate = [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"]
+    stages.append(Stage("a continuation", generate))
     for name, recipe in EXTENSIONS.items():
         logs = run_of(directory, name, EXTENDED)
-        what = f"extending {name} to {EXTENDED:,} tokens"
-        stage, output, command = train(what, "pretrain.extend_context", recipe, logs)
+        extend = train(f"extending {name} to {EXTENDED:,} tokens", "pretrain.extend_context", recipe, logs)
         if not as_in_recipes:
-            command += ["--extension.from", str(run_of(directory, name, CONTEXT))]
-        stages += [(stage, output, command), export(f"{name} with {EXTENDED:,} tokens", logs)]
+            extend.command.extend(["--extension.from", str(run_of(directory, name, CONTEXT))])
+        stages += [extend, export(f"{name} with {EXTENDED:,} tokens", logs)]
     return stages
 
 
-def evaluation(directory: Path, as_in_recipe: bool, quick: bool) -> list[tuple[str, None, list[str]]]:
-    """Return name, no output and command of the stages that evaluate the models and make a page of the results."""
+def evaluation(directory: Path, as_in_recipe: bool, quick: bool) -> list[Stage]:
+    """Return the stages that evaluate the models and make a page of the results."""
     python, prefix = sys.executable, str(dataset(directory))
-    runs = {(name, context): run_of(directory, name, context) for context in (CONTEXT, EXTENDED) for name in RECIPES}
     stages = []
-    for (name, context), logs in runs.items():
-        command = [python, "-m", "pretrain.evaluate", "--config", EVALUATION, "--model", str(logs)]
-        command += ["--label", f"{name} {context:,}"]
+    for name, context in MODELS:
+        command = [python, "-m", "pretrain.evaluate", "--config", EVALUATION]
+        command += ["--model", str(run_of(directory, name, context)), "--label", f"{name} {context:,}"]
         if not as_in_recipe:
             command += ["--perplexity.data", prefix, "--context_gain.data", prefix]
         if quick:
             command += ["--perplexity.documents", "4", "--context_gain.documents", "2", "--passkey.samples", "1"]
-        stages.append((f"evaluating {name} of {context:,} tokens", None, command))
-    page = [python, "-m", "pretrain.report", *map(str, runs.values()), "--output", str(directory / "report.html")]
-    return [*stages, ("a page of all results", None, page)]
+        stages.append(Stage(f"evaluating {name} of {context:,} tokens", command))
+    page = [python, "-m", "pretrain.report", *(str(run_of(directory, *model)) for model in MODELS)]
+    return [*stages, Stage("a page of all results", [*page, "--output", str(directory / "report.html")])]
 
 
 def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[float], list[float]]:
@@ -182,30 +158,12 @@ def exported_from(run: Path) -> Path:
     return run.with_name(f"{run.name}-hf")
 
 
-def run(command: list[str], threads: int) -> int:
-    """Run a command and return its exit status; on Ctrl-C, which also reaches the command, let it clean up first."""
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.wait(timeout=30)
-            raise
-
-
 def devices() -> int:
     """Return the number of GPUs or, if there are none, of CPU cores."""
     count = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
     )
     return int(count.stdout.strip() or 0) or os.cpu_count() or 1
-
-
-def is_whole(prefix: Path) -> bool:
-    """Return whether an indexed dataset's files are intact and match each other."""
-    try:
-        return next(IndexedDatasetReader(prefix).problems(), None) is None
-    except (ValueError, OSError):
-        return False
 
 
 def read_rows(path: Path) -> list[dict]:

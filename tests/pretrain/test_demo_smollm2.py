@@ -7,18 +7,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_runs import write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.tasks.perplexity import NATS
 from megatron_tape.io.strict_yaml import read_recipe
 from pretrain import demo_smollm2
 from pretrain.evaluate import read_command
-from pretrain.held_out import averaged, held_out_windows, loss_by_position
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = (
@@ -60,38 +59,35 @@ def demo(*arguments):
 def test_the_demo_compares_what_both_methods_trained(tmp_path, model, texts):
     write_lines(tmp_path / "text.jsonl", texts)
     arguments = ["--directory", tmp_path / "demo", "--model", model, "--corpus", tmp_path / "text.jsonl"]
-    arguments += ["--steps", 2, "--processes", 1, "--sequences", 2, "--ruler-samples", 0]
+    arguments += ["--steps", 2, "--processes", 1, "--documents", 2, "--ruler-samples", 0]
     first = demo(*arguments)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "demo" / "results").iterdir()}
-    assert set(results) == {"before-2", "tape-2-2", "lora-2-2"}
-    losses = {name: np.array(result["loss"]) for name, result in results.items()}
-    assert all(len(loss) == 1024 and 5 < loss.mean() < 10 for loss in losses.values())  # log(400) is 6
-    assert abs(losses["tape-2-2"] - losses["before-2"]).max() > 1e-4
-    assert abs(losses["lora-2-2"] - losses["before-2"]).max() > 1e-4
-    summary = (tmp_path / "demo" / "summary.md").read_text()
-    for name, steps, loss in (("nothing", 0, "before-2"), ("TAPE's", 2, "tape-2-2"), ("LoRA", 2, "lora-2-2")):
-        (row,) = [line for line in summary.splitlines() if line.startswith(f"| {name}")]
-        assert f"| {steps} | {losses[loss].mean():.4f} |" in row
-    assert (tmp_path / "demo" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    results = [read_results(tmp_path / "demo" / "results" / name) for name in ("before", "tape-2", "lora-2")]
+    scores = [result.tasks["perplexity"].scores for result in results]
+    losses = [[score.value for score in model if score.unit == NATS] for model in scores]
+    assert [len(model) for model in losses] == [3, 3, 3]
+    assert all(5 < loss < 10 for model in losses for loss in model)  # log(400) is 6
+    assert len({tuple(model) for model in losses}) == 3
+    assert "before" in (tmp_path / "demo" / "report.html").read_text()
     for method, kind in (("tape", "TapeForCausalLM"), ("lora", "LlamaForCausalLM")):
         settings = json.loads((tmp_path / "demo" / f"{method}-2-hf" / "config.json").read_text())
         assert settings["architectures"] == [kind]
 
     again = demo(*arguments)
     assert again.returncode == 0 and again.stdout.count("exists already") == 7
-    assert (tmp_path / "demo" / "summary.md").read_text() == summary
 
 
 def test_the_commands_that_evaluate_are_those_of_pretrain_evaluate():
     arguments = demo_smollm2.parser().parse_args(["--ruler-samples", "3", "--directory", "demo"])
-    *models, (_, page) = demo_smollm2.evaluation(arguments, Path("smollm2"))
-    read = [read_command(command[command.index("pretrain.evaluate") + 1 :]) for _, command in models]
+    stages = [stage.command for stage in demo_smollm2.evaluation(arguments, Path("smollm2"))]
+    evaluations = [command for command in stages if "pretrain.evaluate" in command]
+    read = [read_command(command[command.index("pretrain.evaluate") + 1 :]) for command in evaluations]
     assert [options.model for options, _ in read] == ["smollm2", "demo/tape", "demo/lora"]
-    for options, (task,) in read:
-        assert (task.name, task.settings.lengths, task.settings.samples) == ("ruler", [1024, 2048], 3)
-        assert options.output in page
-    assert page[page.index("--output") + 1] == "demo/report.html"
+    for options, (perplexity, ruler) in read:
+        assert (perplexity.settings.data, perplexity.settings.documents) == ("demo/data/stdlib", 16)
+        assert (ruler.settings.lengths, ruler.settings.samples) == ([1024, 2048], 3)
+        assert options.output in stages[-1]
+    assert stages[-1][stages[-1].index("--output") + 1] == "demo/report.html"
 
 
 def test_the_recipes_differ_only_in_the_method_and_agree_with_the_demo():
@@ -105,31 +101,6 @@ def test_the_recipes_differ_only_in_the_method_and_agree_with_the_demo():
         "+   trains: [lora]",
     ]
     given = {item.key: item.value for item in read_recipe(str(paths[0]))}
-    assert (given["data.split"], given["model.seq_length"]) == (demo_smollm2.SPLIT, demo_smollm2.SEQ_LENGTH)
-
-
-def test_text_is_held_out_by_document(tmp_path):
-    lengths = [9, 20, 5, 30, 12, 40, 11, 3, 50, 60]
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
-        writer.add(np.repeat(np.arange(10, dtype="<u2"), lengths).tobytes(), np.array(lengths))
-        writer.finish()
-    windows = held_out_windows(tmp_path / "data", "50,50,0", 10, 99)
-    assert windows.shape == (4, 11) and windows[:, 0].tolist() == [5, 6, 8, 9]
-    assert held_out_windows(tmp_path / "data", "50,40,10", 10, 2)[:, 5].tolist() == [5, 8]
-    with pytest.raises(ValueError, match="of the 5 documents .* none has more than 99 tokens; use more text"):
-        held_out_windows(tmp_path / "data", "50,50,0", 99, 4)
-
-
-def test_the_loss_by_position_is_the_models(model):
-    loaded = LlamaForCausalLM.from_pretrained(model)
-    windows = np.random.RandomState(0).randint(0, 400, (3, 33))
-    loss = loss_by_position(loaded, windows)
-    assert loss.shape == (3, 32)
-    ids = torch.from_numpy(windows)
-    assert loss.mean() == pytest.approx(loaded(ids, labels=ids).loss.item(), rel=1e-5)
-    assert not np.allclose(loss[0], loss[1])
-
-
-def test_positions_are_averaged_in_equal_parts():
-    centres, means = averaged(np.arange(8.0), 4)
-    assert centres.tolist() == means.tolist() == [0.5, 2.5, 4.5, 6.5]
+    evaluated = {item.key: item.value for item in read_recipe(str(REPOSITORY / demo_smollm2.EVALUATION))}
+    assert given["data.split"] == evaluated["perplexity.split"]
+    assert given["model.seq_length"] == evaluated["ruler.trained_length"] == max(evaluated["perplexity.lengths"])

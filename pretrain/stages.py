@@ -1,0 +1,72 @@
+"""The stages of a demo: commands that run one after another, and are skipped when their output exists already."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, shown before it runs."""
+
+    name: str
+    command: list[str]
+    output: Path | None = None
+    """The file or directory that the command leaves, complete or not at all; None if the command itself knows what is
+    done."""
+
+
+def run_stages(stages: Sequence[Stage], processes: int) -> int:
+    """Run the stages that are not done; return the exit status of the first that fails, or 0.
+
+    Commands get as many threads as leave every one of `processes` an equal share of the cores.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+    started = time.monotonic()
+    for number, stage in enumerate(stages, 1):
+        shown = shlex.join([Path(stage.command[0]).name, *stage.command[1:]])
+        minutes = (time.monotonic() - started) / 60
+        print(f"\n[{number}/{len(stages)}, after {minutes:.1f} minutes] {stage.name}: {shown}", flush=True)
+        command = stage.command
+        if stage.output is not None and stage.output.exists():
+            if stage.output.suffix != ".idx" or is_whole(stage.output.with_suffix("")):
+                print(f"{stage.output} exists already", flush=True)
+                continue
+            print(f"{stage.output} or its .bin is damaged and is made again", flush=True)
+            command = [*command, "--overwrite"]
+        status = _run(command, environment)
+        if status != 0:
+            print(f"error: {stage.name} ended with status {status}; see above", file=sys.stderr)
+            return status
+    return 0
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command and return its exit status; on Ctrl-C, which also reaches the command, let it clean up first."""
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait(timeout=30)
+            raise
+
+
+def is_whole(prefix: Path) -> bool:
+    """Return whether an indexed dataset's files are intact and match each other."""
+    try:
+        return next(IndexedDatasetReader(prefix).problems(), None) is None
+    except (ValueError, OSError):
+        return False
+
+
+def launcher(processes: int) -> list[str]:
+    """Return the beginning of a command that starts a module in several processes."""
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    return [torchrun, "--standalone", "--nproc-per-node", str(processes), "-m"]
