@@ -124,7 +124,7 @@ def _items(section: Section) -> Iterator[tuple[str, dataclasses.Field, type]]:
 def _kinds(sections: Sections) -> dict[str, Any]:
     """Return the type of every `section.key`."""
     return {
-        f"{name}.{key}": get_type_hints(kind)[item.name]
+        f"{name}.{key}": get_type_hints(kind, include_extras=True)[item.name]
         for name, section in sections.items()
         for key, item, kind in _items(section)
     }

@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from megatron_tape.errors import ConfigError
+from pydantic import Field
+
+from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, Positive
+from megatron_tape.errors import ConfigError, refuse
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
 TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
@@ -43,17 +46,17 @@ class ModelConfig:
     """The settings of this encoding, an object of its own dataclass; each of them is a key of `model`."""
     unread: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=NO_KEY)
     """Settings of other encodings that were given and are not their defaults. They have no effect."""
-    num_layers: int
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Transformer layers."""
-    hidden_size: int
+    hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     """Width of the hidden states (C)."""
-    ffn_hidden_size: int
+    ffn_hidden_size: Annotated[int, Field(ge=1, le=2**24)]
     """Inner width of the SwiGLU MLP."""
-    num_attention_heads: int
+    num_attention_heads: Annotated[int, Field(ge=1, le=2**16)]
     """Query heads (H)."""
-    num_query_groups: int | None = None
+    num_query_groups: Count | None = None
     """Key/value groups (G); null means one per head."""
-    kv_channels: int | None = None
+    kv_channels: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Width of one head (D); null means hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections, as Qwen2 does."""
@@ -62,21 +65,21 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply the heads' outputs by sigmoid(W x), x being attention's input, before they are projected, as the "Pro"
     models of the Forgetting Transformer and Qwen3-Next do."""
-    seq_length: int
+    seq_length: Annotated[int, Field(ge=1, le=2**30)]
     """Tokens per training sequence (S)."""
-    vocab_size: int
+    vocab_size: Annotated[int, Field(ge=1, le=2**28)]
     """Rows of the embedding: the size of the tokenizer, rounded up as tensor parallelism requires."""
-    unpadded_vocab_size: int | None = None
+    unpadded_vocab_size: Count | None = None
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
     """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
     made for CPUs), torch (its SDPA), flash_attn, flex (torch's FlexAttention) or fla (flash-linear-attention), which
     take biases and forget gates on GPUs, or naive."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False
     """Share one matrix between the input and the output embedding."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of the initial weights."""
 
     @property
@@ -121,7 +124,7 @@ class DataConfig:
     at least 8192 tokens, the rest from the others. Sequences begin where long documents do as far as possible. Needs
     reset_attention_mask; validation data stays the same. Several datasets keep their proportions among the long
     documents and among the others; one without enough of either is left out there. null draws all documents alike."""
-    num_workers: int = 0
+    num_workers: NotNegativeInt = 0
     """Processes that load training data; 0 loads it in the training process, as validation data always is."""
     cache_directory: str | None = None
     """Where Megatron's index maps, and which checks the data has passed, are kept between runs; null means index_cache
@@ -132,10 +135,10 @@ class DataConfig:
         """The key that says what to train on; raises ConfigError unless exactly one does."""
         given = [key for key in DATA_SOURCES if getattr(self, key) is not None]
         if len(given) != 1:
-            keys = " and ".join(f"data.{key}" for key in given)
-            both = f"{keys} are set together; keep one of them"
+            keys = tuple(f"data.{key}" for key in given)
+            refuse(bool(given), keys, f"and {', '.join(keys[1:])} are set together", "keep one of them")
             instead = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
-            raise ConfigError(both if given else f"data.prefix must be set; or set {instead} in its place")
+            raise ConfigError("data.prefix", "must be set", f"set it, or {instead} in its place")
         return given[0]
 
     @property
@@ -150,28 +153,28 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 1e-4
+    lr: Positive = 1e-4
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay of matrices; norms, biases and other vectors do not decay.
 
     It pulls TAPE's matrices towards zero, at which TAPE equals RoPE, unless weight_decay_of is {position: 0.0}."""
-    weight_decay_of: dict[str, float] = field(default_factory=dict)
+    weight_decay_of: dict[str, NotNegative] = field(default_factory=dict)
     """Weight decay by kind of parameter (matrices, embeddings, norms, biases, position) in place of weight_decay. A
     value also applies to vectors of its kind. position stands for the positional encoding's parameters, and
     position.NAME, such as position.increments, for one of them."""
-    lr_scale_of: dict[str, float] = field(default_factory=dict)
+    lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
     """Factor of the learning rate by kind of parameter, as in weight_decay_of; 1 for kinds that are not given. Weight
     decay, which is proportional to the learning rate, scales with it."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the gradient's mean."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay of the squared gradient's mean."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the denominator."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
 
 
@@ -181,11 +184,11 @@ class ScheduleConfig:
 
     kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
     """What follows the warm-up; wsd (warm-up, stable, decay) holds the peak and decays linearly at the end."""
-    warmup_steps: int = 0
+    warmup_steps: NotNegativeInt = 0
     """Steps over which the learning rate rises linearly to its peak."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """Length of wsd's final decay; null means 10 % of the steps."""
-    power: float = 1.0
+    power: Positive = 1.0
     """Exponent of the polynomial decay; 1 is linear."""
 
 
@@ -193,11 +196,11 @@ class ScheduleConfig:
 class ParallelConfig:
     """How one copy of the model and its sequences are spread over GPUs; what remains of the GPUs is data parallel."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)] = 1
     """GPUs that share every layer's matrices."""
     sequence_parallel: bool | None = None
     """Also shard tokens outside attention and the MLP; null means if tensor_model_parallel_size > 1."""
-    context_parallel_size: int = 1
+    context_parallel_size: Count = 1
     """Groups of tensor_model_parallel_size GPUs that share the tokens of every sequence, for long ones: each computes
     some tokens outside attention and some heads inside it."""
 
@@ -234,7 +237,7 @@ class DeepSpeedConfig:
     reduce_bucket_size numbers. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
-    reduce_bucket_size: int = 500_000_000
+    reduce_bucket_size: Count = 500_000_000
     """Numbers that are reduced at once; a smaller value takes less memory, but more messages."""
 
 
@@ -242,15 +245,15 @@ class DeepSpeedConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int
+    steps: Annotated[int, Field(ge=1, le=10**8)]
     """Optimizer steps of the whole run."""
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
     """Sequences per GPU and forward pass."""
-    global_batch_size: int
+    global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
     """Sequences per optimizer step over all GPUs."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Arithmetic of the forward and backward pass."""
-    seed: int = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
@@ -258,16 +261,16 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again, so that fewer activations are kept: with full, every layer, a third more
     computation; with selective, all of a layer but attention, whose outputs are kept."""
-    eval_interval: int | None = None
+    eval_interval: Count | None = None
     """Steps between evaluations; null means never."""
     evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])
     """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
     position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step."""
-    eval_steps: int = 10
+    eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
     """Global batches per evaluation."""
-    max_bad_steps: int = 5
+    max_bad_steps: Count = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
-    hang_timeout: float | None = 1800.0
+    hang_timeout: Positive | None = 1800.0
     """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
     the attempt; the start-up may take at least an hour. null means never."""
 
@@ -278,17 +281,17 @@ class CheckpointConfig:
 
     directory: str | None = None
     """Where checkpoints go; null means checkpoints inside logging.directory."""
-    interval: int = 1000
+    interval: Count = 1000
     """Steps between checkpoints; the last step is always saved. After a failed save, the next one is due as usual."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest checkpoints are kept."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Also keep the checkpoints of steps that this divides; a multiple of interval. null keeps no others. They stay as
     long as the setting does: a continued run without it removes them at its next save."""
     asynchronous: bool = False
     """Train on while threads write a checkpoint from a copy in the host's memory, which every writer needs for its
     share. At most one is on its way; the last one, and one on a signal, are waited for."""
-    writers: int | None = None
+    writers: Count | None = None
     """The most processes that write tensors, a file each, balanced by bytes; null means one per GiB, at most 512. Every
     tensor-parallel rank needs one."""
     frozen: bool = True
@@ -320,9 +323,9 @@ class ExtensionConfig:
     """Attention in training steps; evaluation is always full. shifted_sparse is LongLoRA's: tokens attend within
     segments of a quarter of the sequence, which half of the heads shift by half a segment. No token sees a later one.
     With model.attention_backend torch it is slower than full attention."""
-    lora_rank: int = 8
+    lora_rank: Count = 8
     """Inner width of a LoRA layer."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     """LoRA layers are scaled by lora_alpha / lora_rank."""
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
     """Projections that get LoRA layers: any of q, k, v and o."""
@@ -366,9 +369,9 @@ class LoggingConfig:
 
     directory: str | None = None
     """Where metrics, TensorBoard files and the configuration go; null means runs/<name of the recipe>."""
-    interval: int = 10
+    interval: Count = 10
     """Steps between logged steps."""
-    sample_tokens: int = 64
+    sample_tokens: NotNegativeInt = 64
     """Length of the text sampled at every evaluation; 0 means none."""
     sample_prompt: str = "The"
     """What the sampled text continues."""
@@ -482,8 +485,10 @@ def blend(prefix: dict[str, float] | list[float | str] | str | None) -> tuple[li
         well_formed &= len(weights) == len(prefixes) and all(is_positive(weight) for weight in weights)
     if not well_formed:
         raise ConfigError(
-            f"data.prefix is {prefix!r}; give a path, a list of paths, a mapping path: weight, or a list that "
-            "alternates weights and paths, with positive weights"
+            "data.prefix",
+            f"is {prefix!r}",
+            "give a path, a list of paths, a mapping path: weight, or a list that alternates weights and paths, with "
+            "positive weights",
         )
     return prefixes, None if weights is None else [float(weight) for weight in weights]
 
@@ -496,8 +501,9 @@ def split_shares(split: str) -> tuple[float, float, float]:
         numbers = []
     if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or numbers[0] == 0:
         raise ConfigError(
-            f"data.split is {split!r}; give three shares like 969,30,1 for training, validation and test, "
-            "none negative and the first above 0"
+            "data.split",
+            f"is {split!r}",
+            "give three shares like 969,30,1 for training, validation and test, none negative and the first above 0",
         )
     train, validation, test = (number / sum(numbers) for number in numbers)
     return train, validation, test

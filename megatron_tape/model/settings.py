@@ -9,11 +9,8 @@ from megatron_tape.position import check_encoding, encoding_of
 
 def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` if the model's sizes do not fit together."""
-    sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size"
-    check_section("model", model, (*sizes.split(), "kv_channels", "unpadded_vocab_size", "norm_epsilon", "init_std"))
-    rope = "theta scaling_factor low_freq_factor high_freq_factor original_seq_length beta_slow beta_fast"
-    rope += " attention_factor"
-    check_section("model", model.position, ("position_mlp_size", *(f"rope_{name}" for name in rope.split())))
+    check_section("model", model)
+    check_section("model", model.position)
     encoding = encoding_of(model)
     heads, groups = model.num_attention_heads, model.query_groups
     refuse(

@@ -71,6 +71,9 @@ class RotaryPosition(PositionEncoding):
     def check(self) -> None:
         """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""
         settings = self.settings
+        for key, value in vars(settings).items():
+            if key.startswith("rope_") and isinstance(value, (int, float)) and not isinstance(value, bool):
+                refuse(not 0 < value < math.inf, f"model.{key}", f"is {value}", "set it to a number above 0")
         refuse(
             settings.rope_scaling_factor < 1,
             "model.rope_scaling_factor",

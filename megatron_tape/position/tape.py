@@ -86,6 +86,8 @@ class TapePosition(RotaryPosition):
     def check(self) -> None:
         """Reject a scale per head if heads share groups."""
         super().check()
+        width = self.mlp_width
+        refuse(not 1 <= width <= 2**20, "model.position_mlp_size", f"is {width}", "set it to 1 or more, up to 2^20")
         heads, groups = self.model.num_attention_heads, self.model.query_groups
         refuse(
             self.settings.token_mixing == "per_head" and groups != heads,

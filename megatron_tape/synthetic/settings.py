@@ -10,22 +10,18 @@ from megatron_tape.synthetic import GENERATORS, Generator
 
 def generator_of(setting: dict[str, Any]) -> Generator:
     """Return the generator that `data.generator` describes; raises `ConfigError` if there is none."""
-    settings = dict(setting)
+    key, settings = "data.generator", dict(setting)
     task = settings.pop("task", None)
-    refuse(
-        task not in GENERATORS,
-        f"data.generator is {shown(setting)}; give it the key task, one of {', '.join(GENERATORS)}",
-    )
+    fix = f"give it the key task, one of {', '.join(GENERATORS)}"
+    refuse(task not in GENERATORS, key, f"is {shown(setting)}", fix)
     kind = GENERATORS[task]
     types = {item.name: get_type_hints(kind)[item.name] for item in dataclasses.fields(kind)}
-    for key in settings:
-        refuse(
-            key not in types,
-            f"data.generator names {key}, which is not a setting of {task}; choose from {', '.join(types)}",
-        )
+    for name in settings:
+        fix = f"choose from {', '.join(types)}"
+        refuse(name not in types, key, f"names {name}, which is not a setting of {task}", fix)
+    generator = kind(**{name: accept(f"{key}.{name}", value, types[name]) for name, value in settings.items()})
     try:
-        generator = kind(**{key: accept(key, value, types[key]) for key, value in settings.items()})
         generator.check()
     except ConfigError as error:
-        raise ConfigError(f"data.generator of {task}: {error}") from None
+        raise ConfigError(f"{key}.{error.subject}", error.problem, error.fix) from None
     return generator
