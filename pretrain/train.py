@@ -106,11 +106,12 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ch
         return 1
     _load_libraries(config, is_rank_0)
     try:
+        from megatron_tape.evaluation.training_model import task_hooks
         from megatron_tape.parallel.layout import deterministic_kernels
         from megatron_tape.training.trainer import Trainer
 
         with deterministic_kernels(config.train.deterministic):
-            reason = Trainer(config, watch, **trainer_arguments(config)).run()
+            reason = Trainer(config, watch, more_hooks=task_hooks, **trainer_arguments(config)).run()
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, "Ctrl-C")
         if is_rank_0:

@@ -27,7 +27,7 @@ from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.backends import REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.synthetic.settings import generator_of
-from megatron_tape.training.evaluations import EVALUATIONS
+from megatron_tape.training.hooks import EVALUATIONS
 
 PROCESSES = "the number of processes"
 """What an error is about that no setting causes."""

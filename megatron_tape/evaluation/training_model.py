@@ -14,11 +14,10 @@ from megatron_tape.evaluation.base import Task, Unit
 from megatron_tape.evaluation.during_training import EVERY, build_tasks, info_of_run
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score
-from megatron_tape.training.hooks import Hook, HookResult
+from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
-    from megatron_tape.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class TrainingModel:
     takes part with a pass over nothing of its own (`help_others`).
     """
 
-    def __init__(self, trainer: Trainer, stage: str):
+    def __init__(self, trainer: Training, stage: str):
         self.info = info_of_run(trainer.config)
         self.tokenizer = trainer.tokenizer
         self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
@@ -88,17 +87,17 @@ class TaskHook(Hook):
         self._task, self._every = task, every
         self._units: list[Unit] | None = None
 
-    def before_step(self, trainer: Trainer, step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Read the data before the first step: what is wrong with it must not end the run at its first evaluation."""
         if self._units is None:
             trainer.watch.progress(f"reading the data of {self._task.name}")
             self._units = self._task.units(self._model(trainer))
 
-    def due(self, trainer: Trainer, step: int) -> bool:
+    def due(self, trainer: Training, step: int) -> bool:
         """Return whether the task is done after `step`."""
         return step % self._every == 0 or step == trainer.config.train.steps
 
-    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
+    def evaluate(self, trainer: Training, step: int) -> HookResult:
         """Return the task's scores as `evaluation/TASK/METRIC/GROUP/LENGTH`; none, with a warning, if it fails."""
         group = trainer.layout.tokens.data_group
         model, units = self._model(trainer), self._units
@@ -123,7 +122,7 @@ class TaskHook(Hook):
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
         return HookResult(scalars=scalars)
 
-    def _model(self, trainer: Trainer) -> TrainingModel:
+    def _model(self, trainer: Training) -> TrainingModel:
         return TrainingModel(trainer, f"evaluating {self._task.name}")
 
     def _tag(self, score: Score) -> str:

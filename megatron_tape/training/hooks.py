@@ -1,23 +1,24 @@
 """What runs in addition to the training steps: evaluations, and figures of every logged step.
 
-A new one is a subclass of `Hook` in a file of its own, entered by name in `training.evaluations` and switched on by
-`train.evaluations`. All ranks call a hook together, so it may communicate; rank 0's findings are written.
+A new one is a subclass of `Hook`, which `register` adds by name and `train.evaluations` switches on. All ranks call a
+hook together, so it may communicate; what rank 0 returns is written.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from megatron_tape.training.evaluations import EVALUATIONS, TASK_HOOKS
-from megatron_tape.training.sampling import sample_text
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
-    from megatron_tape.training.engine import StepResult
-    from megatron_tape.training.trainer import Trainer
+    from megatron_tape.data.batches import Batches
+    from megatron_tape.data.tokenizer import Tokenizer
+    from megatron_tape.model.language_model import LanguageModel
+    from megatron_tape.parallel.layout import ParallelLayout
+    from megatron_tape.run.metrics import MetricsWriter
+    from megatron_tape.run.watch import Watch
+    from megatron_tape.training.engine import Engine, StepResult
 
 
 @dataclass(frozen=True)
@@ -32,61 +33,65 @@ class HookResult:
     """Pictures for TensorBoard, as PNG."""
 
 
+class Training(Protocol):
+    """What hooks may read of the run on this rank, a `training.trainer.Trainer`."""
+
+    config: RunConfig
+    watch: Watch
+    layout: ParallelLayout
+    tokenizer: Tokenizer | None
+    batches: Batches
+    model: LanguageModel
+    engine: Engine
+    writer: MetricsWriter | None
+    """None except on rank 0."""
+    step: int
+    """The last completed step."""
+
+    def logs(self, step: int) -> bool:
+        """Return whether the metrics of `step` are logged."""
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether the model is evaluated after `step`."""
+
+
 class Hook:
     """Does nothing. A hook may keep state between the calls, but none that a resumed run would miss."""
 
-    def before_step(self, trainer: Trainer, step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Prepare for training step `step`; `trainer.logs(step)` and `trainer.evaluates(step)` say what follows it."""
 
-    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
-        """Look at what the step did; the findings are written where the step is logged."""
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+        """Look at what the step did; what this returns is written where the step is logged."""
         return HookResult()
 
-    def due(self, trainer: Trainer, step: int) -> bool:
+    def due(self, trainer: Training, step: int) -> bool:
         """Return whether to evaluate after `step`: here, every `train.eval_interval` steps and after the last."""
         interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
         return interval is not None and (step % interval == 0 or last)
 
-    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
+    def evaluate(self, trainer: Training, step: int) -> HookResult:
         """Evaluate the model after `step`."""
         return HookResult()
 
 
-class ValidationLoss(Hook):
-    """The mean loss of `train.eval_steps` global batches of the validation split."""
-
-    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
-        """Return `validation_loss`."""
-        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
-        return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+EVALUATIONS = ["validation_loss", "sample", "position_norms"]
+"""The names that `train.evaluations` may have."""
+HOOKS: dict[str, Callable[[], Hook]] = {}
+"""What makes the hook of each name; `built_in_hooks` adds our own."""
 
 
-class Sample(Hook):
-    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
-
-    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
-        """Return the text `sample`."""
-        settings = trainer.config.logging
-        if trainer.tokenizer is None or settings.sample_tokens == 0:
-            return HookResult()
-        trainer.watch.progress("sampling text")
-        prompt, length, context = settings.sample_prompt, settings.sample_tokens, trainer.config.model.seq_length
-        return HookResult(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
+def register(name: str, kind: Callable[[], Hook]) -> None:
+    """Let `train.evaluations` switch on the hook that `kind` makes; call it before the configuration is checked."""
+    HOOKS[name] = kind
+    if name not in EVALUATIONS:
+        EVALUATIONS.append(name)
 
 
-def build_hooks(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks that `train.evaluations` names, in their order, and those of the section `evaluation`."""
-    hooks = {}
-    for name in config.train.evaluations:
-        module, _, kind = EVALUATIONS[name].partition(":")
-        hooks[name] = getattr(importlib.import_module(module), kind)()
-    return hooks | (importlib.import_module(TASK_HOOKS).task_hooks(config) if config.evaluation.given() else {})
-
-
-def joined(findings: Iterable[tuple[str, HookResult]]) -> HookResult:
-    """Return the findings of several hooks, each with the hook's name, as one; ValueError where two share a name."""
+def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:
+    """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
     whole = HookResult()
-    for hook, found in findings:
+    for hook, found in results:
         for kind in ("scalars", "texts", "pictures"):
             held, new = getattr(whole, kind), getattr(found, kind)
             if twice := held.keys() & new.keys():

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tape.training.hooks import Hook, HookResult
+from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
     from megatron_tape.training.engine import StepResult
-    from megatron_tape.training.trainer import Trainer
 
 NAMES = ("state_norm", "update_norm")
 
@@ -25,11 +24,11 @@ class PositionNorms(Hook):
     moved from RoPE. Every logged step gives figures by layer, and evaluations give a picture by layer and head group.
     """
 
-    def before_step(self, trainer: Trainer, step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Let the updates record their norms if the step is logged."""
         trainer.model.record_position_norms(trainer.logs(step))
 
-    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         """Return `position/state_norm/layer_LL` and `position/update_norm/layer_LL`."""
         trainer.model.record_position_norms(False)
         norms = [update.norms for update in trainer.model.position_updates()]
@@ -46,7 +45,7 @@ class PositionNorms(Hook):
             }
         )
 
-    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
+    def evaluate(self, trainer: Training, step: int) -> HookResult:
         """Return the picture `position/norms` if TensorBoard files are written."""
         updates = trainer.model.position_updates()
         if not updates or not trainer.config.logging.tensorboard:

@@ -31,9 +31,10 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
+from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
-from megatron_tape.training.hooks import HookResult, build_hooks, joined
+from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.schedule import learning_rate
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
 
@@ -44,19 +45,24 @@ FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
 
 
 class Trainer:
-    """A run on this rank; every rank creates one, and all ranks call its methods together.
+    """A run on this rank; every rank creates one, and all ranks call its methods together."""
 
-    Hooks may read `config`, `watch`, `layout`, `tokenizer`, `batches`, `model`, `engine`, `writer` (None except on rank
-    0) and `step`, the last completed step.
-    """
-
-    def __init__(self, config: RunConfig, watch: Watch, trains: Trains = everything, find_base: FindBase | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        watch: Watch,
+        trains: Trains = everything,
+        find_base: FindBase | None = None,
+        more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
+    ):
         """Join the other ranks, claim the run and find its checkpoint or, without one, the weights it begins with.
+
+        `more_hooks` makes hooks that run in addition to those that `train.evaluations` names.
 
         Raises ConfigError if a setting does not match the checkpoint or the tokenizer, CheckpointError if a checkpoint
         cannot be used.
         """
-        self.config, self.watch, self.trains = config, watch, trains
+        self.config, self.watch, self.trains, self._more_hooks = config, watch, trains, more_hooks
         watch.progress("joining the other ranks")
         parallel, patience = config.parallel, longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
@@ -151,7 +157,7 @@ class Trainer:
             self.progress["card"] = card
         if self.tokenizer is not None:
             self.progress["vocabulary"] = self.tokenizer.vocabulary_digest()
-        self.hooks = build_hooks(config)
+        self.hooks = hooks_of(config) | self._more_hooks(config)
         self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from)
         self.writer = self._open_writer() if layout.rank == 0 else None
 

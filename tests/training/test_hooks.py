@@ -8,8 +8,7 @@ from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_cases import RECIPE, option
 
-from megatron_tape.training.evaluations import EVALUATIONS
-from megatron_tape.training.hooks import Hook, HookResult, joined
+from megatron_tape.training.hooks import EVALUATIONS, HOOKS, Hook, HookResult, joined, register
 from megatron_tape.training.position_norms import picture
 from pretrain import train
 
@@ -31,8 +30,8 @@ class Toy(Hook):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.setitem(EVALUATIONS, "toy", f"{__name__}:Toy")
+def run(tmp_path):
+    register("toy", Toy)
     data = write_all(tmp_path)
 
     def start(*overrides):
@@ -41,7 +40,9 @@ def run(tmp_path, monkeypatch):
         return train.main(["--config", str(RECIPE), prefix, folder, "--train.steps=5", *overrides])
 
     start.folder = tmp_path / "run"
-    return start
+    yield start
+    EVALUATIONS.remove("toy")
+    del HOOKS["toy"]
 
 
 def rows(folder):

@@ -1,0 +1,76 @@
+"""The evaluations that `train.evaluations` may name in every run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training, register
+from megatron_tape.training.position_norms import PositionNorms
+
+if TYPE_CHECKING:
+    from megatron_tape.config.schema import RunConfig
+    from megatron_tape.data.tokenizer import Tokenizer
+    from megatron_tape.training.engine import Engine
+
+
+class ValidationLoss(Hook):
+    """The mean loss of `train.eval_steps` global batches of the validation split."""
+
+    def evaluate(self, trainer: Training, step: int) -> HookResult:
+        """Return `validation_loss`."""
+        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
+        return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+
+
+class Sample(Hook):
+    """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
+
+    def evaluate(self, trainer: Training, step: int) -> HookResult:
+        """Return the text `sample`."""
+        settings = trainer.config.logging
+        if trainer.tokenizer is None or settings.sample_tokens == 0:
+            return HookResult()
+        trainer.watch.progress("sampling text")
+        prompt, length, context = settings.sample_prompt, settings.sample_tokens, trainer.config.model.seq_length
+        return HookResult(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
+
+
+def sample_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int, temperature: float = 0.8
+) -> str:
+    """Continue `prompt` by `length` tokens; all ranks call it together and get the same text.
+
+    A separate generator with a fixed seed leaves training's random numbers unchanged. The model sees at most
+    `max_length` tokens at once, and each new token costs one forward pass over them: there is no cache. Ends early at
+    the end of a document, or where logits are not finite.
+    """
+    layout = engine.layout
+    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(length):
+        seen = ids[-max_length:]
+        padding = -len(seen) % layout.tokens.sequence_shards
+        tokens = torch.tensor([seen + [0] * padding], device=layout.device)
+        logits = engine.logits(tokens)[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
+        if torch.isfinite(logits).all():
+            chosen = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+        else:
+            chosen = torch.tensor([-1])
+        chosen = chosen.to(layout.device)
+        dist.broadcast(chosen, src=0)
+        if int(chosen) in (-1, tokenizer.eod):
+            break
+        ids.append(int(chosen))
+    return tokenizer.decode(ids)
+
+
+for _name, _kind in {"validation_loss": ValidationLoss, "sample": Sample, "position_norms": PositionNorms}.items():
+    register(_name, _kind)
+
+
+def hooks_of(config: RunConfig) -> dict[str, Hook]:
+    """Return the hooks that `train.evaluations` names, in their order."""
+    return {name: HOOKS[name]() for name in config.train.evaluations}
