@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.apart import Measurements, Tell
 from benchmarks.attention_candidates import (
+    BACKENDS,
     Candidate,
     Factory,
     candidates,
@@ -35,7 +36,6 @@ from benchmarks.attention_candidates import (
     with_phases,
 )
 from benchmarks.environment import positive, recorder
-from benchmarks.measured import BACKENDS, merge, table_rows
 from benchmarks.timing import DTYPES, add_arguments, matmul_peak, reason, timed
 from megatron_tape.ops.parity import inexact
 
@@ -251,8 +251,7 @@ def measure_all(arguments: argparse.Namespace, combinations: list[Combination], 
     def keep(result: dict) -> None:
         results[-1] = result
         if record:
-            rows = table_rows(results, arguments.precision, record)
-            record.write({"precision": arguments.precision, "results": results, "rows": rows})
+            record.write({"precision": arguments.precision, "results": results})
 
     for done, (shape, length) in enumerate(combinations):
         if measurements.over:
@@ -266,7 +265,7 @@ def measure_all(arguments: argparse.Namespace, combinations: list[Combination], 
 
 
 def main() -> None:
-    """Print tables; `--record` or `--output` also writes them, and the rows for the table by which `auto` chooses."""
+    """Print tables; `--record` or `--output` also writes them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -280,9 +279,6 @@ def main() -> None:
         f"--shapes nor --lengths: {' '.join(ON_GPU)})",
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="NAME", help="TAPE candidates, such as triton (default: all)")
-    parser.add_argument(
-        "--update-table", action="store_true", help="let attention_backend: auto choose by the file of --output"
-    )
     add_arguments(parser, on_gpu, repetitions=10)
     arguments = parser.parse_args()
     if arguments.toy:
@@ -294,8 +290,6 @@ def main() -> None:
             names = ", ".join(sorted(known))
             parser.error(f"--only {' '.join(sorted(unknown))}: not among the candidates here, {names}")
     measure_all(arguments, combinations_of(arguments, on_gpu), device, apart=on_gpu)
-    if arguments.update_table and arguments.output:
-        merge([arguments.output])
 
 
 if __name__ == "__main__":

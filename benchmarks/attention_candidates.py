@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measured import BACKENDS
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention, unsupported
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
@@ -20,6 +19,9 @@ Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | No
 """Maps q, k, v and z to the averages of v and, for TAPE, of z."""
 Factory = Callable[[int], Candidate]
 """Makes a candidate for sequences of one length."""
+
+BACKENDS = ("triton", "flash_attn", "torch", "tiled")
+"""Backends of a model that are measured, each as `rope NAME` and as `tape NAME`."""
 
 LONGEST_MASK = 16384
 """Tokens up to which FlexAttention's mask is made from all pairs; beyond that by a compiled function."""

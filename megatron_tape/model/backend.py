@@ -6,9 +6,8 @@ import torch
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.attention import Choice, choose_backend
 from megatron_tape.ops.backends import AVERAGE, REFLECTIONS
-from megatron_tape.ops.measured import Heads
+from megatron_tape.ops.backends.choice import Choice, choose_backend
 from megatron_tape.ops.parity import Shapes, check_fused_kernels, loss_disagrees
 from megatron_tape.position import encoding_of
 
@@ -25,8 +24,8 @@ def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 def choice(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> Choice:
     """Return the same, with the reason for it."""
-    shape = Heads(model.num_attention_heads, model.query_groups, model.head_dim, model.seq_length)
-    return choose_backend(model.attention_backend, device, dtype, shape, encoding_of(model).needs, shifted_sparse)
+    needs = encoding_of(model).needs
+    return choose_backend(model.attention_backend, device, dtype, model.head_dim, needs, shifted_sparse)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:

@@ -1,6 +1,7 @@
 """Megatron-core modules whose attention carries a position state."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
-from megatron_tape.ops.attention import attention
+from megatron_tape.ops.attention import attend
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
+from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
@@ -74,11 +76,11 @@ class CoreAttention(torch.nn.Module):
         packing: Packing | ShiftedSegments | None,
         run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
-        """See `megatron_tape.ops.attention.attention`, or `ops.shifted.shifted_attention` where segments are given."""
-        given = {"backend": self.backend, "run": run, **vars(positions)}
+        """See `ops.attention.attend`, or `ops.shifted.attend_in_segments` where segments are given."""
+        inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
         if isinstance(packing, ShiftedSegments):
-            return shifted_attention(query, key, value, segments=packing, **given)
-        return attention(query, key, value, packing=packing, **given)
+            return attend_in_segments(inputs, packing, self.backend)
+        return attend(replace(inputs, packing=packing), self.backend)
 
 
 class PositionSelfAttention(SelfAttention):

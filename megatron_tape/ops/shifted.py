@@ -8,17 +8,14 @@ alone.
 Axes: T tokens, S queries (as many), B batch, H query heads, G key/value groups, D head dimension.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_tape.ops.activation_checkpointing import run_directly
-from megatron_tape.ops.attention import attention
-from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.attention import attend
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.rescore import Rescore
 
 SEGMENTS = 4
 """Segments of a sequence."""
@@ -65,46 +62,32 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
     return sum(group < query_groups // 2 for group in (range(query_groups) if own_groups is None else own_groups))
 
 
-def shifted_attention(
-    q_SBHD: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    z_TBGD: Tensor | None,
-    segments: ShiftedSegments,
-    average_state: bool = False,
-    backend: str = "torch",
-    bias: Bias | None = None,
-    log_gate_TBH: Tensor | None = None,
-    rescore: Rescore | None = None,
-    factor_TB1D: Tensor | None = None,
-    run: Callable[..., tuple[Tensor, ...]] = run_directly,
+def attend_in_segments(
+    x: AttentionInputs, segments: ShiftedSegments, backend: str = "torch"
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what `ops.attention.attention` does with as many queries as keys, each head within its segments.
+    """Do what `ops.attention.attend` does with as many queries as keys, each head within its segments.
 
     Raises ValueError as that does, and for `rescore`, which would need whole rows of scores of all heads.
     """
-    if rescore is not None:
+    if x.rescore is not None:
         raise ValueError("scores that are computed from whole rows cannot be combined with segments")
-    G, count = k_TBGD.shape[2], segments.unshifted_groups
-    per_group = q_SBHD.shape[2] // G
+    G, count = x.k_TBGD.shape[2], segments.unshifted_groups
+    per_group = x.q_SBHD.shape[2] // G
     outputs = []
     for packing, groups in ((segments.plain, slice(0, count)), (segments.shifted, slice(count, G))):
         if groups.start == groups.stop:
             continue
         heads = slice(groups.start * per_group, groups.stop * per_group)
-        own = attention(
-            q_SBHD[:, :, heads],
-            k_TBGD[:, :, groups],
-            v_TBGD[:, :, groups],
-            z_TBGD if z_TBGD is None or z_TBGD.shape[2] == 1 else z_TBGD[:, :, groups],
-            average_state,
-            packing,
-            backend,
-            bias=None if bias is None else bias.of_heads(heads),
-            log_gate_TBH=None if log_gate_TBH is None else log_gate_TBH[:, :, heads],
-            factor_TB1D=factor_TB1D,
-            run=run,
+        own = replace(
+            x,
+            q_SBHD=x.q_SBHD[:, :, heads],
+            k_TBGD=x.k_TBGD[:, :, groups],
+            v_TBGD=x.v_TBGD[:, :, groups],
+            z_TBGD=x.z_TBGD if x.z_TBGD is None or x.z_TBGD.shape[2] == 1 else x.z_TBGD[:, :, groups],
+            packing=packing,
+            bias=None if x.bias is None else x.bias.of_heads(heads),
+            log_gate_TBH=None if x.log_gate_TBH is None else x.log_gate_TBH[:, :, heads],
         )
-        outputs.append(own)
+        outputs.append(attend(own, backend))
     o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))
     return o, u

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.positions import Positions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,24 +74,6 @@ class MicroBatch:
     def sent_groups(self, query_groups: int) -> int:
         """Return of how many groups an exchange sends something for each token: all, or more where ranks share some."""
         return self.groups(query_groups) * self.head_shards
-
-
-@dataclass(frozen=True)
-class Positions:
-    """What attention gets in one layer; the fields are arguments of `ops.attention.attention`."""
-
-    z_TBGD: Tensor | None = None
-    """The position state of all tokens and this rank's groups, (S, B or 1, g or 1, D): rotates queries and keys."""
-    average_state: bool = False
-    """Whether the attention map averages it, too."""
-    factor_TB1D: Tensor | None = None
-    """Real factors, (S, B or 1, 1, D), by which queries are multiplied and keys divided."""
-    bias: Any = None
-    """An `ops.bias.Bias`, added to the scores."""
-    log_gate_TBH: Tensor | None = None
-    """Logarithms of forget gates, (S, B, h)."""
-    rescore: Any = None
-    """An `ops.rescore.Rescore`, which returns whole rows of scores."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from megatron_tape.ops import attention
+from megatron_tape.ops.backends import choice
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -50,7 +50,7 @@ def rounding_to_nearest():
         mock.patch.object(interpreter, "_convert_float", to_nearest),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
         mock.patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
-        mock.patch.object(attention, "_not_interpreted", lambda dtype: None),
+        mock.patch.object(choice, "why_not_interpreted", lambda dtype: None),
     ):
         yield
 

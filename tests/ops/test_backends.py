@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops import attention as ops
-from megatron_tape.ops.attention import attention, choose_backend
-from megatron_tape.ops.backends import AVERAGE
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, choice
 from megatron_tape.ops.backends import tiled as tiled_attention
-from megatron_tape.ops.measured import Heads
+from megatron_tape.ops.backends.choice import choose_backend
 from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
 
@@ -21,12 +20,7 @@ CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
 
 def chosen(wanted, device, dtype, dim, needs=frozenset(), segments=False):
-    return choose_backend(wanted, device, dtype, Heads(12, 12, dim, 1024), needs, segments).backend
-
-
-@pytest.fixture(autouse=True)
-def nothing_measured(monkeypatch):
-    monkeypatch.setattr(ops, "read_table", lambda: [])
+    return choose_backend(wanted, device, dtype, dim, needs, segments).backend
 
 
 @pytest.fixture
@@ -67,7 +61,7 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     results = []
     for name in (backend, "naive"):
-        outputs = [x for x in attention(*tensors, averages, packing, name, queries == 21) if x is not None]
+        outputs = [x for x in attention(*tensors, averages, packing, name, rotate=queries == 21) if x is not None]
         assert len(outputs) == 1 + averages
         loss = sum(x.square().sum() for x in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
@@ -80,7 +74,7 @@ def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     torch.use_deterministic_algorithms(True)
     try:
-        attention(*tensors, False, packing, "flash_attn", True)
+        attention(*tensors, False, packing, "flash_attn")
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -126,8 +120,8 @@ def test_documents_are_bounded_by_their_first_token_and_the_next_ones():
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(monkeypatch, backend, device, dtype, dim, installed, why):
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None if installed else "is not installed")
-    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if installed else "is not installed")
+    monkeypatch.setattr(choice, "triton_interprets", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match=f"model.attention_backend is {backend}, which {why}; "):
         chosen(backend, device, dtype, dim)
@@ -141,19 +135,19 @@ def test_an_interpreter_that_cannot_read_the_bounds_of_loops_is_reported(monkeyp
 
     triton, numpy = ModuleType("triton"), ModuleType("numpy")
     numpy.__version__, numpy.zeros = "2.5.2", refuse
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
-    monkeypatch.setattr(ops, "_interpreted", lambda: True)
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
+    monkeypatch.setattr(choice, "triton_interprets", lambda: True)
     for name, module in (("triton", triton), ("numpy", numpy)):
         monkeypatch.setitem(sys.modules, name, module)
     triton.__version__ = "3.6.0"
     why = "cannot be interpreted by triton 3.6.0 with numpy 2.5.2; use triton 3.7 or newer"
-    assert ops.unsupported("triton", CPU, torch.float32, 64) == why
+    assert choice.unsupported("triton", CPU, torch.float32, 64) == why
     triton.__version__ = "3.7.1"
-    assert ops.unsupported("triton", CPU, torch.float32, 64) is None
+    assert choice.unsupported("triton", CPU, torch.float32, 64) is None
 
 
 def test_auto_chooses_the_fastest_backend(monkeypatch):
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for needs, on_gpu, on_cpu in (({AVERAGE}, "triton", "tiled"), (set(), "flash_attn", "torch")):
         assert chosen("auto", GPU, BF16, 64, needs) == on_gpu
@@ -163,7 +157,7 @@ def test_auto_chooses_the_fastest_backend(monkeypatch):
         assert chosen("auto", GPU, BF16, 64, needs, segments=True) == on_gpu
         assert chosen("auto", CPU, BF16, 64, needs, segments=True) == "tiled"
         assert chosen("torch", CPU, BF16, 64, needs, segments=True) == "torch"
-    monkeypatch.setattr(ops, "_not_importable", lambda name: "is not installed" if name == "flash_attn" else None)
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: "is not installed" if name == "flash_attn" else None)
     assert chosen("auto", GPU, BF16, 64) == "torch"
     assert chosen("auto", GPU, BF16, 64, segments=True) == "triton"
 
@@ -172,10 +166,10 @@ def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    assert ops.unsupported("flash_attn", GPU, BF16, 64) == "cannot be imported (ImportError)"
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    assert choice.unsupported("flash_attn", GPU, BF16, 64) == "cannot be imported (ImportError)"
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "8.0 or newer" in ops.unsupported("triton", GPU, BF16, 64)
+    assert "8.0 or newer" in choice.unsupported("triton", GPU, BF16, 64)
 
 
 def test_what_does_not_fit_together_is_refused():
@@ -200,7 +194,7 @@ def test_what_does_not_fit_together_is_refused():
         ("do not fit", (torch.zeros(5, 1, 2, 16), five, five, None)),
         ("float32, torch.float64 and torch.float32, not of one", (five, five.double(), five, None)),
     ):
-        for backend in ops.BACKENDS:
+        for backend in BACKENDS:
             with pytest.raises(ValueError, match=message):
                 attention(*arguments, backend=backend)
 
@@ -210,17 +204,17 @@ def test_unknown_backends_and_documents_out_of_order_are_refused(monkeypatch):
     for backend in ("auto", "flash"):
         with pytest.raises(ValueError, match=f"backend is '{backend}', not one of triton, tiled, .* choose_backend"):
             attention(x, x, x, None, backend=backend)
-    monkeypatch.setattr(ops, "_interpreted", lambda: True)
+    monkeypatch.setattr(choice, "triton_interprets", lambda: True)
     with pytest.raises(ValueError, match="triton, which supports heads of 32.* not 8"):
         attention(x, x, x, None, backend="triton")
     x = torch.zeros(5, 1, 2, 32)
     with pytest.raises(ValueError, match="triton, which computes bfloat16 incorrectly in the interpreter"):
         attention(x.bfloat16(), x.bfloat16(), x.bfloat16(), None, backend="triton")
-    monkeypatch.setattr(ops, "_not_interpreted", lambda dtype: None)
+    monkeypatch.setattr(choice, "why_not_interpreted", lambda dtype: None)
     many = x[:1].expand(1, 2**15, 2, 32)
     with pytest.raises(ValueError, match="32768 sequences of 2 heads exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")
-    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    monkeypatch.setattr(choice, "triton_interprets", lambda: False)
     with pytest.raises(ValueError, match="triton, which needs a GPU, and this runs on cpu"):
         attention(x, x, x, None, backend="triton")
     with pytest.raises(ValueError, match="padding comes before a sequence"):

@@ -18,12 +18,11 @@ from torch.nn.functional import logsigmoid
 from megatron_tape.errors import ConfigError
 from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import kernel_shapes, verified_backend
-from megatron_tape.ops import attention as ops
 from megatron_tape.ops import parity
-from megatron_tape.ops.attention import attention, choose_backend
-from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, ROTATION, SCORES, flex
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, ROTATION, SCORES, choice, flex
+from megatron_tape.ops.backends.choice import choose_backend
 from megatron_tape.ops.bias import Bias, gates_as_bias
-from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position.base import NO_MEMORY
 
@@ -66,7 +65,7 @@ def test_flex_gives_what_the_naive_backend_does_with_every_gradient(packed, quer
     for backend in ("flex", "naive"):
         q, k, v, z = tensors
         changes = {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
-        o, _ = attention(q, k, v, z, False, PACKING if packed else None, backend, rotated, **changes)
+        o, _ = attention(q, k, v, z, False, PACKING if packed else None, backend, rotate=rotated, **changes)
         leaves = [*tensors, table, logits] if rotated else [*tensors[:3], table, logits]
         found.append([o, *torch.autograd.grad(o, leaves, draw(*o.shape, seed=9).detach())])
     torch.testing.assert_close(*found)
@@ -158,13 +157,13 @@ def test_fla_is_given_what_the_naive_backend_computes_with(fla, packed):
 
 
 def chosen(device, needs, wanted="auto", dtype=BF16, dim=64):
-    return choose_backend(wanted, device, dtype, Heads(12, 12, dim, 1024), needs).backend
+    return choose_backend(wanted, device, dtype, dim, needs).backend
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     installed = {"triton", "fla.ops.forgetting_attn"}
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None if name in installed else "is not installed")
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in installed else "is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return installed
 

@@ -14,12 +14,11 @@ from torch.nn.functional import logsigmoid, normalize
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import kernel_shapes
-from megatron_tape.ops import attention as ops
 from megatron_tape.ops import parity
-from megatron_tape.ops.attention import attention, choose_backend
-from megatron_tape.ops.backends import GATE, REFLECTIONS
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import GATE, REFLECTIONS, choice
+from megatron_tape.ops.backends.choice import choose_backend
 from megatron_tape.ops.householder import through_reflections
-from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
 
@@ -82,11 +81,11 @@ def test_fla_is_given_what_the_naive_backend_computes_with(fla, gated, packed):
 
 
 def chosen(needs, wanted="auto", device=GPU, dtype=BF16, dim=64):
-    return choose_backend(wanted, device, dtype, Heads(12, 12, dim, 1024), needs).backend
+    return choose_backend(wanted, device, dtype, dim, needs).backend
 
 
 def test_a_gpu_runs_them_at_their_widths(monkeypatch):
-    monkeypatch.setattr(ops, "_not_importable", lambda name: None)
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     path, with_gates = (encoding_of(small_model(position_encoding=name)).needs for name in ("path", "path_fox"))
     assert (path, with_gates) == ({REFLECTIONS}, {REFLECTIONS, GATE})

@@ -5,13 +5,14 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.attention import attention, choose_backend
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, tiled
+from megatron_tape.ops.backends.choice import choose_backend
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.measured import Heads
 from megatron_tape.ops.packing import Packing, document_bounds
 from megatron_tape.ops.rescore import Rescore
-from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention
+from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
 CAN = [(name, need) for name in ("tiled", "torch") for need in (BIAS, GATE) if need in BACKENDS[name].can]
@@ -81,7 +82,7 @@ def test_biases_and_gates_with_every_gradient(backend, packed, queries):
     added = by_distance + sums[..., :, None] - sums[..., None, :]
     theirs = plain(*tensors, added, packing, rotated)
     log_gate = torch.nn.functional.logsigmoid(gates)
-    ours = attention(*tensors, True, packing, backend, rotated, bias=bias, log_gate_TBH=log_gate)
+    ours = attention(*tensors, True, packing, backend, rotate=rotated, bias=bias, log_gate_TBH=log_gate)
     directions = [torch.randn_like(x) for x in theirs]
     leaves = [*tensors, *learned, gates]
     expected = torch.autograd.grad(theirs, leaves, directions, allow_unused=True, materialize_grads=True)
@@ -170,7 +171,7 @@ def test_a_backend_refuses_what_it_cannot_do():
 
 
 def test_the_choice_matches_needs_and_backends():
-    cpu, gpu, heads = torch.device("cpu"), torch.device("cuda"), Heads(12, 12, 64, 1024)
+    cpu, gpu, heads = torch.device("cpu"), torch.device("cuda"), 64
     for needs, on_cpu, on_gpu in (
         ({BIAS}, "tiled", "tiled"),
         ({ROTATION, AVERAGE, GATE}, "tiled", "tiled"),
@@ -181,7 +182,7 @@ def test_the_choice_matches_needs_and_backends():
         assert choose_backend("auto", gpu, torch.bfloat16, heads, needs).backend == on_gpu
     with pytest.raises(ConfigError, match="attention_backend is torch, which cannot compute scores from whole rows"):
         choose_backend("torch", cpu, torch.float32, heads, {SCORES})
-    with pytest.raises(ConfigError, match="no attention backend can rotate .* and dream at once"):
+    with pytest.raises(ConfigError, match="no backend can rotate .* and dream at once"):
         choose_backend("auto", cpu, torch.float32, heads, {ROTATION, "dream"})
 
 
@@ -227,7 +228,9 @@ def test_rounded_outputs_do_not_blur_the_gradients_of_gates_of_other_tokens(shif
         q, k, v, direction, leaf = [x if dtype is None else x.to(dtype) for x in (*tensors, logits)]
         gates = logsigmoid(leaf.requires_grad_().to(dtype or torch.float32))
         if shifted:
-            o, _ = shifted_attention(q, k, v, None, segments, backend=backend, log_gate_TBH=gates)
+            o, _ = attend_in_segments(
+                AttentionInputs(q_SBHD=q, k_TBGD=k, v_TBGD=v, log_gate_TBH=gates), segments, backend
+            )
         else:
             o, _ = attention(q, k, v, None, packing=packing, backend=backend, log_gate_TBH=gates)
         gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()

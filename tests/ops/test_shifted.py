@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
-from megatron_tape.ops.shifted import ShiftedSegments, shifted_attention, unshifted_groups
+from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments, unshifted_groups
 
 T, B, D = 48, 2, 32
 DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
@@ -41,6 +42,11 @@ def explicit(q, k, v, z, average, documents):
     p = scores.masked_fill(~same, float("-inf")).softmax(-1)
     values = [v, z] if average else [v]
     return [torch.einsum("bhst,tbhd->sbhd", p, x) for x in values]
+
+
+def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **more):
+    given = AttentionInputs(z, averages, q_SBHD=q, k_TBGD=k, v_TBGD=v, **more)
+    return attend_in_segments(given, segments, backend)
 
 
 def with_gradients(outputs, tensors):

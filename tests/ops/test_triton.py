@@ -13,7 +13,8 @@ from ops_interpreter import DEVICE, rounding_to_nearest
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
-from megatron_tape.ops.attention import HEAD_DIMS, attention
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import HEAD_DIMS
 from megatron_tape.ops.kernels import triton_attention
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import check_fused_kernels, inexact

@@ -22,7 +22,7 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.io.files import digest
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
-from megatron_tape.ops.attention import Choice
+from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
 from megatron_tape.run.attempts import read_attempts
 from megatron_tape.training.engine import Engine

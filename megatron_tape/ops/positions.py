@@ -1,0 +1,35 @@
+"""What a positional encoding gives attention in one layer. Imports no torch.
+
+Axes: S all tokens of a sequence, T keys (in training the same S tokens), B batch, H query heads, G key/value groups, D
+head dimension; heads and groups are those of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tape.ops.bias import Bias
+    from megatron_tape.ops.rescore import Rescore
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How positions enter the attention of one layer."""
+
+    z_TBGD: Tensor | None = None
+    """The position state, (T, B or 1, G or 1, D), which rotates queries and keys."""
+    average_state: bool = False
+    """Whether the attention map averages it, too."""
+    factor_TB1D: Tensor | None = None
+    """Real factors, (T, B or 1, 1, D), by which rotated queries are multiplied and rotated keys divided. The two parts
+    of a complex number must have the same factor."""
+    bias: Bias | None = None
+    """Added to the scores."""
+    log_gate_TBH: Tensor | None = None
+    """Logarithms of forget gates, (T, B, H), which lower the scores."""
+    rescore: Rescore | None = None
+    """Replaces whole rows of scores."""
