@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import refuse
 from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling, keep_freed_memory
 from megatron_tape.parallel.token_layout import TokenLayout
 
@@ -47,6 +47,26 @@ class ParallelLayout:
     replica_size: int
     mpu: SimpleNamespace
     tokens: TokenLayout
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool) -> "ParallelLayout":
+        """Return the place of this process in Megatron's groups."""
+        return cls(
+            groups=groups,
+            device=device,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            tensor_parallel_rank=groups.tp.rank(),
+            tensor_parallel_size=groups.tp.size(),
+            context_parallel_rank=groups.cp.rank(),
+            context_parallel_size=groups.cp.size(),
+            data_parallel_rank=groups.dp.rank(),
+            data_parallel_size=groups.dp.size(),
+            replica_rank=groups.dp_cp.rank(),
+            replica_size=groups.dp_cp.size(),
+            mpu=deepspeed_mpu(groups),
+            tokens=TokenLayout.of(groups, sequence_parallel),
+        )
 
     def any_rank(self, flag: bool) -> bool:
         """Return, on every rank, whether `flag` is set on any of them; all call it together."""
@@ -92,7 +112,7 @@ def world_size_from_environment() -> int:
 def initialize_distributed(
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool | None = None,
-    patience: float | None = None,
+    timeout: float | None = None,
     context_parallel_size: int = 1,
 ) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
@@ -100,40 +120,56 @@ def initialize_distributed(
     The backend is nccl with CUDA, otherwise gloo. A process may call this again: the groups are kept, or rebuilt if a
     size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
     tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
-    `patience` seconds, with None practically never. Raises ValueError when the number of processes is not a multiple of
-    both sizes together, ConfigError when this process has no GPU to itself.
+    `timeout` seconds, with None practically never. Raises ConfigError when the number of processes is not a multiple of
+    both sizes together, or when this process has no GPU to itself.
     """
-    import deepspeed
-
-    world_size = world_size_from_environment()
-    sizes = tensor_model_parallel_size, context_parallel_size
-    if world_size % math.prod(sizes):
-        raise ValueError(
-            f"{world_size} processes cannot form groups of {sizes[0]} x {sizes[1]}; start a multiple of "
-            "parallel.tensor_model_parallel_size times parallel.context_parallel_size"
-        )
+    sizes, world_size = (tensor_model_parallel_size, context_parallel_size), world_size_from_environment()
+    refuse(
+        bool(world_size % math.prod(sizes)),
+        ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
+        f"{sizes[0]} times parallel.context_parallel_size {sizes[1]} does not divide the {world_size} processes",
+        "start a multiple of their product",
+    )
     enable_megatron_on_cpu()
     keep_deepspeed_from_compiling()
     keep_freed_memory()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local_rank >= devices:
-            raise ConfigError(
-                f"process {local_rank} of this node has no GPU: it has {devices}; start no more processes"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    timeout = WITHOUT_LIMIT if patience is None else timedelta(seconds=patience) + MARGIN
+    device = _own_device()
+    limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
-        # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
-        launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
-        alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **alone)
-        os.environ.setdefault("LOCAL_RANK", "0")
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+        _join_processes("nccl" if device.type == "cuda" else "gloo", limit)
+    groups = _megatron_groups(sizes)
+    # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(limit, group)
+    return ParallelLayout.of(groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel)
+
+
+def _own_device() -> torch.device:
+    """Return this process's GPU, made torch's current one, or the CPU where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    problem = f"has no GPU: the node has {devices}"
+    refuse(local_rank >= devices, f"process {local_rank} of this node", problem, "start no more processes than GPUs")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_processes(backend: str, timeout: timedelta) -> None:
+    """Initialize torch.distributed, and DeepSpeed on top of it."""
+    import deepspeed
+
+    # DeepSpeed leaves RANK behind where groups were made before; only a launcher says where rank 0 is.
+    launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
+    alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **alone)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _megatron_groups(sizes: tuple[int, int]) -> ProcessGroupCollection:
+    """Return Megatron's groups for these tensor-parallel and context-parallel sizes; those there are, if they fit."""
     if parallel_state.model_parallel_is_initialized():
         found = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
         if found != sizes:
@@ -142,26 +178,7 @@ def initialize_distributed(
         parallel_state.initialize_model_parallel(
             sizes[0], context_parallel_size=sizes[1], create_gloo_process_groups=False
         )
-    # Megatron would give groups 30 minutes, torch 10 or 30; groups that are kept have those of an earlier call.
-    for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(timeout, group)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return ParallelLayout(
-        groups=groups,
-        device=device,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tensor_parallel_rank=groups.tp.rank(),
-        tensor_parallel_size=groups.tp.size(),
-        context_parallel_rank=groups.cp.rank(),
-        context_parallel_size=groups.cp.size(),
-        data_parallel_rank=groups.dp.rank(),
-        data_parallel_size=groups.dp.size(),
-        replica_rank=groups.dp_cp.rank(),
-        replica_size=groups.dp_cp.size(),
-        mpu=deepspeed_mpu(groups),
-        tokens=TokenLayout.of(groups, sizes[0] > 1 if sequence_parallel is None else sequence_parallel),
-    )
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def _destroy_groups() -> None:

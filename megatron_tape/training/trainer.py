@@ -64,11 +64,11 @@ class Trainer:
         """
         self.config, self.watch, self.trains, self._more_hooks = config, watch, trains, more_hooks
         watch.progress("joining the other ranks")
-        parallel, patience = config.parallel, longest_wait(config.train.hang_timeout)
+        parallel, timeout = config.parallel, longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
             parallel.tensor_model_parallel_size,
             parallel.uses_sequence_parallel,
-            patience,
+            timeout,
             parallel.context_parallel_size,
         )
         chosen_backend(config.model, dtype_of(config), self.layout.device)

@@ -56,21 +56,21 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
             slope, given["bias"] = slopes((tokens[:, None] - tokens).clamp(min=0))
             tensors.append(slope)
         if kept is not None:
-            given["run"] = partial(kept.run, "layer")
+            given["run"] = partial(recorder.run, "layer")
             with torch.no_grad():
                 first = attention(q, k, v, z, **given)
         outputs = [y for y in attention(q, k, v, z, **given) if y is not None]
         if kept is not None:
             assert all(torch.equal(a, b) for a, b in zip(outputs, first))
         found.append([*outputs, *gradients(outputs, tensors)])
-    for kept, expected in zip(*found[::-1], strict=True):
-        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-12)
+    for recorder, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(recorder, expected, rtol=1e-12, atol=1e-12)
     # Gradients of a mask would be computed by another kernel, with other bits, from S x S numbers.
     assert biased or torch.equal(found[0][0], found[1][0])
 
 
 def test_inputs_are_not_kept_and_attention_runs_once():
-    calls, kept = [], AttentionRecorder()
+    calls, recorder = [], AttentionRecorder()
 
     def function(q, k, v):
         calls.append(torch.is_grad_enabled())
@@ -80,12 +80,12 @@ def test_inputs_are_not_kept_and_attention_runs_once():
     alive = [StorageWeakRef(x.untyped_storage()) for x in (q, k, v)]
     values = [x.clone() for x in (q, k, v)]
     with torch.no_grad():
-        (output,) = kept.run(0, function, q, k, v)
+        (output,) = recorder.run(0, function, q, k, v)
     del q, k, v
     gc.collect()
     assert all(ref.expired() for ref in alive)
     again = [x.requires_grad_() for x in values]
-    (second,) = kept.run(0, function, *again)
+    (second,) = recorder.run(0, function, *again)
     assert second.data_ptr() == output.data_ptr()  # what is kept is not copied
     found = gradients([second], again)
     assert calls == [True]
@@ -97,10 +97,10 @@ def test_inputs_are_not_kept_and_attention_runs_once():
 def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
     places = []
 
-    def forward(kept):
+    def forward(recorder):
         with torch.no_grad():
             q, k, v, z = (x.clone() for x in inputs())
-            found = attention(q, k, v, z, True, backend=backend, run=partial(kept.run, 0))
+            found = attention(q, k, v, z, True, backend=backend, run=partial(recorder.run, 0))
         places.extend(StorageWeakRef(x.untyped_storage()) for x in (q, k, v, z, *found))
 
     gc.disable()
@@ -112,16 +112,16 @@ def test_nothing_stays_of_a_forward_pass_without_a_backward_pass(backend):
 
 
 def test_a_layer_that_runs_again_too_often_is_an_error():
-    with pytest.raises(RuntimeError, match="layer 3 runs again, but nothing is kept of its first run"):
+    with pytest.raises(RuntimeError, match="layer 3 runs again"):
         AttentionRecorder().run(3, lambda x: (x,), torch.ones(2, requires_grad=True))
 
 
 def test_each_call_of_a_layer_gets_its_own_graph_back():
     """Shifted sparse attention calls attention twice in a layer; layers run again from the last to the first."""
-    kept, tensors = AttentionRecorder(), [inputs(seed)[:3] for seed in range(4)]
+    recorder, tensors = AttentionRecorder(), [inputs(seed)[:3] for seed in range(4)]
 
     def run(layer, i):
-        return attention(*tensors[i], None, backend="tiled", run=partial(kept.run, layer))[0]
+        return attention(*tensors[i], None, backend="tiled", run=partial(recorder.run, layer))[0]
 
     with torch.no_grad():
         first = [run(layer, i) for layer, i in ((0, 0), (0, 1), (1, 2), (1, 3))]

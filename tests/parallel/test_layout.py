@@ -24,11 +24,11 @@ def afresh():
 
 
 def test_every_group_even_a_kept_one_waits_longer_than_the_watch():
-    initialize_distributed(patience=100.0)
+    initialize_distributed(timeout=100.0)
     assert timeouts() == {timedelta(seconds=700)}
-    initialize_distributed(patience=7200.0)
+    initialize_distributed(timeout=7200.0)
     assert timeouts() == {timedelta(seconds=7800)}
-    initialize_distributed(patience=None)
+    initialize_distributed(timeout=None)
     assert timeouts() == {timedelta(days=365)}
 
 
