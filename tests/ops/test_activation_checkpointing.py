@@ -45,7 +45,7 @@ def slopes(distance):
 @pytest.mark.parametrize("biased", [False, True])
 def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
     found = []
-    for kept in (None, AttentionRecorder()):
+    for recorder in (None, AttentionRecorder()):
         q, k, v, z = inputs()
         given = {"backend": backend, "average_state": True}
         tensors = [q, k, v, z]
@@ -55,16 +55,16 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
             tokens = torch.arange(S, dtype=torch.float64)
             slope, given["bias"] = slopes((tokens[:, None] - tokens).clamp(min=0))
             tensors.append(slope)
-        if kept is not None:
+        if recorder is not None:
             given["run"] = partial(recorder.run, "layer")
             with torch.no_grad():
                 first = attention(q, k, v, z, **given)
         outputs = [y for y in attention(q, k, v, z, **given) if y is not None]
-        if kept is not None:
+        if recorder is not None:
             assert all(torch.equal(a, b) for a, b in zip(outputs, first))
         found.append([*outputs, *gradients(outputs, tensors)])
-    for recorder, expected in zip(*found[::-1], strict=True):
-        torch.testing.assert_close(recorder, expected, rtol=1e-12, atol=1e-12)
+    for recorded, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(recorded, expected, rtol=1e-12, atol=1e-12)
     # Gradients of a mask would be computed by another kernel, with other bits, from S x S numbers.
     assert biased or torch.equal(found[0][0], found[1][0])
 
