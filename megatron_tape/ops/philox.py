@@ -46,8 +46,8 @@ def normal(key: Key, rows: range, columns: range, device: torch.device | str) ->
     """
     first, second, third, fourth = _words(key, rows, columns, device)
     numbers = torch.empty(*first.shape, 4, device=device)
-    _box_muller(first, second, numbers[..., :2])
-    _box_muller(third, fourth, numbers[..., 2:])
+    box_muller(first, second, numbers[..., :2])
+    box_muller(third, fourth, numbers[..., 2:])
     return _without_rest(numbers, columns)
 
 
@@ -74,7 +74,7 @@ def _unit(word: Tensor) -> Tensor:
     return word.float().add_(0.5).mul_(2.0**-32)
 
 
-def _box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
+def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
     """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second` (...)."""
     radius = _log(_unit(first)).mul_(-2.0).sqrt_()
     # A direction within a quarter of a turn of the x axis, or its opposite.

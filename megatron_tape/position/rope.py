@@ -155,9 +155,9 @@ class RotaryPosition(PositionEncoding):
         from torch.nn.functional import linear
 
         logits_SBG = self.tokens.to_heads(linear(hidden_states_sBC, parameters["increments"]))
-        return self._exact_phases(self._running_sum(logits_SBG, memory), hidden_states_sBC.dtype)
+        return self._exact_phases(self.running_sum(logits_SBG, memory), hidden_states_sBC.dtype)
 
-    def _running_sum(self, logits_SBN: "Tensor", memory: Memory) -> "Tensor":
+    def running_sum(self, logits_SBN: "Tensor", memory: Memory) -> "Tensor":
         """Return the positions of the tokens given for N groups, (S, B, N), in float64.
 
         In float32, positions of 100,000 would be rounded to 1/128.

@@ -199,7 +199,7 @@ class TapePosition(RotaryPosition):
 
         # Every rank adds up all tokens, as if for one of as many groups as there are ranks.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
-        positions = self._running_sum(self.tokens.to_heads(logits), memory)
+        positions = self.running_sum(self.tokens.to_heads(logits), memory)
         own = self.tokens.to_tokens(positions)[..., :1]
         return self._exact_phases(own, self._state_dtype(hidden_states_sBC.dtype))
 

@@ -73,8 +73,8 @@ def compiled(dim, capability):
 
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
-        mock.patch.object(triton_attention, "_large_shared_memory", lambda device: capability >= 90),
-        mock.patch.object(triton_attention, "_repeatable") as repeatable,
+        mock.patch.object(triton_attention, "large_shared_memory", lambda device: capability >= 90),
+        mock.patch.object(triton_attention, "sums_in_one_order") as repeatable,
     ):
         # Triton compiles lengths and strides of 1, and those that 16 divides, apart.
         for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in (

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, ROTATION, SCORES, tiled
-from megatron_tape.ops.backends.choice import choose_backend
+from megatron_tape.ops.backends import BACKENDS, BIAS, GATE, tiled
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing, document_bounds
 from megatron_tape.ops.rescore import Rescore
@@ -168,22 +166,6 @@ def test_a_backend_refuses_what_it_cannot_do():
             attention(q, k, v, z, backend=backend, **changes)
     with pytest.raises(ValueError, match="need a value for each of 21 keys and each query head"):
         attention(q, k, v, z, log_gate_TBH=gates[:5])
-
-
-def test_the_choice_matches_needs_and_backends():
-    cpu, gpu, heads = torch.device("cpu"), torch.device("cuda"), 64
-    for needs, on_cpu, on_gpu in (
-        ({BIAS}, "tiled", "tiled"),
-        ({ROTATION, AVERAGE, GATE}, "tiled", "tiled"),
-        ({ROTATION, SCORES}, "tiled", "tiled"),
-        ({SCORES, BIAS}, "tiled", "tiled"),
-    ):
-        assert choose_backend("auto", cpu, torch.float32, heads, needs).backend == on_cpu
-        assert choose_backend("auto", gpu, torch.bfloat16, heads, needs).backend == on_gpu
-    with pytest.raises(ConfigError, match="attention_backend is torch, which cannot compute scores from whole rows"):
-        choose_backend("torch", cpu, torch.float32, heads, {SCORES})
-    with pytest.raises(ConfigError, match="no backend can rotate .* and dream at once"):
-        choose_backend("auto", cpu, torch.float32, heads, {ROTATION, "dream"})
 
 
 def test_the_masks_of_a_batch_of_packs_are_computed_once(monkeypatch):

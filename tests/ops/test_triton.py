@@ -31,7 +31,7 @@ SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_si
 def poisoned(monkeypatch):
     """Fill memory that torch leaves uninitialised with NaN, as it does in repeatable runs only; round as GPUs do."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    monkeypatch.setattr(triton_attention, "_repeatable", lambda: False)
+    monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: False)
     assert torch.empty(3, device=DEVICE).isnan().all()
     with rounding_to_nearest():
         yield
@@ -91,7 +91,7 @@ def test_attention_within_uneven_documents(length, ends, dtype):
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_repeatable_gradients(monkeypatch, dim):
-    monkeypatch.setattr(triton_attention, "_repeatable", lambda: True)
+    monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: True)
     documents = (torch.arange(130) >= torch.tensor([[65], [3]])).long()
     check_attention(130, 2, 4, 2, dim, BF16, documents=documents)
     check_attention(130, 1, 2, 1, dim, FP32)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_tape.parallel import cpu
 
@@ -41,7 +42,9 @@ def test_it_changes_nothing_where_cuda_exists(monkeypatch):
 
 
 def test_random_streams_continue_and_do_not_change_the_outer_stream():
-    tracker = cpu._CpuRngTracker()
+    assert cpu.enable_megatron_on_cpu()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
     tracker.add("a", 1)
     tracker.add("b", 2)
     torch.manual_seed(0)

@@ -126,7 +126,7 @@ def test_differences_of_positions_stay_exact_over_128k_tokens(dtype):
     hidden = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(hidden, weight)
-        p = built.encoding._running_sum(logits, NO_MEMORY)
+        p = built.encoding.running_sum(logits, NO_MEMORY)
         steps = 2 * logits.double().sigmoid()
         last = slice(tokens - 200, tokens)
         distances = (p[last] - p[tokens - 201])[:, 0]

@@ -1,4 +1,4 @@
-"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `rotation.py` holds the rotation.
+"""Causal attention that averages `[v | z]` with one map, as Triton kernels; `triton_rotation.py` holds the rotation.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
 head dimension. This is flash attention (Dao, 2023) with a second value: a pair of query and key costs D + 2D
@@ -285,7 +285,7 @@ _TILES = {
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
 
-def _large_shared_memory(device: torch.device) -> bool:
+def large_shared_memory(device: torch.device) -> bool:
     """Return whether a program can use 227 KiB of shared memory instead of 99: compute capability 9 and 10."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -293,7 +293,7 @@ def _large_shared_memory(device: torch.device) -> bool:
 def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
     fp32 = any(x.dtype is torch.float32 for x in tensors)
-    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[_large_shared_memory(tensors[0].device)][kernel])[
+    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[large_shared_memory(tensors[0].device)][kernel])[
         D > 64
     ]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
@@ -358,7 +358,7 @@ def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
     T, G = k.shape[0], k.shape[2]
     do = do.contiguous()
     du = do if z is None else du.contiguous()
-    wide, packed, repeatable = z is not None, starts is not None, _repeatable()
+    wide, packed, repeatable = z is not None, starts is not None, sums_in_one_order()
     needed = needed and wide
     z = v if z is None else z
     if repeatable:
@@ -392,7 +392,7 @@ def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
     return dq, dk, dv, dz if needed else None
 
 
-def _repeatable() -> bool:
+def sums_in_one_order() -> bool:
     """Return whether gradients of queries must always be summed in the same order."""
     return torch.are_deterministic_algorithms_enabled()
 

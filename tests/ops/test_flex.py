@@ -1,13 +1,8 @@
-"""FlexAttention, uncompiled, and flash-linear-attention's calls, with its plain form instead of the kernels."""
+"""FlexAttention, uncompiled."""
 
-import ast
-import importlib.util
-import inspect
 import logging
-import sys
 from contextlib import nullcontext
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,14 +15,13 @@ from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import kernel_shapes, verified_backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, ROTATION, SCORES, choice, flex
-from megatron_tape.ops.backends.choice import choose_backend
+from megatron_tape.ops.backends import POINTWISE, choice, flex
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position.base import NO_MEMORY
 
 LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 16
-CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+CPU = torch.device("cpu")
 PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
 
 
@@ -120,91 +114,15 @@ def test_the_blocks_of_a_mask_are_those_found_pair_by_pair(S, T, packed):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-@pytest.fixture
-def fla(monkeypatch):
-    """A stand-in with the interface of the installed package, which computes with its plain form."""
-    folder = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "ops" / "forgetting_attn"
-    spec = importlib.util.spec_from_file_location("fla_naive", folder / "naive.py")
-    plain = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plain)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
-        assert all(x.is_contiguous() for x in (q, k, v, g)) and g.shape == q.shape[:3] and window_size is None
-        if cu_seqlens is None:
-            return plain.naive_forgetting_attn(q, k, v, g, scale)
-        assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == q.shape[1]
-        ends = cu_seqlens.unfold(0, 2, 1).tolist()
-        return torch.cat([plain.naive_forgetting_attn(*(x[:, a:b] for x in (q, k, v, g)), scale) for a, b in ends], 1)
-
-    tree = ast.parse((folder / "parallel.py").read_text())
-    theirs = next(node for node in tree.body if getattr(node, "name", "") == "parallel_forgetting_attn")
-    assert [x.arg for x in theirs.args.args] == [*inspect.signature(parallel_forgetting_attn).parameters]
-    for name in ("fla", "fla.ops", "fla.ops.forgetting_attn"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.ops.forgetting_attn"].parallel_forgetting_attn = parallel_forgetting_attn
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_fla_is_given_what_the_naive_backend_computes_with(fla, packed):
-    tensors, logits, found = inputs(), draw(LENGTH, 2, HEADS, seed=6), []
-    for backend in ("fla", "naive"):
-        o, _ = attention(*tensors, False, PACKING if packed else None, backend, log_gate_TBH=logsigmoid(logits))
-        found.append([o, *torch.autograd.grad(o, [*tensors, logits], draw(*o.shape, seed=9).detach())])
-    torch.testing.assert_close(*found)
-    with pytest.raises(ValueError, match="fla, which cannot attend from 1 queries to 21 keys; use tiled"):
-        attention(*inputs(1)[:3], None, backend="fla", log_gate_TBH=logsigmoid(logits))
-
-
-def chosen(device, needs, wanted="auto", dtype=BF16, dim=64):
-    return choose_backend(wanted, device, dtype, dim, needs).backend
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    installed = {"triton", "fla.ops.forgetting_attn"}
-    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in installed else "is not installed")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return installed
-
-
-def test_a_gpu_prefers_kernels_for_what_they_can_do(gpu):
-    assert chosen(GPU, {GATE}) == chosen(GPU, {ROTATION, GATE}) == "fla"
-    assert chosen(GPU, {GATE}, dtype=torch.float32) == chosen(GPU, {POINTWISE}) == "flex"
-    assert chosen(GPU, {GATE, POINTWISE}) == "flex"
-    assert chosen(GPU, {BIAS}) == chosen(GPU, {SCORES}) == chosen(GPU, {GATE}, dim=512) == "tiled"
-    assert chosen(GPU, {GATE}, dtype=torch.float64) == "tiled"
-    assert {chosen(CPU, {need}) for need in (POINTWISE, BIAS, GATE, SCORES)} == {"tiled"}
-    gpu.remove("fla.ops.forgetting_attn")
-    assert chosen(GPU, {GATE}) == "flex"
-    gpu.clear()
-    assert chosen(GPU, {GATE}) == "tiled"
-
-
-@pytest.mark.parametrize(
-    "wanted, device, needs, changes, why",
-    [
-        ("flex", GPU, {BIAS}, {}, "cannot add a bias to the scores, tile by tile"),
-        ("flex", GPU, {SCORES}, {}, "cannot compute scores from whole rows"),
-        ("fla", GPU, {POINTWISE}, {}, "cannot add a bias to the scores, pair by pair"),
-        ("flex", CPU, {GATE}, {}, "needs a GPU, and this runs on cpu"),
-        ("fla", CPU, {GATE}, {}, "needs a GPU, and this runs on cpu"),
-        ("fla", GPU, {GATE}, {"dtype": torch.float32}, "computes in bfloat16 or float16, not in float32"),
-        ("flex", GPU, {GATE}, {"dim": 8}, "does not support heads of 8"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_the_reason(gpu, wanted, device, needs, changes, why):
-    with pytest.raises(ConfigError, match=f"model.attention_backend is {wanted}, which {why}; "):
-        chosen(device, needs, wanted, **changes)
-
-
 def test_a_bias_that_is_only_computed_by_tiles_is_refused():
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match="flex, which cannot add a bias to the scores, tile by tile"):
         attention(q, k, v, None, backend="flex", bias=Bias(lambda rows, columns: torch.zeros(1, 1, 1, 1)))
 
 
-def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, gpu, caplog):
+def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shapes = kernel_shapes(small_model(position_encoding="alibi", kv_channels=16))
     checks = parity.score_checks("flex", shapes, torch.float32, CPU, 40)
     assert len(checks) == 4 and len(parity.score_checks("fla", shapes, torch.float32, CPU, 40)) == 2

@@ -1,0 +1,125 @@
+"""flash-linear-attention's kernels of forget gates and of PaTH: what they are given, with plain forms instead."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from models import small_model
+from torch.nn.functional import logsigmoid, normalize
+
+from megatron_tape.errors import ConfigError
+from megatron_tape.model.backend import kernel_shapes
+from megatron_tape.ops import parity
+from megatron_tape.ops.attention import attention
+from megatron_tape.ops.householder import through_reflections
+from megatron_tape.ops.packing import Packing
+
+LENGTH, HEADS, GROUPS, DIM = 70, 6, 2, 16
+PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
+
+
+def stand_in(monkeypatch, name, make):
+    """Put `make(plain)`, a function with the parameters of fla's `parallel_NAME`, in its place; return fla's module.
+
+    `plain` is the package's own plain form.
+    """
+    folder = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "ops" / name
+    spec = importlib.util.spec_from_file_location(f"naive_{name}", folder / "naive.py")
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    tree = ast.parse((folder / "parallel.py").read_text())
+    theirs = next(node for node in tree.body if getattr(node, "name", "") == f"parallel_{name}")
+    ours = make(plain)
+    assert [x.arg for x in theirs.args.args] == [*inspect.signature(ours).parameters]
+    for module in ("fla", "fla.ops", f"fla.ops.{name}"):
+        monkeypatch.setitem(sys.modules, module, sys.modules.get(module, ModuleType(module)))
+    module = ModuleType(f"fla.ops.{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    setattr(module, f"parallel_{name}", ours)
+    return module
+
+
+def documents(q, cu_seqlens):
+    """Return where each document of packed sequences begins and ends."""
+    if cu_seqlens is None:
+        return [(0, q.shape[1])]
+    assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == q.shape[1]
+    return cu_seqlens.unfold(0, 2, 1).tolist()
+
+
+def gates(plain):
+    def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
+        assert all(x.is_contiguous() for x in (q, k, v, g)) and g.shape == q.shape[:3] and window_size is None
+        parts = [[x[:, a:b] for x in (q, k, v, g)] for a, b in documents(q, cu_seqlens)]
+        return torch.cat([plain.naive_forgetting_attn(*part, scale) for part in parts], dim=1)
+
+    return parallel_forgetting_attn
+
+
+def path(plain):
+    def parallel_path_attn(q, k, v, w, beta, g=None, scale=None, cu_seqlens=None, use_cache=False):
+        given = [x for x in (q, k, v, w, beta, g) if x is not None]
+        assert all(x.is_contiguous() for x in given) and not use_cache and scale is None
+        assert {x.dtype for x in given[3:]} == {torch.float64} and w.shape == k.shape and beta.shape == k.shape[:3]
+        g = q.new_zeros(q.shape[:3]) if g is None else g
+        assert g.shape == q.shape[:3]
+        parts = [[x[:, a:b] for x in (q, k, v, w, beta, g)] for a, b in documents(q, cu_seqlens)]
+        return torch.cat([plain.naive_path_attn(*part, q.shape[-1] ** -0.5) for part in parts], dim=1), k
+
+    return parallel_path_attn
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """Both stand-ins, which compute in float64; returns the module of PaTH."""
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    stand_in(monkeypatch, "forgetting_attn", gates)
+    yield stand_in(monkeypatch, "path_attn", path)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
+def test_fla_is_given_what_the_naive_backend_computes_with(fla, reflects, gated, packed):
+    torch.manual_seed(0)
+    key = (LENGTH, 2, GROUPS, DIM)
+    drawn = [torch.randn(shape).requires_grad_() for shape in ((LENGTH, 2, HEADS, DIM), *[key] * 4, key[:3])]
+    (q, k, v, z, w, betas), logits = drawn, torch.randn(LENGTH, 2, HEADS).requires_grad_()
+    given = {"packing": PACKING if packed else None, "log_gate_TBH": logsigmoid(logits) if gated else None}
+    leaves = [q, k, v, *([w, betas] if reflects else [z]), *([logits] if gated else [])]
+    if reflects:
+        given["rescore"] = through_reflections(lambda w, b: (normalize(w, dim=-1), 2 * b.sigmoid()), (w, betas))
+    else:
+        given["z_TBGD"] = z
+    direction, found = torch.randn(q.shape), []
+    for backend in ("fla", "naive"):
+        o, _ = attention(q, k, v, backend=backend, **given)
+        found.append([o, *torch.autograd.grad(o, leaves, direction, retain_graph=True)])
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="fla, which cannot attend from 1 queries to 70 keys; use tiled"):
+        attention(q[:1], k, v, backend="fla", **given, rotate=False)
+
+
+def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch):
+    shapes, cpu, fp32 = kernel_shapes(small_model(position_encoding="path_fox", kv_channels=16)), "cpu", torch.float32
+    checks = parity.score_checks("fla", shapes, fp32, cpu, 40)
+    assert len(checks) == 4 and all("reflections" in name for name in checks)
+    fox = kernel_shapes(small_model(position_encoding="fox"))
+    assert len(parity.score_checks("fla", fox, torch.bfloat16, cpu, 40)) == 2
+    monkeypatch.setattr(parity, "LENGTH", 40)
+    parity.check_fused_kernels(shapes, fp32, torch.device(cpu), "fla")
+    kernel = fla.parallel_path_attn
+
+    def forgetful(q, k, v, w, beta, *rest, **options):
+        return kernel(q, k, v, w, 0.99 * beta, *rest, **options)
+
+    fla.parallel_path_attn = forgetful
+    with pytest.raises(ConfigError, match="the fla kernel of the attention through reflections does not work here"):
+        parity.check_fused_kernels(shapes, fp32, torch.device(cpu), "fla")
