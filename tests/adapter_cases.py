@@ -17,7 +17,8 @@ from megatron_tape.model.weights import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.run.watch import Watch
-from megatron_tape.training.trainer import Trainer, build_model
+from megatron_tape.training.model_building import build_model
+from megatron_tape.training.trainer import Trainer
 from pretrain import extend_context
 
 EVERYTHING = ("lora", "embeddings", "norms", "position")

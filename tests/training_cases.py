@@ -97,7 +97,7 @@ def context_runs(folder, data, size):
     said = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("megatron_tape.training.trainer").addHandler(listener)
+    logging.getLogger("megatron_tape.training.model_building").addHandler(listener)
     for tensor_size, context_size, stage in CONTEXT_LAYOUTS[size]:
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))

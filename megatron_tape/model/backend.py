@@ -94,12 +94,10 @@ def _instead(model: ModelConfig, backend: str, error: ConfigError | None) -> Cho
     All ranks then compute alike.
     """
     plain = _INSTEAD[backend]
+    if error is None:
+        problem = f"is {backend}, whose kernels do not work on another rank"
+        error = ConfigError("model.attention_backend", problem, f"set it to {plain}")
     if model.attention_backend != "auto":
-        raise error or ConfigError(
-            f"the kernels of {backend} do not work on another rank; set model.attention_backend to {plain}"
-        )
-    logger.warning(
-        "WARNING: training continues with slower attention in plain torch: %s",
-        error or f"the kernels of {backend} do not work on another rank",
-    )
+        raise error
+    logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
     return Choice(plain, f"as the kernels of {backend} do not work")

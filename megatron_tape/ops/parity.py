@@ -243,18 +243,24 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
     triton = backend == "triton"
     checks = kernel_checks(shapes, dtype, device) if triton else score_checks(backend, shapes, dtype, device)
     for name, check in checks.items():
-        try:
-            why = inexact(*check, dtype)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a compiler may raise anything
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-        if why:
+        if why := _failure(check, dtype):
             where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            kernel = f"the {'fused' if triton else backend} kernel of the {name}"
             raise ConfigError(
-                f"the {'fused' if triton else backend} kernel of the {name} does not work here ({where}; {why}); set "
-                f"model.attention_backend to {'torch' if triton else 'tiled'}, and please report this"
+                ("model.attention_backend", "model.position_encoding"),
+                f"is {backend}, but {kernel} does not work here ({where}; {why})",
+                f"set it to {'torch' if triton else 'tiled'}, and please report this",
             )
+
+
+def _failure(check: Check, dtype: torch.dtype) -> str | None:
+    """Return why kernels cannot be used: they are inexact, or do not run; None if they can."""
+    try:
+        return inexact(*check, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler may raise anything
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
 def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, tokens: int = 70) -> str | None:
@@ -278,12 +284,7 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, to
         ]
         return [torch.stack(found)]
 
-    try:
-        why = inexact(partial(losses, True), partial(losses, False), inputs, dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler may raise anything
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+    why = _failure(Check(partial(losses, True), partial(losses, False), inputs), dtype)
     return why and f"Liger's kernels do not work here ({why})"
 
 

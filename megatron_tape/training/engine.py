@@ -4,6 +4,7 @@ The state is stored by parameter name and is whole over the data-parallel ranks.
 partitions: a run saved under one ZeRO stage and number of ranks continues under another.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -297,17 +298,15 @@ def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:
     zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
-class _torch_launcher_variables:
-    """DeepSpeed looks for torchrun's variables even where a process group exists; a single process has none."""
-
-    def __init__(self, layout: ParallelLayout):
-        local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
-        self._values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
-
-    def __enter__(self):
-        self._added = [key for key in self._values if key not in os.environ]
-        os.environ |= {key: str(self._values[key]) for key in self._added}
-
-    def __exit__(self, *_):
-        for key in self._added:
+@contextlib.contextmanager
+def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
+    """Set torchrun's variables, which DeepSpeed looks for even where a single process has made its own group."""
+    local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
+    values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
+    added = {key: str(value) for key, value in values.items() if key not in os.environ}
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for key in added:
             del os.environ[key]

@@ -1,13 +1,12 @@
 """Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
@@ -20,14 +19,11 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
-from megatron_tape.model.backend import chosen_backend, verified_backend, verified_loss
+from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
-from megatron_tape.model.language_model import LanguageModel, transformer_config
-from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.costs import flops_per_token
-from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
@@ -35,6 +31,7 @@ from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
+from megatron_tape.training.model_building import build_model, dtype_of
 from megatron_tape.training.schedule import learning_rate
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
 
@@ -162,25 +159,25 @@ class Trainer:
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _fill_weights(self) -> None:
-        """Give the parameters memory and load them, or draw those that there is nothing to load for."""
+        """Give the parameters memory and load them; initialize those that there is nothing to load for."""
         config, layout = self.config, self.layout
         allocate(self.model, layout.device, zero_partition(config, layout))
         if self.checkpoint is not None:
             restoring.load_weights(self.checkpoint, self.model, layout)
             return
-        drawn = None
+        new = None
         if self.base is not None:
             self.watch.progress("loading the weights to begin with")
-            drawn = restoring.load_base_weights(self.base, self.model, layout)
-            begins = f"; new are {counted(len(drawn), 'parameter')}, such as {drawn[0]}" if drawn else ""
-            logger.info("beginning with the weights of %s%s", self.base.path, begins)
-            if not drawn:
+            new = restoring.load_base_weights(self.base, self.model, layout)
+            found = f"; new are {counted(len(new), 'parameter')}, such as {new[0]}" if new else ""
+            logger.info("beginning with the weights of %s%s", self.base.path, found)
+            if not new:
                 return
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
         initials = weight_initializations(config.model, config.extension)
         rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
-        initialize_weights(self.model, initials, config.train.seed, rank, size, drawn)
+        initialize_weights(self.model, initials, config.train.seed, rank, size, new)
         if (seconds := time.perf_counter() - started) > 1:
             logger.info("initialized the weights in %.0f s", seconds)
 
@@ -276,51 +273,9 @@ class Trainer:
         return reason
 
 
-def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the type of the forward and backward pass."""
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-
-
-def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
-    """Return the run's model, still without memory for its parameters, after checking its kernels."""
-    ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.described(layout.world_size)}"
-    parameters = f"{parameter_count(config.model, config.extension):,}"
-    encoding = config.model.position_encoding
-    logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
-    stage, train = config.deepspeed.zero_stage, config.train
-    logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
-    if unread := config.model.unread:
-        logger.warning(
-            "WARNING: %s does not read model.%s, which the configuration sets", encoding, ", model.".join(unread)
-        )
-    groups = config.model.query_groups // layout.tensor_parallel_size
-    if (copies := layout.tokens.copies_of(groups)) > 1:
-        logger.info(
-            "%d context-parallel ranks cannot divide %s of keys and values: each group is held and sent %d times",
-            layout.context_parallel_size,
-            counted(groups, "group"),
-            copies,
-        )
-    dtype = dtype_of(config)
-    size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
-    translated = transformer_config(config.model, size, sequence_parallel, dtype, config.train.recompute)
-    watch.progress("choosing the attention backend")
-    shifted_sparse = config.extension.attention == "shifted_sparse"
-    selective_recompute = config.train.recompute == "selective"
-    backend = verified_backend(config.model, layout, dtype, shifted_sparse)
-    fused_loss = verified_loss(config.model, layout, dtype)
-    settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(
-        settings, translated, layout.groups, layout.device, shifted_sparse, selective_recompute, fused_loss
-    )
-    if config.extension.adds_lora:
-        add_lora(model, config.model, config.extension)
-    return model
-
-
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     """Begin an attempt if no launcher has begun one; all ranks call this together."""
-    outcome: list = [None, None]
+    outcome: list[Any] = [None, None]
     if layout.rank == 0:
         facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
         try:
@@ -330,5 +285,5 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     dist.broadcast_object_list(outcome, src=0)
     number, problem = outcome
     if problem is not None:
-        raise ConfigError(f"the run cannot begin in {config.logging.directory}: {problem}")
+        raise ConfigError("logging.directory", f"{config.logging.directory} cannot hold the run: {problem}")
     return Attempt.open(config.logging.directory, config.checkpoint.directory, number)

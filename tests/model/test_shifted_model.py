@@ -12,7 +12,7 @@ from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.position import replaced
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.trainer import build_model
+from megatron_tape.training.model_building import build_model
 
 SMOLLM2_HEADS = {"num_query_groups": 3, "num_attention_heads": 9, "kv_channels": 8}
 SETTINGS = {

@@ -1,0 +1,67 @@
+"""The model of a run, as its settings and this machine determine it."""
+
+import dataclasses
+import logging
+
+import torch
+
+from megatron_tape.command_line import counted
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.backend import verified_backend, verified_loss
+from megatron_tape.model.language_model import LanguageModel, transformer_config
+from megatron_tape.model.lora import add_lora
+from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.run.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Return the dtype of the forward and backward pass."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
+    """Return the run's model, still without memory for its parameters, after checking its kernels."""
+    _log_settings(config, layout)
+    dtype, recompute = dtype_of(config), config.train.recompute
+    size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
+    translated = transformer_config(config.model, size, sequence_parallel, dtype, recompute)
+    watch.progress("choosing the attention backend")
+    shifted_sparse = config.extension.attention == "shifted_sparse"
+    backend = verified_backend(config.model, layout, dtype, shifted_sparse)
+    settings = dataclasses.replace(config.model, attention_backend=backend)
+    model = LanguageModel(
+        settings,
+        translated,
+        layout.groups,
+        layout.device,
+        shifted_sparse,
+        selective_recompute=recompute == "selective",
+        fused_loss=verified_loss(config.model, layout, dtype),
+    )
+    if config.extension.adds_lora:
+        add_lora(model, config.model, config.extension)
+    return model
+
+
+def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
+    """Log what is built and how ranks share it."""
+    ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.described(layout.world_size)}"
+    parameters = f"{parameter_count(config.model, config.extension):,}"
+    encoding = config.model.position_encoding
+    logger.info("building a model of %s parameters, position encoding %s, on %s", parameters, encoding, ranks)
+    stage, train = config.deepspeed.zero_stage, config.train
+    logger.info("training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute)
+    if unread := config.model.unread:
+        keys = ", model.".join(unread)
+        logger.warning("WARNING: %s does not read model.%s, which the configuration sets", encoding, keys)
+    groups = config.model.query_groups // layout.tensor_parallel_size
+    if (copies := layout.tokens.copies_of(groups)) > 1:
+        logger.info(
+            "%d context-parallel ranks cannot divide %s of keys and values: each group is held and sent %d times",
+            layout.context_parallel_size,
+            counted(groups, "group"),
+            copies,
+        )
