@@ -64,7 +64,7 @@ SLICES = (
     Slice(
         "attention",
         "attention: ours, FlexAttention, cuDNN, flash-attn, beside the fastest RoPE",
-        ("benchmarks.attention", "--update-table"),
+        ("benchmarks.attention",),
         ("benchmarks.attention", "--toy"),
         minutes=8.75,
     ),

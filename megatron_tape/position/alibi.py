@@ -1,11 +1,10 @@
 """ALiBi: attention with linear biases (Press et al., 2022)."""
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import Memory, PositionEncoding, Positions
+from megatron_tape.position.base import PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +20,7 @@ class AlibiPosition(PositionEncoding):
         """Count one multiplication per head, query and key."""
         return self.model.num_attention_heads * self.model.seq_length // 2
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: None,
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the bias -m_h (s - t) of query s and key t; only the distance enters, so packs need nothing more."""
         import torch
 

@@ -3,7 +3,8 @@
 It declares the settings and what is rejected, the parameters of each layer, what attention must be able to do, the
 arithmetic and memory it takes, and the export; these are read when a run is configured, estimated, saved and exported.
 It computes the state that tokens carry, what attention gets in each layer, and the next layer's state. Files of this
-folder import torch, and modules that compute, only inside the functions that need them.
+folder import torch, and modules that compute, only inside the functions that need them. The types of what they compute
+with are those of the base class, which overriding methods do not repeat.
 
 Axes: S all tokens of a sequence, s those of this rank, B batch, H query heads, h those of this rank, G groups, g those
 of this rank, D head dimension, C hidden size.

@@ -9,7 +9,6 @@ from megatron_tape.ops.backends import SCORES
 from megatron_tape.position.base import (
     SCALING,
     EncodingSettings,
-    Memory,
     MicroBatch,
     Parameter,
     PositionEncoding,
@@ -60,14 +59,7 @@ class CopePosition(PositionEncoding):
         """Count the embeddings in fp32, if those of the run are narrower."""
         return 4 * (self.settings.cope_max_position + 1) * self.model.head_dim if batch.width < 4 else 0
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: None,
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the scores of rows; keys before a document are not counted, so packs need nothing more."""
         from megatron_tape.ops.rescore import Rescore
 

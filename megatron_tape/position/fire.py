@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.base import EncodingSettings, Memory, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _EPSILON = 1e-6
@@ -65,7 +64,7 @@ class FirePosition(PositionEncoding):
         """Return 1: a token's position."""
         return 1
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
 
@@ -73,14 +72,7 @@ class FirePosition(PositionEncoding):
         """Return the bytes of a position, in any precision of the run."""
         return 4
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the bias of every pair of positions."""
         import torch
 

@@ -3,22 +3,17 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
 from megatron_tape.position.base import (
     SCALING,
     EncodingSettings,
-    Memory,
     MicroBatch,
     Parameter,
     PositionEncoding,
     Positions,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +64,7 @@ class FoxPosition(PositionEncoding):
         gates = 4 * batch.local_tokens * self.model.num_attention_heads
         return gates, gates
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: None,
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the logarithms of the gates, at least in float32; of these only sums between two tokens enter."""
         import torch
         from torch.nn.functional import linear, logsigmoid

@@ -9,7 +9,6 @@ from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.position.base import (
     SCALING,
     EncodingSettings,
-    Memory,
     MicroBatch,
     Parameter,
     PositionEncoding,
@@ -17,7 +16,6 @@ from megatron_tape.position.base import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _EPSILON = 1e-6
@@ -88,7 +86,7 @@ class PathPosition(PositionEncoding):
         """Return 1: a token's position, from which the convolution knows where its document starts."""
         return 1
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the positions themselves, (S, B or 1), in float32, which holds them exactly."""
         return positions_SB.float()
 
@@ -114,14 +112,7 @@ class PathPosition(PositionEncoding):
         bytes_ = batch.local_tokens * groups * (self.model.head_dim + 1) * batch.width
         return bytes_, bytes_
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the scores as a function of queries and keys."""
         from torch.nn.functional import linear
 

@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
+from megatron_tape.position.base import MicroBatch, Parameter, Positions
 from megatron_tape.position.fox import FoxPosition, FoxSettings
 from megatron_tape.position.path import PathPosition, PathSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +43,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         forward, backward = (sum(counts) for counts in zip(*of_each))
         return forward, backward
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the scores of the one and the gates of the other."""
         given = (layer, parameters, state, hidden_states_sBC, memory)
         gates = FoxPosition.positions(self, *given).log_gate_TBH

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import MicroBatch, Parameter, PositionEncoding, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -104,14 +104,7 @@ class Reposition(RotaryPosition):
         sent = 4 * groups * batch.local_tokens if self.learns_rotation(layer) else 0
         return sent, sent
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the phases of RoPE, or those of the positions that the layer predicts, (S, B, g, D)."""
         if not self.learns_rotation(layer):
             return Positions(state)

@@ -125,7 +125,7 @@ class RotaryPosition(PositionEncoding):
         sent = groups * batch.width * batch.local_tokens if self.learns_on_entry(layer) else 0
         return sent, sent
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":
+    def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.
 
         With learned increments, return None: the first layer makes them.
@@ -141,14 +141,7 @@ class RotaryPosition(PositionEncoding):
         angles = positions[..., None] * self._frequencies_on(positions.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
-    def enter(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor | None",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
         """Return the state; in the first layer with learned increments, the phases of all tokens (S, B, g, D)."""
         if not self.learns_on_entry(layer):
             return state

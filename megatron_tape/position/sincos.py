@@ -6,7 +6,6 @@ from megatron_tape.errors import refuse
 from megatron_tape.position.base import PositionEncoding
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _BASE = 10000.0
@@ -25,7 +24,7 @@ class SinusoidalPosition(PositionEncoding):
             size % 2 == 1, "model.hidden_size", f"is {size}, but sincos needs pairs of numbers", "choose an even size"
         )
 
-    def embedding(self, positions_sB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def embedding(self, positions_sB, dtype) -> "Tensor":
         """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""
         import torch
 

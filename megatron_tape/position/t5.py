@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.base import EncodingSettings, Memory, Parameter, PositionEncoding, Positions
+from megatron_tape.position.base import EncodingSettings, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,14 +50,7 @@ class T5Position(PositionEncoding):
         """Count adding the bias, once per head, query and key."""
         return self.model.num_attention_heads * self.model.seq_length // 2
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: None,
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the bias of each pair's bucket; only the distance enters, so packs need nothing more."""
         import torch
 

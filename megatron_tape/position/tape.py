@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.base import Memory, MicroBatch, Parameter, Positions
+from megatron_tape.position.base import MicroBatch, Parameter, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class TapePosition(RotaryPosition):
             sent += batch.head_shards * (batch.width + 8) * batch.local_tokens
         return state + sent, (state if learned else 0) + sent
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor | None":
+    def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
         return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
 
@@ -184,14 +184,7 @@ class TapePosition(RotaryPosition):
 
         return torch.float32 if self.settings.position_state_precision == "fp32" and dtype.itemsize < 4 else dtype
 
-    def enter(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor | None",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, memory) -> "Tensor | None":
         """Return the state; in the first layer with learned increments, the phases of local tokens (s, B, 1, D)."""
         if not self.learns_on_entry(layer):
             return state
@@ -203,27 +196,13 @@ class TapePosition(RotaryPosition):
         own = self.tokens.to_tokens(positions)[..., :1]
         return self._exact_phases(own, self._state_dtype(hidden_states_sBC.dtype))
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
         return Positions(self.tokens.to_heads(rounded), average_state=self.updates(layer))
 
     def next_state(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        positions: Positions,
-        averaged_SBhD: "Tensor",
-        attention_output_sBC: "Tensor",
-        mlp_output_sBC: "Tensor",
+        self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC
     ) -> "Tensor":
         """Return z'' (s, B, G, D)."""
         from torch.nn.functional import linear

@@ -1,16 +1,14 @@
 """xPos (Sun et al., 2023): RoPE with a decay for each frequency, the faster the frequency the stronger."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
-from megatron_tape.position.base import SCALING, Memory, PositionEncoding, Positions
+from megatron_tape.position.base import SCALING, PositionEncoding, Positions
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _GAMMA = 0.4
@@ -55,7 +53,7 @@ class XposPosition(RotaryPosition):
         """Return the size of one head's phases and factors, which all heads share."""
         return 2 * self.model.head_dim
 
-    def initial_state(self, positions_SB: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the phases and the factors of queries, (S, B or 1, 1, 2 D), computed in float32.
 
         Positions are counted from the middle of a sequence, which keeps the factors small and changes no score.
@@ -68,14 +66,7 @@ class XposPosition(RotaryPosition):
         exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / self.settings.xpos_scale_base
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
-    def positions(
-        self,
-        layer: int,
-        parameters: Mapping[str, "Tensor"],
-        state: "Tensor",
-        hidden_states_sBC: "Tensor",
-        memory: Memory,
-    ) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
         """Return the phases and the factors."""
         phases, factors = state.chunk(2, dim=-1)
         return Positions(phases, factor_TB1D=factors)
