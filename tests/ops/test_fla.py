@@ -20,6 +20,7 @@ from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.packing import Packing
 
 LENGTH, HEADS, GROUPS, DIM = 70, 6, 2, 16
+OPS = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "ops"
 PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
 
 
@@ -28,7 +29,7 @@ def stand_in(monkeypatch, name, make):
 
     `plain` is the package's own plain form.
     """
-    folder = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "ops" / name
+    folder = OPS / name
     spec = importlib.util.spec_from_file_location(f"naive_{name}", folder / "naive.py")
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
