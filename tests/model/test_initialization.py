@@ -61,7 +61,7 @@ def drawn(parameter, declared, rank, size):
 )
 def test_a_share_and_a_partition_of_it_have_the_numbers_of_the_whole(monkeypatch, shape, axis, stride, kind):
     numbers = torch.arange(float(torch.Size(shape).numel())).view(shape).tolist()
-    declared = initialization.Initial(shape, **{kind: numbers if kind == "value" else 0.5})
+    declared = initialization.Initialization(shape, **{kind: numbers if kind == "value" else 0.5})
     whole = initialized_whole("x", declared, 5)
     for chunk, size, partitions in ((10**6, 1, 1), (45, 2, 3), (1, 4, 7), (10**6, 4, 100)):
         monkeypatch.setitem(initialization.CHUNKS, "cpu", chunk)
