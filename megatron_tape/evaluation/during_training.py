@@ -23,10 +23,8 @@ def build_tasks(config: RunConfig) -> dict[str, Task]:
 
 def _build_task(name: str, given: dict[str, Any]) -> Task:
     key, every = f"evaluation.{name}", given.get(EVERY)
-    refuse(
-        type(every) is not int or every < 1,
-        f"{key}.{EVERY} is {shown(every)}; set it to the number of steps between evaluations, such as 500",
-    )
+    fix = "set it to the number of steps between evaluations, such as 500"
+    refuse(type(every) is not int or every < 1, f"{key}.{EVERY}", f"is {shown(every)}", fix)
     settings = TASKS[name].Settings
     kinds, values = get_type_hints(settings), {}
     for setting, value in given.items():
@@ -34,10 +32,10 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
             continue
         close = difflib.get_close_matches(setting, kinds, n=1)
         fix = f"did you mean {close[0]}?" if close else f"choose from {EVERY}, {', '.join(kinds)}"
-        refuse(setting not in kinds, f"{key}.{setting} is no setting of this task; {fix}")
+        refuse(setting not in kinds, f"{key}.{setting}", "is no setting of this task", fix)
         values[f"{key}.{setting}"] = accept(f"{key}.{setting}", value, kinds[setting])
     missing = missing_settings({key: settings}, values)
-    refuse(bool(missing), f"{', '.join(missing)} must be set; add it to {key}")
+    refuse(bool(missing), tuple(missing), "must be set", f"add it to {key}")
     return TASKS[name](build_section(key, settings, values), section=key)
 
 
@@ -57,8 +55,6 @@ def check_tasks(config: RunConfig) -> None:
     """Raise ConfigError if tasks of `evaluation`, their data and the model cannot work together; reads the data."""
     info = info_of_run(config)
     for name, task in build_tasks(config).items():
-        refuse(
-            task.needs_tokenizer and not info.has_tokenizer,
-            f"evaluation.{name} needs a tokenizer, and data.tokenizer is null; set it",
-        )
+        needed = task.needs_tokenizer and not info.has_tokenizer
+        refuse(needed, ("data.tokenizer", f"evaluation.{name}"), f"is null, and {name} needs a tokenizer", "set it")
         task.check(info)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
@@ -63,45 +63,40 @@ class Source:
 def find_model(given: str, label: str | None = None) -> Source:
     """Return the model that `given` names: a run, its checkpoints, one step, or a directory in transformers' format.
 
-    Only sizes of a checkpoint's files are compared. Raises ConfigError, in one sentence, for what cannot be evaluated.
+    Only sizes of a checkpoint's files are compared. Raises ConfigError for what cannot be evaluated.
     """
     path = Path(given)
+    formats = "give a run, a checkpoint, or a directory in the format of transformers"
     if not path.exists():
-        hub = f"; models of the hub come here with: hf download {given} --local-dir models/{path.name}"
-        raise ConfigError(
-            f"--model {given} does not exist; give a run, a checkpoint, or a directory in the format of transformers"
-            + (hub if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir() else "")
-        )
+        if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir():
+            formats += f"; models of the hub come here with: hf download {given} --local-dir models/{path.name}"
+        raise ConfigError("--model", f"{given} does not exist", formats)
+    if (path / "adapter_config.json").is_file():
+        fix = "merge it with its base first (docs/extension.md shows how), and give the result"
+        raise ConfigError("--model", f"{given} is an adapter", fix)
     try:
-        if (path / "adapter_config.json").is_file():
-            raise ValueError(
-                "it is an adapter; merge it with its base first (docs/extension.md shows how), and give the result"
-            )
-        if (path / "config.json").is_file() and not (path / MANIFEST).exists():
-            return replace(_from_transformers(path, label), given=given)
-        return replace(_from_checkpoint(find_checkpoint(path, deep=False), label), given=given)
+        in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
+        found = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label)
     except NoCheckpoint as error:
-        raise ConfigError(
-            f"--model {given} cannot be evaluated: {error}, or a directory in the format of transformers, with "
-            "config.json and .safetensors"
-        ) from None
-    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        raise ConfigError(f"--model {given} cannot be evaluated: {error}") from None
+        fix = "or give a directory in the format of transformers, with config.json and .safetensors"
+        raise ConfigError("--model", f"{given} cannot be evaluated: {error}", fix) from None
+    except (ValueError, OSError) as error:
+        raise ConfigError("--model", f"{given} cannot be evaluated: {error}") from None
+    return replace(found, given=given)
 
 
 def _from_transformers(path: Path, label: str | None) -> Source:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
-        raise ValueError(
-            "it holds no .safetensors files; other formats may run code when they are read: load it with transformers "
-            "and save it with save_pretrained, if you trust it"
-        )
+        fix = "other formats may run code: load it with transformers and save_pretrained, if you trust it"
+        raise FileError(str(path), "holds no .safetensors files", fix)
     text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
     # GPT-2 and its relatives call it n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     vocabulary, length = text.get("vocab_size"), next((text[name] for name in names if name in text), None)
     if type(vocabulary) is not int or vocabulary < 1:
-        raise ValueError(f"vocab_size is {vocabulary!r} in its config.json, but must be a whole number above 0")
+        problem = f"has the vocab_size {vocabulary!r}, which must be a whole number above 0"
+        raise FileError(str(path / "config.json"), problem)
     name = path.resolve().name
     info = ModelInfo(
         label=label or name,
@@ -146,19 +141,14 @@ def check_trained_on(task: str, source: Source) -> None:
     """Raise ConfigError if `task` is a synthetic one and the model is known to have been trained on something else."""
     if task not in GENERATORS:
         return
-    fix = f"give a model that was trained with data.generator: {{task: {task}}}"
-    refuse(
-        source.info.has_tokenizer,
-        f"{task} is for models that were trained on it, but {source.path} has a tokenizer, so it was trained on text; "
-        f"{fix}",
-    )
     data = _training_data(source)
-    generator = data.get("generator") or {}
-    refuse(
-        bool(data) and generator.get("task") != task,
-        f"{task} is for models that were trained on it, but {source.path} was trained on "
-        f"{generator.get('task', 'other data')}; {fix}",
-    )
+    learned = "text, as it has a tokenizer" if source.info.has_tokenizer else None
+    if learned is None and data:
+        trained_on = (data.get("generator") or {}).get("task", "other data")
+        learned = None if trained_on == task else trained_on
+    problem = f"is for models that were trained on it, but {source.path} was trained on {learned}"
+    fix = f"give a model that was trained with data.generator: {{task: {task}}}"
+    refuse(learned is not None, task, problem, fix)
 
 
 def note_on_training(task: str, source: Source) -> list[str]:
@@ -178,6 +168,7 @@ def _training_data(source: Source) -> dict[str, Any]:
 
 
 def _from_checkpoint(path: Path, label: str | None) -> Source:
+    path = find_checkpoint(path, deep=False)
     state = read_state(path)
     try:
         model = model_config(**state["config"]["model"])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 
@@ -153,7 +153,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def load_model(
     info: ModelInfo, directory: str | Path, dtype: str, device: str, trust_remote_code: bool = False
 ) -> HFModel:
-    """Load the model in a directory of transformers, from safetensors only; ConfigError if transformers cannot."""
+    """Load the model in a directory of transformers, from safetensors only; FileError if transformers cannot."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -177,8 +177,9 @@ def load_model(
     except Exception as error:  # any error of the libraries below, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if type(error).__name__ == "SafetensorError":
-            reason = f"its weights are cut off or damaged ({reason}); copy or download them again"
-        raise ConfigError(f"{directory} cannot be loaded: {reason}") from None
+            problem, fix = f"has weights that are cut off or damaged ({reason})", "copy or download them again"
+            raise FileError(str(directory), problem, fix) from None
+        raise FileError(str(directory), f"cannot be loaded: {reason}") from None
     info = dataclasses.replace(
         info, directory=Path(directory), config=read_settings(Path(directory) / "config.json"),
         has_tokenizer=tokenizer is not None,
@@ -212,8 +213,6 @@ def choose_device(given: str) -> str:
     if given == "cpu":
         return "cpu"
     if rank >= count:
-        raise ConfigError(
-            f"--device cuda needs a GPU for each process, but this machine has {count} and this is process {rank} on "
-            "it; start fewer processes, or give --device cpu"
-        )
+        problem = f"cuda needs a GPU for each process, but this machine has {count} and this is process {rank} on it"
+        raise ConfigError("--device", problem, "start fewer processes, or give --device cpu")
     return f"cuda:{rank}"

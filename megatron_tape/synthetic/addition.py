@@ -31,7 +31,7 @@ class Addition(Generator):
 
     def check(self) -> None:
         """Raise ConfigError unless there are digits."""
-        refuse(self.digits < 1, f"digits is {self.digits}; set it to at least 1")
+        refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
 
     @property
     def vocab_size(self) -> int:

@@ -28,7 +28,7 @@ class Generator:
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Raise ConfigError, whose sentence begins with the setting's name, if a setting cannot work."""
+        """Raise ConfigError, whose key is the setting's name, if a setting cannot work."""
         raise NotImplementedError
 
     @property

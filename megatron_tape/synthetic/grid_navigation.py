@@ -39,14 +39,12 @@ class GridNavigation(Generator):
 
     def check(self) -> None:
         """Raise ConfigError for a setting that cannot work."""
-        refuse(self.dimensions not in (1, 2), f"dimensions is {self.dimensions}; set it to 1 or 2")
+        refuse(self.dimensions not in (1, 2), "dimensions", f"is {self.dimensions}", "set it to 1 or 2")
         for key, least in (("steps", 1), ("width", 2), ("objects", 1), ("longest_run", 1)):
             value = getattr(self, key)
-            refuse(value is not None and value < least, f"{key} is {value}; set it to at least {least}")
-        refuse(
-            not 0 <= self.blank_probability <= 1,
-            f"blank_probability is {self.blank_probability}; set it to at least 0 and at most 1",
-        )
+            refuse(value is not None and value < least, key, f"is {value}", f"set it to at least {least}")
+        share = self.blank_probability
+        refuse(not 0 <= share <= 1, "blank_probability", f"is {share}", "set it to at least 0 and at most 1")
 
     @property
     def vocab_size(self) -> int:

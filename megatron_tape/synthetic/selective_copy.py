@@ -28,8 +28,8 @@ class SelectiveCopy(Generator):
     def check(self) -> None:
         """Raise ConfigError for a setting that cannot work."""
         for key in ("copied", "symbols"):
-            refuse(getattr(self, key) < 1, f"{key} is {getattr(self, key)}; set it to at least 1")
-        refuse(self.blanks < 0, f"blanks is {self.blanks}; set it to at least 0")
+            refuse(getattr(self, key) < 1, key, f"is {getattr(self, key)}", "set it to at least 1")
+        refuse(self.blanks < 0, "blanks", f"is {self.blanks}", "set it to at least 0")
 
     @property
     def vocab_size(self) -> int:

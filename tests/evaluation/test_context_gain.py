@@ -8,7 +8,7 @@ import pytest
 from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl, write_results
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.base import ModelInfo, Summary
+from megatron_tape.evaluation.base import Summary
 from megatron_tape.evaluation.pictures_of_losses import by_length
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
@@ -105,14 +105,6 @@ def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path):
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ConfigError, match="context_gain.key_tokens_from is .*results.json, which cannot be read"):
         run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
-
-
-def test_a_short_context_that_is_not_shorter_is_refused(tmp_path):
-    info = ModelInfo("m", 256, 64, {}, None, has_tokenizer=True)
-    for lengths, short, message in (([16, 64], 16, "short is 16; .* below the shortest .* 16"), ([8], None, "is 1;")):
-        task = ContextGain(ContextGain.Settings(data=str(tmp_path), lengths=lengths, short=short))
-        with pytest.raises(ConfigError, match=message):
-            task.check(info)
 
 
 def test_pictures_show_gains_by_length(periodic):

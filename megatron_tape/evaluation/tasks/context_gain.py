@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import bootstrap_ratio
@@ -66,11 +66,8 @@ class ContextGain(DocumentTask):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes that do not fit together, for bad data, and for unusable key tokens."""
         short, *lengths = self.lengths(info)
-        refuse(
-            not 2 <= short < min(lengths),
-            f"context_gain.short is {short}; set it to at least 2 and below the shortest of context_gain.lengths, "
-            f"{min(lengths)}",
-        )
+        fix = f"set it to at least 2 and below the shortest of lengths, {min(lengths)}"
+        refuse(not 2 <= short < min(lengths), (self.key("short"), self.key("lengths")), f"is {short}", fix)
         self._key_tokens_of_another()
         super().check(info)
 
@@ -81,19 +78,17 @@ class ContextGain(DocumentTask):
 
     def _key_tokens_of_another(self) -> dict[str, Any] | None:
         """Return the details of the results that `key_tokens_from` names."""
-        given = self.settings.key_tokens_from
+        given, key = self.settings.key_tokens_from, self.key("key_tokens_from")
         if given is None:
             return None
         try:
             found = read_results(given).tasks.get(self.name)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"context_gain.key_tokens_from is {given}, which cannot be read: {error}") from None
-        refuse(
-            found is None
-            or not all(isinstance(found.details.get(key), dict) for key in ("key_tokens", "scored_tokens")),
-            f"context_gain.key_tokens_from is {given}, which has no results of context_gain; evaluate that model first",
-        )
-        return found.details
+        except (FileError, OSError) as error:
+            raise ConfigError(key, f"is {given}, which cannot be read: {error}") from None
+        details = {} if found is None else found.details
+        whole = all(isinstance(details.get(key), dict) for key in ("key_tokens", "scored_tokens"))
+        refuse(not whole, key, f"is {given}, which has no results of {self.name}", "evaluate that model first")
+        return details
 
     def units(self, model: LanguageModel) -> list[Unit]:
         """Return one unit for each document and length, among them the short one."""
@@ -103,13 +98,11 @@ class ContextGain(DocumentTask):
             document, scored = key.rpartition("/")[0], sum(window.scored for window in work.windows)
             chosen = self.other["key_tokens"].get(document)
             same = self.other["scored_tokens"].get(document) == self._digest(key)
-            refuse(
-                not same
-                or not isinstance(chosen, list)
-                or not all(type(index) is int and 0 <= index < scored for index in chosen),
-                f"context_gain.key_tokens_from is {self.settings.key_tokens_from}, which scored other tokens of "
-                f"{document}; evaluate both models with the same data, settings and tokenizer",
-            )
+            same = same and isinstance(chosen, list)
+            same = same and all(type(index) is int and 0 <= index < scored for index in chosen)
+            problem = f"is {self.settings.key_tokens_from}, which scored other tokens of {document}"
+            fix = "evaluate both models with the same data, settings and tokenizer"
+            refuse(not same, self.key("key_tokens_from"), problem, fix)
         return units
 
     def _digest(self, key: str) -> str:
@@ -180,21 +173,20 @@ def _scores(
     before: list[np.ndarray], after: list[np.ndarray], keys: list[np.ndarray], length: int, group: str
 ) -> list[Score]:
     """Return the scores of one source and length from the losses of its documents with the short context and this."""
-    place = {"length": length, "group": group}
-    gains = [b - a for b, a in zip(before, after)]
 
-    def ratio(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
+    def mean(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
         sums, counts = [float(part.sum()) for part in parts], [len(part) for part in parts]
         return sum(sums) / sum(counts), *bootstrap_ratio(sums, counts)
 
-    value, low, high = ratio(gains)
-    scores = [Score("gain", value, "higher", low=low, high=high, count=sum(map(len, gains)), unit=NATS, **place)]
-    if not (count := sum(map(len, keys))):
-        return scores
-    value, low, high = ratio([gain[key] for gain, key in zip(gains, keys)])
-    scores.append(Score("key_gain", value, "higher", low=low, high=high, count=count, unit=NATS, **place))
-    value, low, high = (
-        None if x is None else math.exp(x) for x in ratio([loss[key] for loss, key in zip(after, keys)])
-    )
-    scores.append(Score("key_perplexity", value, "lower", low=low, high=high, count=count, **place))
+    def score(metric: str, better: str, mean: tuple[float | None, ...], count: int, unit: str = "") -> Score:
+        value, low, high = mean
+        return Score(metric, value, better, low, high, length, group, count, unit)
+
+    gains = [b - a for b, a in zip(before, after)]
+    scores = [score("gain", "higher", mean(gains), sum(map(len, gains)), NATS)]
+    if count := sum(map(len, keys)):
+        scores.append(score("key_gain", "higher", mean([gain[key] for gain, key in zip(gains, keys)]), count, NATS))
+        losses = mean([loss[key] for loss, key in zip(after, keys)])
+        raised = tuple(None if loss is None else math.exp(loss) for loss in losses)
+        scores.append(score("key_perplexity", "lower", raised, count))
     return scores

@@ -86,8 +86,8 @@ class DocumentTask(Task):
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
 
-    def __init__(self, settings: DocumentSettings):
-        super().__init__(settings)
+    def __init__(self, settings: DocumentSettings, section: str = ""):
+        super().__init__(settings, section)
         self.work: dict[str, Work] = {}
         self.left_out: dict[str, int] = {}
         """How many documents of each source were too short."""
@@ -95,7 +95,7 @@ class DocumentTask(Task):
     @property
     def sources(self) -> list[Source]:
         """What `data` names."""
-        return find_sources(self.settings, self.name)
+        return find_sources(self.settings, self.section)
 
     @property
     def most_documents(self) -> int | None:
@@ -104,7 +104,7 @@ class DocumentTask(Task):
 
     def lengths(self, info: ModelInfo) -> list[int]:
         """Return the context lengths in rising order; raises ConfigError if they cannot be used."""
-        return chosen_lengths(self.settings.lengths, info, f"{self.name}.lengths")
+        return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def longest(self, info: ModelInfo) -> int:
         """Return the context length that scored tokens are placed for."""
@@ -116,15 +116,15 @@ class DocumentTask(Task):
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes that do not fit together, and for bad data by file and line."""
-        for key in ("stride", "windows", "documents", "minimum_length"):
-            value = getattr(self.settings, key)
-            refuse(value is not None and value < 1, f"{self.name}.{key} is {value}; set it to at least 1")
+        self.refuse_below(stride=1, windows=1, documents=1, minimum_length=1)
+        lengths, minimum = self.lengths(info), self.settings.minimum_length
         refuse(
-            self.longest(info) < max(self.lengths(info)),
-            f"{self.name}.minimum_length is {self.settings.minimum_length}, less than the longest of "
-            f"{self.name}.lengths {shown(self.lengths(info))}; raise it, or leave it null",
+            self.longest(info) < max(lengths),
+            (self.key("minimum_length"), self.key("lengths")),
+            f"is {minimum}, less than the longest of lengths {shown(lengths)}",
+            "raise it, or leave it null",
         )
-        text_key, key = self.settings.text_key, f"{self.name}.data"
+        text_key, key = self.settings.text_key, self.key("data")
         check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
 
     def inputs(self) -> list[Path]:

@@ -92,7 +92,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
 
     close = difflib.get_close_matches(unknown[0], manager.all_tasks, 3)
     meant = f"did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks lists all"
-    raise ConfigError(f"lm_eval knows no task {unknown[0]}; {meant}")
+    raise ConfigError("lm_eval.tasks", f"has {unknown[0]}, which lm_eval does not know", meant)
 
 
 @lru_cache(maxsize=4)
@@ -108,15 +108,15 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
             loaded = manager.load([name])
     except Exception as error:  # of the harness, of datasets, of the network, or of the task's own code
         reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ConfigError(
-            f"lm_eval cannot load the task {name}: {reason}; if its data lies on the hub, this machine has to reach it "
-            "or have it in its cache"
-        ) from error
+        fix = "if its data lies on the hub, this machine has to reach it or have it in its cache"
+        raise ConfigError("lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix) from error
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            raise ConfigError(f"the task {task.config.task} runs code that the model writes; leave it out")
+            problem = f"has {task.config.task}, which runs code that the model writes"
+            raise ConfigError("lm_eval.tasks", problem, "leave it out")
         if getattr(task, "MULTIMODAL", False):
-            raise ConfigError(f"the task {task.config.task} needs a model that sees or hears; leave it out")
+            problem = f"has {task.config.task}, which needs a model that sees or hears"
+            raise ConfigError("lm_eval.tasks", problem, "leave it out")
         # As the harness's command does: a task that sets 0 itself keeps it.
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=own or 0 if fewshot is None or own == 0 else fewshot)

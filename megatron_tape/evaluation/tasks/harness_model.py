@@ -27,10 +27,9 @@ class HarnessModel(HFLM):
             prompt, options = request.args
             generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if generated >= self.max_length:
-                raise ConfigError(
-                    f"{request.task_name} generates up to {generated:,} tokens, but the model takes only "
-                    f"{self.max_length:,} with the prompt; leave the task out"
-                )
+                takes = f"but the model takes only {self.max_length:,} with the prompt"
+                problem = f"has {request.task_name}, which generates up to {generated:,} tokens, {takes}"
+                raise ConfigError("lm_eval.tasks", problem, "leave it out")
             if len(self.tok_encode(prompt)) > self.max_length - generated:
                 self.truncated.add((prompt,))
         return super().generate_until(requests, disable_tqdm)
@@ -38,10 +37,10 @@ class HarnessModel(HFLM):
     def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
         for texts, context, continuation in requests:
             if len(continuation) > self.max_length:
-                raise ConfigError(
-                    f"a text to score has {len(continuation):,} tokens, but the model takes only "
-                    f"{self.max_length:,}; leave the task out"
+                problem = (
+                    f"has a text to score of {len(continuation):,} tokens, but the model takes {self.max_length:,}"
                 )
+                raise ConfigError("lm_eval.tasks", problem, "leave that task out")
             # The last token is predicted, but not read.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
@@ -51,10 +50,8 @@ class HarnessModel(HFLM):
 def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
     """Return a `base.HuggingFaceModel` as a model of the harness, which truncates beyond `max_length` tokens."""
     if model.tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {model.info.label} has no token that ends a text, which lm_eval needs; set eos_token in "
-            "its tokenizer_config.json"
-        )
+        problem = f"of {model.info.label} has no token that ends a text, which lm_eval needs"
+        raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
     # The harness chooses a padding token, which must not change the tokenizer of other tasks.
     tokenizer = copy.deepcopy(model.tokenizer)
     with quiet():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.config.values import shown
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
 from megatron_tape.evaluation.statistics import wilson
@@ -55,19 +55,15 @@ class LmEval(Task):
         """Raise ConfigError for names that nobody knows and for results that cannot be compared with."""
         settings = self.settings
         self.require("lm_eval")
-        refuse(not settings.tasks, "lm_eval.tasks is []; name some of what lm_eval ls tasks lists")
-        refuse(len(set(settings.tasks)) < len(settings.tasks), "lm_eval.tasks names a task twice; name each once")
-        for name, least in (("limit", 1), ("num_fewshot", 0), ("max_length", 2), ("batch_size", 1)):
-            value = getattr(settings, name)
-            refuse(value is not None and value < least, f"lm_eval.{name} is {value}; set it to at least {least}")
-        include = settings.include_path
-        refuse(
-            include is not None and not Path(include).is_dir(),
-            f"lm_eval.include_path is {include}, which is not a directory",
-        )
+        key, include = self.key("tasks"), settings.include_path
+        refuse(not settings.tasks, key, "is []", "name some of what lm_eval ls tasks lists")
+        refuse(len(set(settings.tasks)) < len(settings.tasks), key, "names a task twice", "name each once")
+        self.refuse_below(limit=1, num_fewshot=0, max_length=2, batch_size=1)
+        missing = include is not None and not Path(include).is_dir()
+        refuse(missing, self.key("include_path"), f"is {include}, which is not a directory", "correct it")
         for name in settings.tasks:
             file = name.endswith((".yaml", ".yml"))
-            refuse(file and not Path(name).is_file(), f"lm_eval.tasks has {name}, which is not a file")
+            refuse(file and not Path(name).is_file(), key, f"has {name}, which is not a file", "correct it")
         if settings.before is not None:
             self._compared()
         from megatron_tape.evaluation.tasks.harness import find_tasks
@@ -162,32 +158,24 @@ class LmEval(Task):
 
     def _compared(self) -> tuple[str, dict[str, dict[str, Any]]]:
         """Return the label and the outcomes of the results before; ConfigError if they cannot be compared with."""
-        given = self.settings.before
+        given, key = self.settings.before, self.key("before")
         try:
             results = read_results(given)
-        except (OSError, ValueError) as error:
+        except (OSError, FileError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"lm_eval.before is {given}, which cannot be read: {reason}") from None
-        found = results.tasks.get("lm_eval")
-        refuse(
-            found is None, f"lm_eval.before is {given}, which has no results of lm_eval; evaluate lm_eval there first"
-        )
+            raise ConfigError(key, f"is {given}, which cannot be read: {reason}") from None
+        found = results.tasks.get(self.name)
+        refuse(found is None, key, f"is {given}, which has no results of lm_eval", "evaluate lm_eval there first")
         then, now = found.settings.get("num_fewshot"), self.settings.num_fewshot
-        refuse(
-            then != now,
-            f"lm_eval.before is {given}, whose num_fewshot is {shown(then)} and here is {shown(now)}; evaluate with "
-            "the same one",
-        )
+        problem = f"is {given}, whose num_fewshot is {shown(then)} and here is {shown(now)}"
+        refuse(then != now, (key, self.key("num_fewshot")), problem, "evaluate with the same one")
         try:
             outcomes = _outcomes(found.examples)
         except (KeyError, TypeError):
-            raise ConfigError(f"lm_eval.before is {given}, whose results of lm_eval are not whole") from None
+            raise ConfigError(key, f"is {given}, whose results of lm_eval are not whole", "evaluate again") from None
         common = set(found.examples) & set(self.settings.tasks)
-        refuse(
-            not common,
-            f"lm_eval.before is {given}, which has none of the tasks {', '.join(self.settings.tasks)}; it has "
-            f"{', '.join(found.examples)}",
-        )
+        problem = f"is {given}, which has none of the tasks {', '.join(self.settings.tasks)}"
+        refuse(not common, (key, self.key("tasks")), problem, f"it has {', '.join(found.examples)}")
         return results.label, outcomes
 
 

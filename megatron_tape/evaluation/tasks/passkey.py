@@ -1,4 +1,4 @@
-"""Pass key retrieval: a number hidden in irrelevant text, by context length and by depth."""
+"""Passkey retrieval: a number hidden in irrelevant text, by context length and by depth."""
 
 from __future__ import annotations
 
@@ -58,23 +58,22 @@ class Passkey(Task):
     Settings = PasskeySettings
     generates = True
 
-    def __init__(self, settings: PasskeySettings):
-        super().__init__(settings)
+    def __init__(self, settings: PasskeySettings, section: str = ""):
+        super().__init__(settings, section)
         self._published: dict[str, list[Hidden]] = {}
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for sizes out of range."""
         settings = self.settings
         self.require("lm_eval")
-        for name, least in (("depths", 1), ("samples", 1), ("batch_size", 1)):
-            value = getattr(settings, name)
-            refuse(value < least, f"passkey.{name} is {value}; set it to at least {least}")
-        refuse(not 1 <= settings.digits <= 18, f"passkey.digits is {settings.digits}; set it to 1 to 18")
+        self.refuse_below(depths=1, samples=1, batch_size=1)
+        refuse(not 1 <= settings.digits <= 18, self.key("digits"), f"is {settings.digits}", "set it to 1 to 18")
         shortest = self._lengths(info)[0]
         refuse(
             settings.form == "landmark" and not published_filler(shortest),
-            f"passkey.lengths has {shortest}, but the form landmark has no filler below 274 tokens; leave that length "
-            "out, or set passkey.form to exact",
+            (self.key("lengths"), self.key("form")),
+            f"has {shortest}, but the form landmark has no filler below 274 tokens",
+            "leave that length out, or set form to exact",
         )
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -82,11 +81,8 @@ class Passkey(Task):
         settings, lengths = self.settings, self._lengths(model.info)
         if settings.form == "exact":
             shortest = self._prompts(model, lengths[0]).smallest("9" * settings.digits) + self._room
-            refuse(
-                lengths[0] < shortest,
-                f"passkey.lengths has {lengths[0]}, but the prompt without filler and its answer have {shortest} "
-                f"tokens with this model's tokenizer; set lengths of at least {shortest}",
-            )
+            problem = f"has {lengths[0]}, but the prompt without filler and its answer have {shortest} tokens"
+            refuse(lengths[0] < shortest, self.key("lengths"), problem, f"set lengths of at least {shortest}")
             keys = [(length, depth) for length in lengths for depth in range(settings.depths)]
             return [Unit(f"{length}/{depth}", cost=settings.samples * length) for length, depth in keys]
         self._published = self._sorted_into_depths(lengths)
@@ -140,41 +136,30 @@ class Passkey(Task):
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return a heat map by length and depth for each model, and the accuracies by length of all."""
-        from megatron_tape.evaluation.figures import (
-            grid_shape,
-            heat_map,
-            legend,
-            length_axis,
-            new_figure,
-            score_curve,
-            styles,
-        )
+        from megatron_tape.evaluation import figures
 
-        looks = styles(results)
-        figure, axes = new_figure(*grid_shape(len(results)), width=4.4, height=3.4)
+        figure, axes = figures.model_panels(results, width=4.4, height=3.4)
         said = []
         for one, (label, result) in zip(axes, results.items()):
             details = result.details
             names = [f"{share:.0%}" for share in details["depths"]]
             columns = [f"{length:,}" for length in details["lengths"]]
             look = {"row_label": "depth of the key", "column_label": "context length (tokens)", "bar": "accuracy"}
-            heat_map(one, details["accuracy"], names, columns, title=looks[label]["label"], **look)
+            figures.heat_map(one, details["accuracy"], names, columns, **look)
             said.append(_described(label, details))
-        for one in axes[len(results) :]:
-            one.remove()
-        maps = Picture("passkey", "Pass key retrieval by depth and length. " + " ".join(said), figure)
-        figure, (one,) = new_figure(width=6.4, height=3.8)
+        maps = Picture("passkey", "Passkey retrieval by depth and length. " + " ".join(said), figure)
+        figure, (one,) = figures.new_figure(width=6.4, height=3.8)
         everywhere, said = set(), []
         for label, result in results.items():
             scores = [score for score in result.scores if score.metric == "accuracy"]
             lengths = [score.length for score in scores]
-            score_curve(one, looks[label], lengths, scores)
+            figures.score_curve(one, figures.styles(results)[label], lengths, scores)
             everywhere.update(lengths)
             said.append(f"{label}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores) + ".")
-        length_axis(one, everywhere)
+        figures.length_axis(one, everywhere)
         one.set(ylabel="accuracy", ylim=(-0.03, 1.03))
-        legend(figure)
-        return [maps, Picture("passkey-lengths", "Pass key accuracy by context length. " + " ".join(said), figure)]
+        figures.legend(figure)
+        return [maps, Picture("passkey-lengths", "Passkey accuracy by context length. " + " ".join(said), figure)]
 
     @property
     def _room(self) -> int:
@@ -182,7 +167,7 @@ class Passkey(Task):
         return PUBLISHED_TOKENS if self.settings.form == "landmark" else self.settings.digits + MORE_THAN_DIGITS
 
     def _lengths(self, info: ModelInfo) -> list[int]:
-        return chosen_lengths(self.settings.lengths, info, "passkey.lengths")
+        return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def _depths(self) -> list[float]:
         """Return the depths, 0 to 1, of the heat map's rows: of landmark, where each range begins."""

@@ -1,4 +1,4 @@
-"""Texts that hide a pass key, of an exact number of tokens or as published."""
+"""Texts that hide a passkey, of an exact number of tokens or as published."""
 
 from __future__ import annotations
 
@@ -89,10 +89,8 @@ class ExactPrompts:
                 prompt = self._build(candidate, depth, key, ending)
                 if self._count(prompt) == self._tokens:
                     return Hidden(prompt, key)
-        raise ConfigError(
-            f"passkey finds no text of exactly {self._tokens:,} tokens with this model's tokenizer; choose another "
-            "length in passkey.lengths"
-        )
+        problem = f"need a text of exactly {self._tokens:,} tokens, and none is found with this model's tokenizer"
+        raise ConfigError("passkey.lengths", problem, "choose another length")
 
     def _within_word(self, end: int) -> bool:
         return end > 0 and (self._filler[end - 1] == " " or self._filler[end : end + 1].isalpha())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import bootstrap_ratio
@@ -100,11 +100,9 @@ class Perplexity(DocumentTask):
         work = {}
         for length in self.lengths(model.info):
             starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][: self.settings.windows]
-            refuse(
-                not starts,
-                f"{source.path} has {len(stream.tokens):,} tokens, too few for windows of {length:,} with protocol "
-                "longlora; give more data, or shorten perplexity.lengths",
-            )
+            if not starts:
+                problem = f"has {len(stream.tokens):,} tokens, too few for windows of {length:,} with protocol longlora"
+                raise FileError(source.path, problem, f"give more data, or shorten {self.key('lengths')}")
             for first in range(0, len(starts), WINDOWS_PER_UNIT):
                 some = [Window(start, start + length, length - 1) for start in starts[first : first + WINDOWS_PER_UNIT]]
                 work[f"{source.name}/{first}/{length}"] = Work(stream, length, some)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio
@@ -69,26 +69,20 @@ class PositionPictures(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for a model without position states, or settings or data that do not suit it."""
         settings, config = self.settings, info.config
-        if (kind := config.get("model_type")) != MODEL_TYPE:
-            raise ConfigError(
-                f"positions looks at the position states of TAPE models, and {info.label} is a {kind} model, which has "
-                "none that it knows; leave the task out, or evaluate a TAPE model"
-            )
-        for name in ("documents", "map_tokens"):
-            value = getattr(settings, name)
-            refuse(value < 1, f"positions.{name} is {value}; set it to 1 or more")
+        kind = config.get("model_type")
+        problem = f"looks at the position states of TAPE models, and {info.label} is a {kind} model, which has none"
+        refuse(kind != MODEL_TYPE, self.name, problem, "leave the task out, or evaluate a TAPE model")
+        self.refuse_below(documents=1, map_tokens=1)
         length = self._length(info)
-        refuse(length < 2, f"positions.length is {length}; set it to 2 or more")
+        refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
         # A checkpoint's settings have names of their own.
         layers = config["num_hidden_layers"] if "num_hidden_layers" in config else config["num_layers"]
         sizes = layers, config["num_attention_heads"]
         for pair in settings.heads:
-            if len(pair) != 2 or not all(0 <= index < size for index, size in zip(pair, sizes)):
-                raise ConfigError(
-                    f"positions.heads names {pair}; give pairs [layer, head] with layers from 0 to {sizes[0] - 1} and "
-                    f"heads from 0 to {sizes[1] - 1}"
-                )
-        check_sources(self._sources(), info, settings.text_key, length, settings.documents, "positions.data")
+            good = len(pair) == 2 and all(0 <= index < size for index, size in zip(pair, sizes))
+            fix = f"give pairs [layer, head] with layers from 0 to {sizes[0] - 1} and heads from 0 to {sizes[1] - 1}"
+            refuse(not good, self.key("heads"), f"names {pair}", fix)
+        check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))
 
     def inputs(self) -> list[Path]:
         """Return the files of `data`."""
@@ -208,7 +202,7 @@ class PositionPictures(Task):
         return Summary(scores, details, notes)
 
     def _sources(self) -> list[Source]:
-        return find_sources(self.settings, "positions")
+        return find_sources(self.settings, self.section)
 
     def _length(self, info: ModelInfo) -> int:
         given = self.settings.length

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_tape.config.values import shown
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import wilson
@@ -68,8 +69,8 @@ class Ruler(Task):
     Settings = RulerSettings
     generates = True
 
-    def __init__(self, settings: RulerSettings):
-        super().__init__(settings)
+    def __init__(self, settings: RulerSettings, section: str = ""):
+        super().__init__(settings, section)
         given = settings.tasks
         self._tasks = list({"offline": OFFLINE, "all": TASKS}.get(given, given) if isinstance(given, str) else given)
 
@@ -77,17 +78,17 @@ class Ruler(Task):
         """Raise ConfigError for unknown tasks, sizes out of range and files that are not there."""
         settings = self.settings
         self.require("lm_eval", "wonderwords", "nltk", "scipy")
-        refuse(not self._tasks, "ruler.tasks is []; name some tasks, or set it to offline or all")
+        key = self.key("tasks")
+        refuse(not self._tasks, key, "is []", "name some tasks, or set it to offline or all")
         for task in self._tasks:
-            refuse(task not in TASKS, f"ruler.tasks has {shown(task)}; choose some of {', '.join(TASKS)}")
-        refuse(len(set(self._tasks)) < len(self._tasks), "ruler.tasks names a task twice; name each once")
-        refuse(not 1 <= settings.samples <= 500, f"ruler.samples is {settings.samples}; set it to 1 to 500")
-        refuse(settings.batch_size < 1, f"ruler.batch_size is {settings.batch_size}; set it to at least 1")
-        trained = settings.trained_length
-        refuse(trained is not None and trained < 1, f"ruler.trained_length is {trained}; set it to at least 1")
+            refuse(task not in TASKS, key, f"has {shown(task)}", f"choose some of {', '.join(TASKS)}")
+        refuse(len(set(self._tasks)) < len(self._tasks), key, "names a task twice", "name each once")
+        self.refuse_below(samples=1, batch_size=1, trained_length=1)
+        refuse(settings.samples > 500, self.key("samples"), f"is {settings.samples}", "set it to 1 to 500")
         for name in ("haystack", *QUESTIONS.values()):
             file = getattr(settings, name)
-            refuse(file is not None and not Path(file).is_file(), f"ruler.{name} is {file}, which is not a file")
+            problem = f"is {file}, which is not a file"
+            refuse(file is not None and not Path(file).is_file(), self.key(name), problem, "give one")
         if settings.haystack is not None:
             _check_text(Path(settings.haystack))
         self._lengths(info)
@@ -113,10 +114,9 @@ class Ruler(Task):
                 except TooShort as error:
                     least = smallest_length(task, length, _CHECKED, model.tokenizer, seed, sources)
                     at_least = f"works from about {least:,} tokens on" if least else f"does not work up to {_CHECKED:,}"
-                    raise ConfigError(
-                        f"ruler.lengths has {length:,}, where {task} cannot be made with this model's tokenizer "
-                        f"({error}); it {at_least}, so leave out the length, or {task} in ruler.tasks"
-                    ) from None
+                    problem = f"has {length:,}, where {task} cannot be made with this model's tokenizer ({error})"
+                    fix = f"it {at_least}, so leave out the length, or {task} in tasks"
+                    raise ConfigError((self.key("lengths"), self.key("tasks")), problem, fix) from None
         pairs = [(task, length) for length in lengths for task in self._tasks]
         return [Unit(f"{task}/{length}", cost=self.settings.samples * length) for task, length in pairs]
 
@@ -130,10 +130,9 @@ class Ruler(Task):
         try:
             samples = make_samples(task, length, settings.samples, model.tokenizer, settings.seed, self._sources())
         except TooShort as error:
-            raise ConfigError(
-                f"ruler.lengths has {length:,}, where some of the {settings.samples} samples of {task} cannot be made "
-                f"({error}); leave out the length, or {task} in ruler.tasks"
-            ) from None
+            problem = f"has {length:,}, where some of the {settings.samples} samples of {task} cannot be made ({error})"
+            keys = self.key("lengths"), self.key("tasks")
+            raise ConfigError(keys, problem, f"leave out the length, or {task} in tasks") from None
         (outcome,) = run(model.harness(settings.batch_size, length), samples.tasks, seed=unit.key)
         return {
             "scores": [float(example.metrics[f"{length},none"]) for example in outcome.examples],
@@ -164,57 +163,10 @@ class Ruler(Task):
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return the means by length of all models, one panel for each set of tasks, and heat maps of the tasks."""
-        from megatron_tape.evaluation.figures import (
-            grid_shape,
-            heat_map,
-            legend,
-            length_axis,
-            new_figure,
-            score_curve,
-            styles,
-        )
-
-        looks, means = styles(results), {}
-        for label, result in results.items():
-            means.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
-        figure, axes = new_figure(*grid_shape(len(means)), width=5.6, height=3.8, sharey=True)
-        said = []
-        for one, ((mean_name, *_), labels) in zip(axes, means.items()):
-            lengths: set[int] = set()
-            for label in labels:
-                rows = [score for score in results[label].scores if score.metric == mean_name]
-                places = [row.length for row in rows]
-                score_curve(one, looks[label], places, rows)
-                lengths.update(places)
-                said.append(f"{label}, {mean_name}: " + ", ".join(f"{row.value:.2f} at {row.length:,}" for row in rows))
-            one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
-            one.set(ylabel=mean_name, ylim=(-0.03, 1.03))
-            length_axis(one, lengths)
-        for one in axes[len(means) :]:
-            one.remove()
-        legend(figure)
-        text = f"RULER by context length; the dashed line is {THRESHOLD}. {'. '.join(said)}."
-        pictures = [Picture("ruler", text, figure)]
-        figure, axes = new_figure(*grid_shape(len(results)), width=4.8, height=3.8)
-        said = []
-        for one, (label, result) in zip(axes, results.items()):
-            details = result.details
-            columns = [f"{length:,}" for length in details["lengths"]]
-            heat_map(
-                one, list(details["tasks"].values()), list(details["tasks"]), columns,
-                column_label="context length (tokens)", title=looks[label]["label"], bar="score",
-            )  # fmt: skip
-            cells = [(score, task, x) for task, row in details["tasks"].items() for x, score in zip(columns, row)]
-            worst, best = min(cells), max(cells)
-            said.append(
-                f"{label}: from {worst[0]:.2f} ({worst[1]} at {worst[2]}) to {best[0]:.2f} ({best[1]} at {best[2]})."
-            )
-        for one in axes[len(results) :]:
-            one.remove()
-        return [*pictures, Picture("ruler-tasks", "RULER's tasks by context length. " + " ".join(said), figure)]
+        return [_draw_means(results), _draw_tasks(results)]
 
     def _lengths(self, info: ModelInfo) -> list[int]:
-        return chosen_lengths(self.settings.lengths, info, "ruler.lengths")
+        return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def _file_of(self, task: str) -> str | None:
         return getattr(self.settings, QUESTIONS[task]) if task in QUESTIONS else None
@@ -235,45 +187,38 @@ class Ruler(Task):
 
     def _effective(self, lengths: list[int], curve: list[float], info: ModelInfo) -> tuple[list[Score], list[str]]:
         """Return up to which length the model works, by RULER's measure and its own, and the area under the curve."""
-        mean_name, notes = self._mean_name(), []
-
-        def longest(least: float, among: list[int]) -> float:
-            good = [length for length, score in zip(lengths, curve) if length in among and score >= least]
-            worse = [length for length, score in zip(lengths, curve) if score < least and good and length < max(good)]
-            if worse:
-                notes.append(
-                    f"At {', '.join(f'{length:,}' for length in worse)} tokens the {mean_name} is below {least:.3f}, "
-                    f"though at the longer length of {max(good):,} it is not."
-                )
-            return float(max(good, default=0))
-
-        found = [Score("effective length", longest(THRESHOLD, lengths), "higher", group=mean_name, unit="tokens")]
+        name = self._mean_name()
+        reached, notes = _longest(lengths, curve, THRESHOLD, name)
+        found = [Score("effective length", reached, "higher", group=name, unit="tokens")]
+        meaning = f"The effective length is the longest whose {name} is at least {THRESHOLD}, or 0"
         trained = self.settings.trained_length or info.trained_length
-        if trained in lengths:
-            own = curve[lengths.index(trained)]
-            reached = longest(own, [length for length in lengths if length >= trained])
-            found.append(Score("own effective length", reached, "higher", group=mean_name, unit="tokens"))
-            notes.append(
-                f"The effective length is the longest whose {mean_name} is at least {THRESHOLD}, or 0; the own "
-                f"effective length is the longest where it is at least {own:.3f}, the model's score at the "
+        own = curve[lengths.index(trained)] if trained in lengths else None
+        if own:
+            longer = [(length, score) for length, score in zip(lengths, curve) if length >= trained]
+            reached, holes = _longest(*zip(*longer), own, name)
+            found.append(Score("own effective length", reached, "higher", group=name, unit="tokens"))
+            notes += holes
+            meaning += (
+                f"; the own effective length is the longest where it is at least {own:.3f}, the model's score at the "
                 f"{trained:,} tokens that it was trained on."
             )
+        elif own is not None:
+            meaning += f". There is no own effective length, as the model scores 0 at its trained length, {trained:,}."
         else:
-            notes.append(
-                f"The effective length is the longest whose {mean_name} is at least {THRESHOLD}, or 0. The longest at "
-                "which the model is as good as at its trained length is not known, because that "
-                + (
-                    f"({trained:,}) is not among the lengths."
-                    if trained
-                    else "is not known: give ruler.trained_length."
-                )
+            unknown = (
+                f"({trained:,}) is not among the lengths" if trained else "is not known: give ruler.trained_length"
             )
+            meaning += (
+                ". The longest at which the model is as good as at its trained length is not known, because that "
+                f"{unknown}."
+            )
+        notes.append(meaning)
         if len(lengths) > 1:
             steps = [math.log2(after / before) for before, after in zip(lengths, lengths[1:])]
             area = sum(step * (a + b) / 2 for step, a, b in zip(steps, curve, curve[1:])) / sum(steps)
-            found.append(Score("area under the curve", area, "higher", group=mean_name))
+            found.append(Score("area under the curve", area, "higher", group=name))
             notes.append("The area is that under the curve over the logarithm of the length, divided by its range.")
-        if mean_name != "mean of all 13 tasks":
+        if name != "mean of all 13 tasks":
             notes.append(
                 f"The paper's threshold of {THRESHOLD} is one of the mean of all 13 tasks; that of other tasks is not "
                 "comparable with published figures."
@@ -306,16 +251,63 @@ class Ruler(Task):
         return notes
 
 
+def _draw_means(results: dict[str, TaskResult]) -> Picture:
+    from megatron_tape.evaluation.figures import grid_shape, legend, length_axis, new_figure, score_curve, styles
+
+    looks, panels, said = styles(results), {}, []
+    for label, result in results.items():
+        panels.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
+    figure, axes = new_figure(*grid_shape(len(panels)), width=5.6, height=3.8, sharey=True)
+    for one, ((name, *_), labels) in zip(axes, panels.items()):
+        lengths: set[int] = set()
+        for label in labels:
+            scores = [score for score in results[label].scores if score.metric == name]
+            score_curve(one, looks[label], [score.length for score in scores], scores)
+            lengths.update(score.length for score in scores)
+            said.append(f"{label}, {name}: " + ", ".join(f"{score.value:.2f} at {score.length:,}" for score in scores))
+        one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
+        one.set(ylabel=name, ylim=(-0.03, 1.03))
+        length_axis(one, lengths)
+    for one in axes[len(panels) :]:
+        one.remove()
+    legend(figure)
+    text = f"RULER by context length; the dashed line is {THRESHOLD}. {'. '.join(said)}."
+    return Picture("ruler", text, figure)
+
+
+def _draw_tasks(results: dict[str, TaskResult]) -> Picture:
+    from megatron_tape.evaluation.figures import heat_map, model_panels
+
+    figure, axes = model_panels(results, width=4.8, height=3.8)
+    said = []
+    for one, (label, result) in zip(axes, results.items()):
+        tasks, columns = result.details["tasks"], [f"{length:,}" for length in result.details["lengths"]]
+        heat_map(one, list(tasks.values()), list(tasks), columns, column_label="context length (tokens)", bar="score")
+        cells = [(score, f"{task} at {x}") for task, row in tasks.items() for x, score in zip(columns, row)]
+        worst, best = min(cells), max(cells)
+        said.append(f"{label}: from {worst[0]:.2f} ({worst[1]}) to {best[0]:.2f} ({best[1]}).")
+    return Picture("ruler-tasks", "RULER's tasks by context length. " + " ".join(said), figure)
+
+
 def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:
     low, high = wilson(sum(found), len(found))
     return Score(metric, sum(found) / len(found), "higher", low, high, length, group, len(found))
 
 
+def _longest(lengths: Sequence[int], curve: Sequence[float], least: float, name: str) -> tuple[float, list[str]]:
+    """Return the longest length whose score is at least `least`, or 0, and a note on shorter ones where it is not."""
+    reached = max((length for length, score in zip(lengths, curve) if score >= least), default=0)
+    worse = [f"{length:,}" for length, score in zip(lengths, curve) if score < least and length < reached]
+    at = f"At {', '.join(worse)} tokens the {name} is below {least:.3f}"
+    return float(reached), [f"{at}, though at the longer length of {reached:,} it is not."] if worse else []
+
+
 def _check_text(file: Path) -> None:
-    """Raise ConfigError if a haystack is no text, or has hardly any."""
+    """Raise FileError if a haystack is no text, or has hardly any."""
     try:
         words = file.read_text(encoding="utf-8").split()
     except UnicodeDecodeError as error:
         line = file.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigError(f"ruler.haystack: {file}:{line} is not UTF-8 text; give a text file in UTF-8") from None
-    refuse(len(words) < 500, f"ruler.haystack: {file} has {len(words)} words; give a text of at least 500")
+        raise FileError(f"{file}:{line}", "is not UTF-8 text", "give a text file in UTF-8") from None
+    if len(words) < 500:
+        raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500")

@@ -10,13 +10,13 @@ Here one task of one length is made at a time, with seeds of its own, and checke
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,13 +31,11 @@ from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_ta
 
 _MOST = 500
 """Samples per task and length that the harness's functions make unless they are stopped."""
-_GENERATORS = {
-    "generate_samples": None,
-    "sys_kwext": None,
-    "sys_vartrack_w_noise_random": 10,
-    "sys_word_pair_random": 10,
-}
-"""What makes the samples in the harness's modules, with the default of `incremental` of those that may never end."""
+_ENDLESS = ("sys_vartrack_w_noise_random", "sys_word_pair_random")
+"""What makes the samples of vt and cwe, and never ends where the smallest one is too long."""
+_GENERATORS = ("generate_samples", "sys_kwext", *_ENDLESS)
+"""What makes the samples in the harness's modules."""
+_DRAWS = 5
 _SAME_TEXT = 50
 _ROUNDS = 8
 
@@ -108,39 +106,13 @@ def smallest_length(
     return None
 
 
-class _Step(int):
-    """By how much a sample shrinks that does not fit.
-
-    vt and cwe try again in a `while True` whose bare `except` catches everything, and then ask whether the sample has
-    more than one step, to take one away. Where it has not, they would try for ever, and this raises.
-    """
-
-    def __lt__(self, used: int) -> bool:
-        _pass_on_interruption()
-        if used <= int(self):
-            raise TooShort("its smallest sample does not fit")
-        return True
-
-    def __gt__(self, other: int) -> bool:
-        _pass_on_interruption()
-        if other is self:
-            raise TooShort("its smallest sample does not fit")
-        return int(self) > other
-
-
-def _pass_on_interruption() -> None:
-    """Raise again what such an `except`, which is asking, should not have caught: Ctrl-C, or the end of a job."""
-    error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, Exception):
-        raise error
-
-
 class _Measure:
     """Stands in for the tokenizer where the harness measures texts: counts `reserve` tokens more than there are."""
 
     def __init__(self, tokenizer: Callable[..., Any], reserve: int):
         self._tokenizer, self._reserve = tokenizer, reserve
         self._last, self._times = "", 0
+        self._interruption: BaseException | None = None
 
     def __call__(self, text: str) -> SimpleNamespace:
         # fwe measures the same text for ever if its words are used up and it is still too long.
@@ -148,7 +120,24 @@ class _Measure:
         self._last = text
         if self._times == _SAME_TEXT:
             raise TooShort("its smallest sample does not fit")
-        return SimpleNamespace(input_ids=range(len(self._tokenizer(text, verbose=False)["input_ids"]) + self._reserve))
+        try:
+            return SimpleNamespace(input_ids=range(self.count(text)))
+        except BaseException as error:  # Ctrl-C or the end of a job, which vt and cwe would swallow
+            self._interruption = error
+            raise
+
+    def count(self, text: str) -> int:
+        """Return the tokens of a text with the reserve."""
+        return len(self._tokenizer(text, verbose=False)["input_ids"]) + self._reserve
+
+    def each(self, samples: Iterable[Any], **_: Any) -> Iterator[Any]:
+        """Stand in for `tqdm`: yield the samples' numbers, and end the loop over them after an interruption."""
+        for sample in samples:
+            if self._interruption is not None:
+                raise self._interruption
+            yield sample
+        if self._interruption is not None:
+            raise self._interruption
 
 
 def _generate(
@@ -161,10 +150,11 @@ def _generate(
     sources: Sources,
 ) -> list[dict[str, Any]]:
     """Return what one of the harness's functions makes, with its module's names replaced meanwhile."""
-    module = function.__globals__
-    replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: _Measure(tokenizer, reserve)}
-    for name in _GENERATORS.keys() & module.keys():
-        replaced[name] = _stopped(module[name], count, _GENERATORS[name])
+    module, measure = function.__globals__, _Measure(tokenizer, reserve)
+    replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
+    for name in _GENERATORS:
+        if name in module:
+            replaced[name] = _limited(module[name], count, measure)
     if "RNG" in module:  # a generator of the module's own, which goes on from call to call
         replaced["RNG"] = random.Random(random.getrandbits(64))
     if "get_haystack" in module:
@@ -188,21 +178,42 @@ def _generate(
         except ValueError as error:
             raise TooShort(str(error).split("\n")[0]) from error
         except IndexError:
-            raise ConfigError(
-                f"the questions for ruler's {task} are fewer than {count}; set ruler.samples lower"
-            ) from None
+            problem = f"is {count}, and there are fewer questions for {task}"
+            raise ConfigError("ruler.samples", problem, "set it lower") from None
 
 
-def _stopped(function: Callable[..., Any], count: int, step: int | None) -> Callable[..., Any]:
-    """Return a function that makes no more than `count` samples, and ends."""
+def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
+    """Return a function of the harness that makes no more than `count` samples; TooShort where it would never end."""
 
     def limited(*arguments: Any, **options: Any) -> Any:
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
-        if step is not None:
-            options["incremental"] = _Step(options.get("incremental", step))
+        if function.__name__ in _ENDLESS:
+            _refuse_endless(function, options, measure)
         return function(*arguments, **options)
 
     return limited
+
+
+def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measure: _Measure) -> None:
+    """Raise TooShort if the smallest samples of vt or cwe do not fit.
+
+    They draw a sample that is too long again, with fewer words until there are `incremental` of them, and then for
+    ever, in a `while True` whose bare `except` catches everything.
+    """
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    given = {**defaults, **options}
+    draw, size, length = function.__globals__["generate_input_output"], given["incremental"], given["max_seq_length"]
+    example, room = given.get("icl_example"), length - given["tokens_to_generate"]
+    if example is not None:
+        room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
+    with seeded("the smallest samples"):
+        for _ in range(_DRAWS):
+            if "num_chains" in given:  # vt
+                text, _ = draw(size, given["num_chains"], given["num_hops"], is_icl=example is None)
+            else:
+                _, text, _ = draw(size, length)
+            if measure.count(text) > room:
+                raise TooShort("its smallest sample does not fit")
 
 
 def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
@@ -233,10 +244,8 @@ def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> 
         try:
             return original(type_haystack)
         except Exception as error:
-            raise ConfigError(
-                f"RULER's essays cannot be loaded from the hub ({_reason(error)}); give a long text of your own "
-                "instead: --ruler.haystack FILE.txt"
-            ) from error
+            problem = f"is null, and RULER's essays cannot be loaded from the hub ({_reason(error)})"
+            raise ConfigError("ruler.haystack", problem, "give a long text of your own, FILE.txt") from error
 
     return given
 
@@ -252,9 +261,8 @@ def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[st
         try:
             return original(url)
         except Exception as error:
-            raise ConfigError(
-                f"{url} cannot be loaded ({_reason(error)}); bring the file here and give it: --ruler.{name} FILE.json"
-            ) from error
+            problem = f"is null, and {url} cannot be loaded ({_reason(error)})"
+            raise ConfigError(f"ruler.{name}", problem, "bring the file here and give it") from error
 
     return given
 

@@ -6,7 +6,7 @@ that were not fine-tuned there is a loss on the targets alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_tape.config.examples import TEMPLATE, check_template
 from megatron_tape.config.values import shown
 from megatron_tape.data.examples import Cutter, read_examples
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import TAIL, bootstrap_ratio
@@ -77,23 +77,19 @@ class Scrolls(Task):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for settings that cannot work, and for bad data by file and line."""
         settings = self.settings
-        refuse(not (settings.generate or settings.loss), "scrolls.generate and scrolls.loss are false; set one to true")
-        refuse(
-            settings.examples is not None and settings.examples < 1,
-            f"scrolls.examples is {settings.examples}; set it to 1 or more, or to null for all",
-        )
-        check_template(settings.template, "scrolls.template")
+        nothing, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
+        refuse(nothing, keys, "is false, and so is loss", "set one to true")
+        self.refuse_below(examples=1)
+        check_template(settings.template, self.key("template"))
         length = self._length(info)
-        refuse(length < 8, f"scrolls.length is {length}; set it to 8 or more")
-        files = self._files()
+        refuse(length < 8, self.key("length"), f"is {length}", "set it to at least 8")
+        files, key = self._files(), self.key("target_tokens")
         for name in files:
             tokens = self._target_tokens(name, length)
-            refuse(
-                not 1 <= tokens < length,
-                f"scrolls.target_tokens of {name} is {tokens}; set it to between 1 and {length - 1}",
-            )
-        if isinstance(settings.target_tokens, dict):
-            self._refuse_unknown("scrolls.target_tokens", settings.target_tokens, files)
+            fix = f"set it to between 1 and {length - 1}"
+            refuse(not 1 <= tokens < length, key, f"of {name} is {tokens}", fix)
+        for name in settings.target_tokens if isinstance(settings.target_tokens, dict) else ():
+            refuse(name not in files, key, f"names {shown(name)}, of which there is no data", _choices(files))
         for name in files:
             self._read(name)
 
@@ -103,16 +99,13 @@ class Scrolls(Task):
 
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length or info.trained_length
-        if length is None:
-            raise ConfigError(
-                f"scrolls.length is null, but the configuration of {info.label} does not say what length it was "
-                "trained on; set it, such as to 1024"
-            )
+        problem = f"is null, but the configuration of {info.label} does not say what length it was trained on"
+        refuse(length is None, self.key("length"), problem, "set it, such as to 1024")
         return length
 
     def _files(self) -> dict[str, str]:
         """Return the file of each dataset. Raises ConfigError for what does not exist or has no metric."""
-        data, split = self.settings.data, self.settings.split
+        key, data, split = self.key("data"), self.settings.data, self.settings.split
         known = {**METRICS, **self.settings.metrics}
         if isinstance(data, str):
             places = {
@@ -120,29 +113,16 @@ class Scrolls(Task):
             }
             found = {name: next(filter(_is_file, paths), None) for name, paths in places.items()}
             files = {name: path for name, path in found.items() if path is not None}
-            refuse(
-                not files,
-                f"scrolls.data is {shown(data)}, where there is neither NAME.zip, NAME.jsonl nor NAME/{split}.jsonl of "
-                f"any of {', '.join(known)}; correct it, or give {{NAME: path}}",
-            )
+            neither = f"neither NAME.zip, NAME.jsonl nor NAME/{split}.jsonl of any of {', '.join(known)}"
+            problem = f"is {shown(data)}, where there is {neither}"
+            refuse(not files, key, problem, "correct it, or give {NAME: path}")
             return files
-        refuse(not data, "scrolls.data is empty; give {NAME: path}, or a directory")
-        self._refuse_unknown("scrolls.data", data, known)
+        refuse(not data, key, "is empty", "give {NAME: path}, or a directory")
         for name, path in data.items():
-            refuse(
-                not _is_file(path), f"scrolls.data has {shown(path)} as {name}, but there is no such file; correct it"
-            )
+            fix = f"{_choices(known)}, or give its metric in metrics"
+            refuse(name not in known, key, f"names {shown(name)}, of which no metric is known", fix)
+            refuse(not _is_file(path), key, f"has {shown(path)} as {name}, but there is no such file", "correct it")
         return data
-
-    @staticmethod
-    def _refuse_unknown(key: str, given: dict[str, Any], known: dict[str, Any]) -> None:
-        for name in given:
-            refuse(
-                name not in known,
-                f"{key} names {shown(name)}, of which no {'metric' if key == 'scrolls.data' else 'data'} is known; "
-                f"choose from {', '.join(known)}"
-                + (", or give its metric in scrolls.metrics" if key == "scrolls.data" else ""),
-            )
 
     def _metric(self, name: str) -> str:
         return self.settings.metrics.get(name) or METRICS[name]
@@ -162,7 +142,8 @@ class Scrolls(Task):
                 examples[key].targets.append(line.target)
             elif most is None or len(examples) < most:
                 examples[key] = _Example(name, line.input, [line.target])
-        refuse(not examples, f"{path} holds no example; give another file")
+        if not examples:
+            raise FileError(path, "holds no example", "give another file")
         return list(examples.values())
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -271,6 +252,10 @@ class Scrolls(Task):
             )
             if picture is not None
         ]
+
+
+def _choices(names: Iterable[str]) -> str:
+    return f"choose from {', '.join(names)}"
 
 
 def _is_file(path: str) -> bool:

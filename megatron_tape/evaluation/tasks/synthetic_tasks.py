@@ -49,25 +49,17 @@ class SyntheticTask(Task):
 
     needs_tokenizer = False
 
-    def check_sizes(self, *names: str) -> None:
-        """Raise ConfigError if one of these settings, which may be null, is below 1, or the seed is out of range."""
-        for name in names:
-            value = getattr(self.settings, name)
-            refuse(value is not None and value < 1, self.key(name), f"is {value}", "set it to at least 1")
-        seed = self.settings.seed
-        refuse(
-            not 0 <= seed <= LARGEST_SEED,
-            self.key("seed"),
-            f"is {seed}",
-            f"set it to at least 0 and at most {LARGEST_SEED}",
-        )
+    def check_seed(self) -> None:
+        """Raise ConfigError for a seed that is out of range."""
+        seed, fix = self.settings.seed, f"set it to at least 0 and at most {LARGEST_SEED}"
+        refuse(not 0 <= seed <= LARGEST_SEED, self.key("seed"), f"is {seed}", fix)
 
     def check_generator(self, generator: Generator, info: ModelInfo) -> None:
         """Raise ConfigError if a generator's settings cannot work, or it makes tokens that the model does not know."""
         try:
             generator.check()
         except ConfigError as error:
-            raise ConfigError(self.section, f"cannot work: {error.subject} {error.problem}", error.fix) from None
+            raise ConfigError(self.key(error.subject), error.problem, error.fix) from None
         refuse(
             generator.vocab_size > info.vocab_size,
             self.section,
@@ -85,7 +77,8 @@ class Variants(SyntheticTask):
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for settings that cannot work."""
-        self.check_sizes("samples", "batch_size")
+        self.refuse_below(samples=1, batch_size=1)
+        self.check_seed()
         for generator in self.generators().values():
             self.check_generator(generator, info)
 

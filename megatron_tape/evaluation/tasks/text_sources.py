@@ -61,57 +61,52 @@ def find_sources(settings: Selection, section: str) -> list[Source]:
     """Return the entries of a task's `data`; raises ConfigError for one that does not exist or is of unknown kind."""
     key, data, split = f"{section}.data", settings.data, settings.split
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
-    refuse(not named, f"{key} is empty; give a path, or a mapping name: path")
+    refuse(not named, key, "is empty", "give a path, or a mapping name: path")
     sources = [_find_source(name, path, key) for name, path in named.items()]
     if split is None:
         return sources
+    key = f"{section}.split"
     try:
         share = split_shares(split)[1]
     except ConfigError as error:
-        raise ConfigError(str(error).replace("data.split", f"{section}.split")) from None
-    refuse(share == 0, f"{section}.split is {split!r}, which leaves nothing for validation; raise its share")
+        raise ConfigError(key, error.problem, error.fix) from None
+    refuse(share == 0, key, f"is {split!r}, which leaves nothing for validation", "raise its share")
     others = [source.path for source in sources if source.kind != "indexed"]
-    refuse(bool(others), f"{section}.split is given, but {others and others[0]} is no indexed dataset; leave it out")
+    refuse(bool(others), key, f"is given, but {others and others[0]} is no indexed dataset", "leave it out")
     return [replace(source, split=split) for source in sources]
 
 
 def _find_source(name: str, path: str, key: str) -> Source:
-    refuse(
-        not name or "/" in name, f"{key} has the name {shown(name)}; give {{NAME: path}} with a name without slashes"
-    )
+    fix = "give {NAME: path} with a name without slashes"
+    refuse(not name or "/" in name, key, f"has the name {shown(name)}", fix)
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     try:
         is_file, is_dataset, is_part = (Path(p).is_file() for p in (path, f"{path}.idx", f"{prefix}.idx"))
     except OSError as error:
-        raise ConfigError(f"{key} is {shown(path)}, which cannot be read ({error.strerror}); correct it") from None
+        raise ConfigError(key, f"is {shown(path)}, which cannot be read ({error.strerror})", "correct it") from None
     if is_dataset:
         return Source(name, path, "indexed")
-    refuse(not is_file, f"{key} is {shown(path)}, but there is no such file or indexed dataset; correct it")
-    refuse(is_part, f"{key} is {path}, a part of the indexed dataset {prefix}; give {prefix}, without the ending")
-    refuse(
-        not path.endswith(".bin") and not is_text_file(path),
-        f"{key} is {path}, whose format is unknown; give .jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of "
-        "uint16 ids, or the prefix of an indexed dataset",
+    refuse(not is_file, key, f"is {shown(path)}, but there is no such file or indexed dataset", "correct it")
+    part = f"is {path}, a part of the indexed dataset {prefix}"
+    refuse(is_part, key, part, f"give {prefix}, without the ending")
+    formats = (
+        ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of uint16 ids, or the prefix of an indexed dataset"
     )
-    return Source(name, path, "raw" if path.endswith(".bin") else "text")
+    is_raw = path.endswith(".bin")
+    refuse(not is_raw and not is_text_file(path), key, f"is {path}, whose format is unknown", f"give {formats}")
+    return Source(name, path, "raw" if is_raw else "text")
 
 
 def check_sources(
     sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None, key: str
 ) -> None:
-    """Raise ConfigError, by file and line, for bad data among that which `long_documents` would return."""
+    """Raise UserError, by file and line, for bad data among that which `long_documents` would return."""
     for source in sources:
         if source.kind == "text":
-            refuse(
-                not info.has_tokenizer,
-                f"{key} is the text {source.path}, but {info.label} has no tokenizer; give token ids, as an indexed "
-                "dataset or a .bin",
-            )
-            section = key.partition(".")[0]
-            refuse(
-                not sum(bool(text) for text in _texts(source, text_key, f"{section}.text_key")),
-                f"{key} is {source.path}, which holds no text; give another file",
-            )
+            problem = f"is the text {source.path}, but {info.label} has no tokenizer"
+            refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
+            texts = sum(bool(text) for text, _ in read_texts([source.path], text_key, keep_empty=True))
+            refuse(not texts, key, f"is {source.path}, which holds no text", "give another file")
         else:
             _long_documents(source, _token_documents(source), minimum, most, info.vocab_size)
 
@@ -121,10 +116,11 @@ def long_documents(
 ) -> tuple[list[Document], int]:
     """Return the first `most` documents of at least `minimum` tokens, and how many shorter ones were seen before.
 
-    Raises ConfigError if there are none, or for bad data.
+    Raises UserError if there are none, or for bad data.
     """
     if source.kind == "text":
-        documents = (np.asarray(model.encode(text), np.int64) for text in _texts(source, text_key))
+        texts = read_texts([source.path], text_key, keep_empty=True)
+        documents = (np.asarray(model.encode(text), np.int64) for text, _ in texts)
     else:
         documents = _token_documents(source)
     return _long_documents(source, documents, minimum, most, model.info.vocab_size)
@@ -139,71 +135,61 @@ def _long_documents(
         if len(tokens) < minimum:
             longest, short = max(longest, len(tokens)), short + 1
             continue
-        _check_ids(f"document {number} of {source.path}", tokens, vocab_size)
+        _check_ids(source.path, number, tokens, vocab_size)
         found.append(Document(f"{source.name}/{number}", tokens, source.kind == "text"))
         if len(found) == most:
             break
-    refuse(
-        not found,
-        f"none of the {short:,} documents of {source.path} has the {minimum:,} tokens that lengths and minimum_length "
-        f"need, and the longest has {longest:,}; shorten them, or give longer documents",
-    )
+    if not found:
+        needed = f"none has the {minimum:,} tokens that lengths and minimum_length need"
+        problem = f"has {short:,} documents, of which {needed}, and the longest has {longest:,}"
+        raise FileError(source.path, problem, "shorten them, or give longer documents")
     return found, short
 
 
-def _texts(source: Source, text_key: str, setting: str = "text_key") -> Iterator[str]:
-    """Yield the texts of a source, empty ones included; for bad ones ConfigError, which names the key's `setting`."""
-    try:
-        yield from (text for text, _ in read_texts([source.path], text_key, keep_empty=True))
-    except FileError as error:
-        raise ConfigError(setting, f"is {text_key}, but {error.subject} {error.problem}", error.fix) from None
-
-
 def _token_documents(source: Source) -> Iterator[np.ndarray]:
-    try:
-        if source.kind == "indexed":
-            dataset = IndexedDatasetReader(source.path)
-            problem = next(dataset.problems(), None)
-            refuse(problem is not None, f"the indexed dataset {source.path} is not whole: {problem}; write it again")
-            count = len(dataset)
-            train, validation, _ = split_shares(source.split) if source.split else (0.0, 1.0, 0.0)
-            first, stop = round(train * count), round((train + validation) * count)
-            yield from (dataset.document(index) for index in range(first, stop))
-            return
+    """Yield the documents of token ids; raises FileError for a damaged file."""
+    if source.kind == "raw":
         size = Path(source.path).stat().st_size
-        whole = size > 0 and size % RAW_TYPE.itemsize == 0
-        refuse(not whole, f"{source.path} has {size:,} bytes, which are no uint16 ids; give another file")
+        if size == 0 or size % RAW_TYPE.itemsize:
+            raise FileError(source.path, f"has {size:,} bytes, which are no uint16 ids", "give another file")
         yield np.memmap(source.path, RAW_TYPE, "r")
+        return
+    try:
+        dataset = IndexedDatasetReader(source.path)
+        problem = next(dataset.problems(), None)
     except (ValueError, OSError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+        raise FileError(source.path, f"cannot be read: {error}") from None
+    if problem is not None:
+        raise FileError(source.path, f"is not whole: {problem}", "write it again")
+    train, validation, _ = split_shares(source.split) if source.split else (0.0, 1.0, 0.0)
+    for index in range(round(train * len(dataset)), round((train + validation) * len(dataset))):
+        yield dataset.document(index)
 
 
-def _check_ids(place: str, tokens: np.ndarray, vocab_size: int) -> None:
-    for start in range(0, len(tokens), _CHECKED):
+def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) -> None:
+    for start in range(0, len(tokens), _CHECKED):  # the tokens may be a large file, mapped into memory
         block = tokens[start : start + _CHECKED]
         bad = np.flatnonzero((block < 0) | (block >= vocab_size))
         if len(bad):
-            raise ConfigError(
-                f"token {start + bad[0]} of {place} is {block[bad[0]]}, outside the model's vocabulary of "
-                f"{vocab_size:,}; give data made with the model's tokenizer"
-            )
+            outside = f"is {block[bad[0]]}, outside the model's vocabulary of {vocab_size:,}"
+            problem = f"cannot be used: token {start + bad[0]} of document {document} {outside}"
+            raise FileError(path, problem, "give data made with the model's tokenizer")
 
 
 def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list[int]:
     """Return the context lengths of the setting `key` in rising order; raises ConfigError if they cannot be used."""
+    trained = info.trained_length
     if lengths is None:
-        refuse(
-            info.trained_length is None or info.trained_length < 8,
-            f"{key} is null, but the configuration of {info.label} does not say what length it was trained on; set it, "
-            "such as to [1024, 2048]",
-        )
-        return [info.trained_length // 4, info.trained_length // 2, info.trained_length]
+        unknown = f"is null, but the configuration of {info.label} does not say what length it was trained on"
+        refuse(trained is None or trained < 8, key, unknown, "set it, such as to [1024, 2048]")
+        return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
-    refuse(not good, f"{key} is {shown(lengths)}; give different numbers of tokens, each at least 2")
-    limit = info.trained_length if info.config.get("model_type") in LEARNED_POSITIONS else None
+    refuse(not good, key, f"is {shown(lengths)}", "give different numbers of tokens, each at least 2")
+    limit = trained if info.config.get("model_type") in LEARNED_POSITIONS else None
     refuse(
         limit is not None and max(lengths) > limit,
-        f"{key} has {max(lengths)}, but {info.label} has learned embeddings of {limit} positions and no others; leave "
-        "out longer lengths",
+        key,
+        f"has {max(lengths)}, but {info.label} has learned embeddings of {limit} positions and no others",
+        "leave out longer lengths",
     )
     return sorted(lengths)

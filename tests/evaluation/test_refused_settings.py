@@ -1,0 +1,148 @@
+"""Settings and data of tasks that cannot work: each is refused before anything is loaded, by the key it is about."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from evaluation.loss_cases import write_jsonl
+
+from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.evaluation.base import ModelInfo
+from megatron_tape.evaluation.tasks import TASKS
+
+CONFIG = {"model_type": "tape", "num_hidden_layers": 5, "num_attention_heads": 4}
+INFO = ModelInfo("model", 256, 64, CONFIG, None, has_tokenizer=True)
+WITHOUT_LENGTH = replace(INFO, trained_length=None)
+
+
+def refused(task, settings, info=INFO):
+    """The error of a task's `check`, with what every task needs filled in."""
+    needed = {"perplexity": {"data": "texts.jsonl"}, "context_gain": {"data": "texts.jsonl"}}
+    needed |= {"positions": {"data": "texts.jsonl"}, "scrolls": {"data": {"qasper": "qasper.jsonl"}}}
+    needed |= {"lm_eval": {"tasks": ["own"]}}
+    with pytest.raises((ConfigError, FileError)) as error:
+        TASKS[task](TASKS[task].Settings(**{**needed.get(task, {}), **settings})).check(info)
+    assert str(error.value).count("\n") == 0 and error.value.problem
+    return error.value
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "texts.jsonl", ["a text of more than sixteen bytes"] * 3)
+    (tmp_path / "qasper.jsonl").write_text('{"id": "1", "pid": "1", "input": "a", "output": "b"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "text.doc").write_text("text")
+    np.array([1, 2, 300] * 20, "<u2").tofile(tmp_path / "ids.bin")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "hay").write_bytes(b"word " * 600 + b"\n\xff\xfe")
+    (tmp_path / "few").write_bytes(b"word " * 9)
+    for name in ("damaged.idx", "damaged.bin"):
+        (tmp_path / name).write_bytes(b"abc")
+
+
+@pytest.mark.parametrize(
+    "task, settings, key",
+    [
+        ("perplexity", {"lengths": [16, 1]}, "lengths"),
+        ("perplexity", {"stride": 0}, "stride"),
+        ("perplexity", {"lengths": [64], "minimum_length": 32}, "minimum_length"),
+        ("perplexity", {"data": {}}, "data"),
+        ("perplexity", {"data": {"a/b": "texts.jsonl"}}, "data"),
+        ("perplexity", {"data": "empty.jsonl"}, "data"),
+        ("perplexity", {"data": "text.doc"}, "data"),
+        ("perplexity", {"data": "nowhere.jsonl"}, "data"),
+        ("perplexity", {"data": "damaged.bin"}, "data"),
+        ("perplexity", {"split": "1,0,0"}, "split"),
+        ("perplexity", {"split": "9,1"}, "split"),
+        ("perplexity", {"split": "6,3,1"}, "split"),
+        ("context_gain", {"lengths": [16, 64], "short": 16}, "short"),
+        ("context_gain", {"lengths": [8]}, "short"),
+        ("context_gain", {"key_tokens_from": "qasper.jsonl"}, "key_tokens_from"),
+        ("passkey", {"samples": 0}, "samples"),
+        ("passkey", {"digits": 0}, "digits"),
+        ("passkey", {"lengths": [160, 160]}, "lengths"),
+        ("passkey", {"form": "landmark", "lengths": [256]}, "lengths"),
+        ("ruler", {"tasks": ["vt", "niah"]}, "tasks"),
+        ("ruler", {"tasks": ["vt", "vt"]}, "tasks"),
+        ("ruler", {"tasks": []}, "tasks"),
+        ("ruler", {"samples": 501}, "samples"),
+        ("ruler", {"trained_length": 0}, "trained_length"),
+        ("ruler", {"haystack": "no/such/file"}, "haystack"),
+        ("ruler", {"lengths": [0]}, "lengths"),
+        ("lm_eval", {"tasks": []}, "tasks"),
+        ("lm_eval", {"tasks": ["own", "own"]}, "tasks"),
+        ("lm_eval", {"tasks": ["no.yaml"]}, "tasks"),
+        ("lm_eval", {"include_path": "nowhere"}, "include_path"),
+        ("lm_eval", {"limit": 0}, "limit"),
+        ("lm_eval", {"before": "nowhere"}, "before"),
+        ("scrolls", {"generate": False, "loss": False}, "generate"),
+        ("scrolls", {"examples": 0}, "examples"),
+        ("scrolls", {"template": "Answer:"}, "template"),
+        ("scrolls", {"length": 4}, "length"),
+        ("scrolls", {"target_tokens": 400}, "target_tokens"),
+        ("scrolls", {"target_tokens": {"qa": 4}}, "target_tokens"),
+        ("scrolls", {"data": {}}, "data"),
+        ("scrolls", {"data": "nowhere"}, "data"),
+        ("scrolls", {"data": {"own": "qasper.jsonl"}}, "data"),
+        ("scrolls", {"data": {"qasper": "a.jsonl"}}, "data"),
+        ("positions", {"documents": 0}, "documents"),
+        ("positions", {"length": 1}, "length"),
+        ("positions", {"heads": [[5, 0]]}, "heads"),
+        ("positions", {"heads": [[1]]}, "heads"),
+        ("positions", {"data": "nowhere.jsonl"}, "data"),
+        ("addition", {"samples": 0}, "samples"),
+        ("addition", {"longest": 0}, "longest"),
+        ("addition", {"step": 100}, "step"),
+        ("addition", {"digits": 10**6}, "digits"),
+        ("addition", {"seed": -1}, "seed"),
+        ("selective_copy", {"blanks": {}}, "blanks"),
+        ("selective_copy", {"blanks": {"IID": -4}}, "blanks"),
+        ("grid_navigation", {"variants": {}}, "variants"),
+        ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, "variants.IID"),
+        ("grid_navigation", {"variants": {"IID": [9, 8]}}, "variants.IID"),
+        ("grid_navigation", {"dimensions": 3}, "dimensions"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key):
+    assert refused(task, settings).subject == f"{task}.{key}"
+
+
+@pytest.mark.parametrize(
+    "task, settings, subject, said",
+    [
+        ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
+        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "no key 'body', but 'text'"),
+        ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
+        ("perplexity", {"data": "odd.bin"}, "odd.bin", "3 bytes"),
+        ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "none has the 101 tokens"),
+        ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
+        ("ruler", {"haystack": "hay"}, "hay:2", "UTF-8"),
+        ("ruler", {"haystack": "few"}, "few", "9 words"),
+    ],
+)
+def test_bad_data_is_refused_by_its_file(task, settings, subject, said):
+    error = refused(task, settings)
+    assert error.subject == subject and said in error.problem
+
+
+@pytest.mark.parametrize("task", ["perplexity", "passkey", "ruler", "scrolls"])
+def test_a_model_of_unknown_length_needs_the_setting(task):
+    error = refused(task, {}, WITHOUT_LENGTH)
+    assert error.subject in (f"{task}.lengths", f"{task}.length") and error.problem.startswith("is null")
+
+
+@pytest.mark.parametrize(
+    "task, settings, info",
+    [
+        ("perplexity", {"lengths": [33]}, replace(INFO, trained_length=32, config={"model_type": "gpt2"})),
+        ("perplexity", {}, replace(INFO, has_tokenizer=False)),
+        ("positions", {}, replace(INFO, config={"model_type": "llama"})),
+        ("addition", {}, replace(INFO, vocab_size=12)),
+        ("selective_copy", {}, replace(INFO, vocab_size=12)),
+        ("grid_navigation", {}, replace(INFO, vocab_size=12)),
+    ],
+)
+def test_a_model_that_does_not_suit_a_task_is_refused(task, settings, info):
+    assert refused(task, settings, info).subject.startswith(task)
