@@ -20,14 +20,15 @@ from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
-from megatron_tape.planning.costs import estimate
+from megatron_tape.planning.memory import memory
+from megatron_tape.planning.plan import Plan
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 
@@ -127,7 +128,7 @@ class MeasuredModel:
         resident size of a process that trains two models says nothing about either.
         """
         model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
-        estimated = estimate(dataclasses.replace(self.config, model=model), self.layout.world_size)
+        estimated = memory(Plan(dataclasses.replace(self.config, model=model), self.layout.world_size))
         if self.layout.device.type == "cuda":
             measured = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         else:

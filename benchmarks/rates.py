@@ -59,7 +59,7 @@ def of_links(node_size: int, device: torch.device) -> dict[str, float]:
     Ranks fill one node after the other.
     """
     ranks = dist.get_world_size()
-    groups = {"inside": range(min(node_size, ranks)), "between": range(0, ranks, node_size)}
+    groups = {"intra_node": range(min(node_size, ranks)), "inter_node": range(0, ranks, node_size)}
     found = {}
     for where, members in groups.items():
         if len(members) == 1:
@@ -70,8 +70,8 @@ def of_links(node_size: int, device: torch.device) -> dict[str, float]:
                 _gather_seconds(size, group, device) for size in (1, 2**27 if device.type == "cuda" else 2**16)
             )
             received = (len(members) - 1) * large[1]
-            found[where] = received / max(large[0] - small[0], 1e-9)
-            found[f"latency_{where}"] = small[0] / (len(members) - 1)
+            found[f"{where}_bandwidth"] = received / max(large[0] - small[0], 1e-9)
+            found[f"{where}_latency"] = small[0] / (len(members) - 1)
     return found
 
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         gpu = torch.cuda.get_device_name() if on_gpu else "CPU"
         write_record(options.output, {**Rates(gpu=gpu, rates=rates), "environment": describe()})
         for name, value in rates.items():
-            print(f"{name:<20}{value:12.3e}")
+            print(f"{name:<22}{value:12.3e}")
     if several:
         dist.destroy_process_group()
 

@@ -21,8 +21,10 @@ from benchmarks.utilization import peak_flops, utilization
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.costs import estimate, flops_per_token
+from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.memory import memory
 from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.planning.plan import Plan
 
 BLOCKS = ("rope", "tape", "tape", "rope")
 """A steady drift changes both medians alike, and TAPE is built only once."""
@@ -84,7 +86,7 @@ class Comparison:
             return
         total = torch.cuda.get_device_properties(self.layout.device).total_memory
         while self.shape.micro_batch > 1:
-            needed = max(estimate(self.config(name), self.layout.world_size).peak for name in ENCODINGS)
+            needed = max(memory(Plan(self.config(name), self.layout.world_size)).peak for name in ENCODINGS)
             if ROOM * needed <= total:
                 return
             self._halve(f"{needed / 2**30:.1f} GiB estimated, and the GPU has {total / 2**30:.1f} GiB")

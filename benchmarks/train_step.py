@@ -10,7 +10,7 @@ is the median of paired steps. A GPU holds one model at a time, and blocks of st
 RoPE, so that a slow drift cancels. With `--rope-backend fastest`, the default there, RoPE first tries every attention
 backend that can train it and keeps the fastest. No figure appears unless both models start with the same losses.
 
-Model FLOPs are those of `planning.costs.flops_per_token`: matrix products forward and backward, causal attention as
+Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
 update. MFU is model FLOP/s per GPU divided by the data sheet's bf16 peak, and is given for GPUs that are listed in
 benchmarks/utilization.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE does

@@ -27,7 +27,10 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.io.versions import versions
-from megatron_tape.planning.costs import estimate
+from megatron_tape.planning.flops import flops_per_step
+from megatron_tape.planning.memory import checkpoint_bytes, memory
+from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.planning.plan import Plan
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
 from pretrain.train import ATTEMPT_VARIABLE
@@ -172,11 +175,12 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
             return [_silence(place, ranks, options.timeout) for place, ranks in silent.items()]
     gathered = [json.loads(facts) for facts in store.multi_get(keys)]
     by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
-    needed = estimate(config, size)
+    plan = Plan(config, size)
+    needed = memory(plan).peak
     problems = nodes.differences(by_node)
     if home is not None:
         kept = config.checkpoint.keep, config.checkpoint.keep_every
-        problems += nodes.directory_problems(by_node, home, token, needed.checkpoint_bytes, *kept)
+        problems += nodes.directory_problems(by_node, home, token, checkpoint_bytes(plan), *kept)
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
     if options.gpus:
@@ -185,8 +189,8 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
             sentence = f"{build}, but the job has GPUs; install requirements-gpu.txt"
             problems.append(nodes.Problem(sentence, mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
-        problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed.peak)
-        for warning in nodes.gpu_warnings(gpus, needed.peak):
+        problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed)
+        for warning in nodes.gpu_warnings(gpus, needed):
             print(f"warning: preflight: {warning}", file=sys.stderr, flush=True)
     return problems
 
@@ -204,13 +208,14 @@ def _in_words(problems: list[nodes.Problem]) -> str:
 
 
 def _describe(config: RunConfig, facts: dict[str, Any], size: int, say) -> None:
-    needed = estimate(config, size)
+    plan = Plan(config, size)
     if "versions" in facts:
         say("preflight: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), flush=True)
     say(f"preflight: {len(nodes.inputs(config))} input files are the same on every node", flush=True)
     say(
-        f"preflight: {needed.parameters:,} parameters, about {needed.peak / nodes.GIB:.2f} GiB a rank, "
-        f"{needed.flops_per_step / 1e12:,.2f} TFLOP a step, {needed.checkpoint_bytes / nodes.GIB:.2f} GiB a checkpoint",
+        f"preflight: {parameter_count(config.model, config.extension):,} parameters, "
+        f"about {memory(plan).peak / nodes.GIB:.2f} GiB a rank, {flops_per_step(plan) / 1e12:,.2f} TFLOP a step, "
+        f"{checkpoint_bytes(plan) / nodes.GIB:.2f} GiB a checkpoint",
         flush=True,
     )
 

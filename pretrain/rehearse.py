@@ -6,9 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_tape.checks.arguments import parse_run_config
@@ -16,46 +14,13 @@ from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
-from megatron_tape.planning.communication import Traffic, communication
-from megatron_tape.planning.costs import estimate
-from megatron_tape.planning.step_time import product_flops
+from megatron_tape.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from megatron_tape.planning.rehearsal.comparison import Row
     from megatron_tape.planning.rehearsal.run import Rehearsal
 
 MIB = 2**20
-TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
-SMALL = 0.001
-"""Collectives with less than this share of their group's bytes are shown but not compared."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A rehearsed quantity and its estimate, in bytes, FLOPs or calls."""
-
-    name: str
-    rehearsed: int
-    estimated: int | None
-    """None: the arithmetic does not tell."""
-    tolerance: float | None
-    """The relative difference that is allowed; None allows any."""
-    unit: int = MIB
-    """What the figures are shown in."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        if self.tolerance is None or self.estimated is None:
-            return True
-        return abs(self.rehearsed - self.estimated) <= self.tolerance * max(self.rehearsed, self.estimated)
-
-    def __str__(self) -> str:
-        """Return the row of the report's table."""
-        figures = (("-" if figure is None else self._shown(figure)) for figure in (self.rehearsed, self.estimated))
-        return f"{self.name:<44}{''.join(f'{figure:>14}' for figure in figures)}{'' if self.agrees else '  DIFFERS'}"
-
-    def _shown(self, figure: int) -> str:
-        return f"{figure:,}" if self.unit == 1 else f"{figure / self.unit:,.2f}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,17 +33,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options, rest = _parser().parse_known_args(argv)
         processes, rank = options.processes, options.rank
-        refuse(processes is not None and processes < 1, f"--processes is {processes}; give 1 or more")
+        refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
         config = parse_run_config(rest, with_base_settings)
         processes = config.parallel.ranks_per_sequence if processes is None else processes
         validate(config, processes)
-        refuse(not 0 <= rank < processes, f"--rank is {rank}; give one of 0 to {processes - 1}")
+        refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give one of 0 to {processes - 1}")
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
         started = time.monotonic()
         from megatron_tape.planning.rehearsal.world import install_fake_world
 
         install_fake_world(processes, rank)
+        from megatron_tape.planning.rehearsal.comparison import compared
         from megatron_tape.planning.rehearsal.run import rehearse
         from megatron_tape.training.trained_parameters import trained_by
 
@@ -119,47 +85,19 @@ def _quiet(config) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def compared(outcome: "Rehearsal", processes: int) -> Iterator[Row]:
-    """Yield what both the rehearsal and the arithmetic say about the short run."""
-    config = outcome.config
-    expected = estimate(config, processes)
-    without_weights = " (no copy of the weights)" if config.deepspeed.zero_stage == 0 else ""
-    yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
-    yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
-    yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
-    yield Row("peak while the weights are made", outcome.start, None, None)
-    yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
-    products = outcome.record.flops["matrix products"]
-    yield Row("FLOPs of matrix products (10^9)", products, product_flops(config, processes), TOLERANCE, unit=10**9)
-    planned, sent = communication(config, processes, outcome.replicated_share), outcome.record.traffic
-    totals = Counter()
-    for (group, _), traffic in planned.items():
-        totals[group] += traffic.bytes
-    largest = max(totals.values(), default=0)
-    both = [(key, sent.get(key, Traffic()), planned.get(key, Traffic())) for key in sorted({*sent, *planned})]
-    for (group, kind), here, there in both:
-        small = max(here.bytes, there.bytes) <= SMALL * totals.get(group, largest)
-        yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
-    for (group, kind), here, there in both:
-        yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, unit=1)
-
-
-def report(outcome: "Rehearsal", processes: int, rank: int, rows: list[Row]) -> Iterator[str]:
+def report(outcome: "Rehearsal", processes: int, rank: int, rows: "list[Row]") -> Iterator[str]:
     """Yield the lines of the report."""
-    config, record = outcome.config, outcome.record
-    data_size = processes // config.parallel.ranks_per_sequence
-    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_size)
-    at_once = counted(micro_batches, "micro-batch", "micro-batches")
+    plan, record, train = Plan(outcome.config, processes), outcome.record, outcome.config.train
     yield (
-        f"rank {rank} of {processes}: {config.parallel.described(processes)}, ZeRO "
-        f"{config.deepspeed.zero_stage}, {config.train.precision}, recompute {config.train.recompute}, "
-        f"attention as {config.model.attention_backend}, {at_once} a step"
+        f"rank {rank} of {processes}: {plan.config.parallel.described(processes)}, ZeRO {plan.zero_stage}, "
+        f"{train.precision}, recompute {train.recompute}, attention as {plan.model.attention_backend}, "
+        f"{counted(plan.micro_batches, 'micro-batch', 'micro-batches')} a step"
     )
     yield f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}"
     yield from map(str, rows)
     phases = ", ".join(f"{phase} {size / MIB:,.2f}" for phase, size in record.peak_by_phase.items() if size)
     yield f"the step's peak is in its {record.peak_phase} pass, with memory allocated in: {phases}"
-    for (group, kind), count in sorted(record.single_numbers.items()):
+    for (group, kind), count in sorted(record.single_elements.items()):
         yield f"{counted(count, 'time'):>12} a step, {group}: {kind} of a single number"
     for (phase, reason, place), count in sorted(record.waits.items()):
         yield f"{counted(count, 'time'):>12} a step, {phase}: the host waits for the GPU, {reason} at {place}"

@@ -15,8 +15,9 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.hardware import KINDS
-from megatron_tape.planning.search import GIB, Found, Layout, search
-from megatron_tape.planning.step_time import StepTime, step_time
+from megatron_tape.planning.plan import Plan
+from megatron_tape.planning.search import GIB, Prediction, SearchResult, search
+from megatron_tape.planning.step_time import step_time
 from megatron_tape.position import replaced
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -50,9 +51,9 @@ def run(model: str, length: int, encoding: str = "tape") -> RunConfig:
     return read_run_config(["--config", recipe, *changes, f"--model.position_encoding={encoding}"])
 
 
-def find(model: str, length: int, gpus: int, encoding: str = "tape", wanted: int = 1) -> Found:
+def find(model: str, length: int, gpus: int, encoding: str = "tape", wanted: int = 1) -> SearchResult:
     """Return the fastest layouts on so many GPUs."""
-    return search(run(model, length, encoding), gpus, HARDWARE, HARDWARE.memory, validate, wanted)
+    return search(Plan(run(model, length, encoding), gpus), HARDWARE, HARDWARE.memory, validate, wanted)
 
 
 def size_row(model: str, length: int, gpus: int) -> str:
@@ -64,38 +65,31 @@ def size_row(model: str, length: int, gpus: int) -> str:
         return f"| {gpus:,} | {length:,} | {why} | | | | | | | |"
     best = found.fitting[0]
     rope = find(model, length, gpus, "rope").fitting[0]
-    return f"| {gpus:,} | {length:,} | {described(best, gpus)} | {best.time.total / rope.time.total:.2f} |"
+    return f"| {gpus:,} | {length:,} | {described(best)} | {best.time.total / rope.time.total:.2f} |"
 
 
-def why_not(found: Found, sequences: int, heads: int) -> str:
+def why_not(found: SearchResult, sequences: int, heads: int) -> str:
     """Say why no layout of a batch of so many sequences is possible."""
     if not found.tried:
         return f"none: {sequences:,} sequences, and at most {heads} GPUs share one"
-    least = min(layout.memory.peak for layout in found.too_large)
+    least = min(prediction.memory.peak for prediction in found.too_large)
     return f"none fits: {least / GIB:,.0f} GiB at least"
 
 
-def described(layout: Layout, gpus: int) -> str:
+def described(prediction: Prediction) -> str:
     """Return the columns that describe a layout and its time."""
-    config, time, memory = layout.config, layout.time, layout.memory
-    parallel = config.parallel
+    plan = prediction.plan
+    most = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in prediction.phases()[:2])
     cells = (
-        f"{parallel.tensor_model_parallel_size} x {parallel.context_parallel_size} x "
-        f"{gpus // parallel.ranks_per_sequence}",
-        f"{config.deepspeed.zero_stage}, {config.train.micro_batch_size}, {config.train.recompute}",
-        f"{time.total:.2f}",
-        f"{memory.tokens_per_step / time.total / gpus:,.0f}",
-        f"{memory.flops_per_gpu / time.total / HARDWARE.peak:.0%}",
-        f"{memory.peak / GIB:.0f}",
-        largest(time),
+        f"{plan.tensor_size} x {plan.context_size} x {plan.replicas // plan.context_size}",
+        f"{plan.zero_stage}, {plan.config.train.micro_batch_size}, {plan.config.train.recompute}",
+        f"{prediction.time.total:.2f}",
+        f"{prediction.tokens_per_second:,.0f}",
+        f"{prediction.utilization(HARDWARE):.0%}",
+        f"{prediction.memory.peak / GIB:.0f}",
+        most,
     )
     return " | ".join(cells)
-
-
-def largest(time: StepTime) -> str:
-    """Name the two phases that take most time, with their shares."""
-    phases = sorted(((seconds, name) for name, seconds in dataclasses.asdict(time).items()), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {seconds / time.total:.0%}" for seconds, name in phases[:2])
 
 
 def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
@@ -104,8 +98,8 @@ def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
     if not found.fitting:
         return None
     tape = found.fitting[0]
-    config = replaced(tape.config, {"model.position_encoding": "rope"})
-    rope = step_time(config, gpus, HARDWARE)
+    with_rope = replaced(tape.plan.config, {"model.position_encoding": "rope"})
+    rope = step_time(Plan(with_rope, gpus), HARDWARE)
     more = {name: (value - getattr(rope, name)) / rope.total for name, value in dataclasses.asdict(tape.time).items()}
     communication = more["tensor_parallel"] + more["context_parallel"] + more["zero"]
     named = more["attention"], more["position"], more["recomputation"], communication
@@ -126,7 +120,7 @@ def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[s
     if "1B" in models:
         yield f"\n### 1B with sequences of {LONGEST:,} tokens\n\n{LAYOUT}\n{ALIGNED}"
         found = find("1B", LONGEST, COMPARED_ON, wanted=3)
-        yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(layout, COMPARED_ON)} |" for layout in found.fitting)
+        yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(best)} |" for best in found.fitting)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.write and any(getattr(options, name) != whole for name, whole in everything.items()):
         parser.error(f"--write replaces all tables of {page}, so that it needs all sizes: leave out the filters")
     try:
-        refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths take numbers above 0; give some")
+        refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths", "take numbers above 0", "give some")
         if options.write:
             page = PAGE.read_text(encoding="utf-8")
             before, after = page.partition(BEGINNING)[0], page.partition(END)[2]

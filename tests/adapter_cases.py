@@ -13,7 +13,7 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.restoring import load_weights
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.run.watch import Watch

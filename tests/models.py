@@ -6,8 +6,9 @@ from released import load
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
+from megatron_tape.model.names import kind_of
 from megatron_tape.model.reference import ReferenceConfig
-from megatron_tape.model.weights import from_megatron, kind_of, load_weights
+from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.parallel.layout import initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.position import model_config

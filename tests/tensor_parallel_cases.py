@@ -12,7 +12,8 @@ from models import SMALL, build, load_whole, random_tokens, small_model, whole_w
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.model.weights import from_megatron, kind_of, shard, to_megatron, unshard
+from megatron_tape.model.names import kind_of
+from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.ops import chunks
 from megatron_tape.training.gradients import replicated_parameters, sum_over_group
 from megatron_tape.training.trained_parameters import select_trained

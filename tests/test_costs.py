@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from launch import run_group
+from megatron_tape.planning.costs import activations, estimate
 from models import build, random_tokens, small_model
 
 from benchmarks.rates import of_links
@@ -17,7 +18,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
-from megatron_tape.planning.costs import activations, estimate, flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count, parameters_per_rank, trained_parts
 from megatron_tape.position import replaced, with_values
 from megatron_tape.training.trained_parameters import select_trained, trained_by

@@ -18,7 +18,7 @@ ORDER = (
     ("parallel",),
     ("position",),
     ("synthetic",),
-    ("planning", "model.lora_shapes", "model.settings", "evaluation.results"),
+    ("planning", "model.names", "model.shapes", "model.settings", "evaluation.results"),
     ("checkpoint.directories", "checkpoint.settings"),
     ("data",),
     ("model",),
@@ -33,12 +33,10 @@ ORDER = (
     ("evaluation",),
     ("checks",),
 )
-WITHOUT_TORCH = "errors io command_line synthetic config planning.costs data.inputs checkpoint.directories".split()
+WITHOUT_TORCH = "errors io command_line synthetic config planning.search data.inputs checkpoint.directories".split()
 WITHOUT_TORCH += "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
 WITHOUT_TORCH += "extension.base evaluation.base evaluation.results evaluation.statistics".split()
-WITHOUT_TORCH += ["evaluation.during_training", "model.names"]
-WITHOUT_TORCH += "planning.parameters planning.communication planning.hardware planning.step_time".split()
-WITHOUT_TORCH += ["planning.search"]
+WITHOUT_TORCH += ["evaluation.during_training", "model.shapes"]
 WITHOUT_TORCH += ["evaluation.comparison", "data.examples", "checks", "model.settings", "training.evaluations"]
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from megatron_tape.planning.costs import estimate
 
 from benchmarks import rates
 from benchmarks.utilization import peak_flops
@@ -14,7 +15,7 @@ from megatron_tape.checks.arguments import read_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from megatron_tape.planning.costs import estimate, flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.hardware import KINDS, Group, Hardware, with_rates
 from megatron_tape.planning.search import candidates, fits, search
 from megatron_tape.planning.step_time import loads, product_flops, step_time

@@ -10,7 +10,7 @@ import tensor_parallel_cases
 import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"

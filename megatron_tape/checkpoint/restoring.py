@@ -22,8 +22,8 @@ from megatron_tape.checkpoint.random_state import restore_random_state
 from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, refuse
-from megatron_tape.model.names import WRAPPED, parameter_shapes
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import WRAPPED, kind_of
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_share
 from megatron_tape.position import model_config

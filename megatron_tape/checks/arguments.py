@@ -7,7 +7,7 @@ from megatron_tape.config import parse
 from megatron_tape.config.parse import Complete
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.errors import EXIT_REFUSED, ConfigError
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_settings
 

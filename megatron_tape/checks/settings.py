@@ -22,8 +22,8 @@ from megatron_tape.config.schema import (
 from megatron_tape.config.values import check_section, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
-from megatron_tape.model.lora_shapes import lora_widths
 from megatron_tape.model.settings import validate_model
+from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.synthetic.settings import generator_of

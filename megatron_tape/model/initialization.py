@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.lora_shapes import lora_factors
-from megatron_tape.model.names import POSITION, WRAPPED, parameter_shapes, split_layer
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import POSITION, WRAPPED, kind_of, split_layer
+from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
 from megatron_tape.parallel.partitions import own_memory
 from megatron_tape.position import encoding_of

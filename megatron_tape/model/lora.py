@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.language_model import LanguageModel
-from megatron_tape.model.lora_shapes import Factor, lora_factors
+from megatron_tape.model.shapes import Factor, lora_factors
 from megatron_tape.parallel.token_layout import TokenLayout
 
 

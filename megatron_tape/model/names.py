@@ -1,10 +1,8 @@
-"""Names and shapes of a model's parameters: whole weights have Hugging Face's names, others Megatron's. No torch."""
+"""Names of a model's parameters: whole weights have Hugging Face's names, others Megatron's. Imports no torch."""
 
 import re
 
-from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.lora_shapes import lora_factors
-from megatron_tape.position import encoding_of
+from megatron_tape.config.schema import OF_ENCODING
 
 WRAPPED = "gpt."
 """Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel` parameters."""
@@ -39,49 +37,22 @@ def whole_name(prefix: str, rest: str) -> str:
     return prefix + (f"{rest}.weight" if rest.startswith(POSITION) else PLAIN.get(rest, rest))
 
 
-def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every `GPTModel` parameter, in the order of the layers.
-
-    Those of LoRA layers are included if `extension` adds them.
-    """
-    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    encoding = encoding_of(model)
-    bias = {"self_attention.linear_qkv.bias": ((H + 2 * G) * D,)} if model.qkv_bias else {}
-    norms = {f"self_attention.{x}_layernorm.weight": (D,) for x in "qk"} if model.qk_norm else {}
-    gate = {"self_attention.linear_gate.weight": (H * D, C)} if model.attention_output_gate else {}
-    layer = {
-        "input_layernorm.weight": (C,),
-        "self_attention.linear_qkv.weight": ((H + 2 * G) * D, C),
-        **bias,
-        **norms,
-        **gate,
-        "self_attention.linear_proj.weight": (C, H * D),
-        "pre_mlp_layernorm.weight": (C,),
-        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, C),
-        "mlp.linear_fc2.weight": (C, model.ffn_hidden_size),
-    }
-    if extension is not None:
-        layer |= {name: factor.shape for name, factor in lora_factors(model, extension).items()}
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (model.vocab_size, C)}
-    for index in range(model.num_layers):
-        own = {f"{POSITION}{name}": declared.shape for name, declared in encoding.parameters(index).items()}
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | own).items()}
-    shapes["decoder.final_layernorm.weight"] = (C,)
-    return shapes if model.tie_embeddings else shapes | {"output_layer.weight": (model.vocab_size, C)}
+def kind_of(name: str) -> str:
+    """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
+    if f".{POSITION}" in name:
+        return "position"
+    if ".lora." in name:
+        return "lora"
+    if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
+        return "embeddings"
+    if name.endswith(".bias"):
+        return "biases"
+    return "norms" if name.endswith("layernorm.weight") else "matrices"
 
 
-def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
-    dim, groups = model.head_dim, model.query_groups
-    rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(model).items():
-        _, prefix, rest = split_layer(name)
-        if match := FUSED.fullmatch(rest):
-            shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
-        elif rest == "mlp.linear_fc1.weight":
-            shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
-        else:
-            square = rest == f"{POSITION}token_mixing" and len(shape) == 1
-            shapes[whole_name(prefix, rest)] = shape * 2 if square else shape
-    return shapes
+def part_of(name: str) -> str:
+    """Return which part of the model a parameter is: one of `config.schema.TRAINABLE`, or `matrices` or `biases`."""
+    kind = kind_of(name)
+    if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
+        return "output"
+    return OF_ENCODING if kind == "position" else kind

@@ -10,32 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
-from megatron_tape.model.lora_shapes import lora_factors
-from megatron_tape.model.names import FUSED, POSITION, WRAPPED, split_layer, whole_name
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.names import FUSED, POSITION, split_layer, whole_name
+from megatron_tape.model.shapes import lora_factors
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
-
-
-def kind_of(name: str) -> str:
-    """Return which of `config.schema.PARAMETER_KINDS` the parameter of a `GPTModel` or `LanguageModel` is."""
-    if f".{POSITION}" in name:
-        return "position"
-    if ".lora." in name:
-        return "lora"
-    if name.removeprefix(WRAPPED).startswith(("embedding.", "output_layer.")):
-        return "embeddings"
-    if name.endswith(".bias"):
-        return "biases"
-    return "norms" if name.endswith("layernorm.weight") else "matrices"
-
-
-def part_of(name: str) -> str:
-    """Return which part of the model a parameter is: one of `config.schema.TRAINABLE`, or `matrices` or `biases`."""
-    kind = kind_of(name)
-    if kind == "embeddings" and name.removeprefix(WRAPPED).startswith("output_layer."):
-        return "output"
-    return OF_ENCODING if kind == "position" else kind
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:

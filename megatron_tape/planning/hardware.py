@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_tape.config.schema import is_positive
-from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.io.records import read_record
+from megatron_tape.errors import FileError
+from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small
 from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL
 
 
@@ -31,13 +31,13 @@ class Hardware:
     """FLOP/s of attention in bf16, forward and backward together."""
     memory_bandwidth: float
     """Bytes/s that elementwise operations read and write."""
-    inside: float
+    intra_node_bandwidth: float
     """Bytes/s to GPUs of the same node."""
-    between: float
+    inter_node_bandwidth: float
     """Bytes/s to GPUs of other nodes."""
-    latency_inside: float = 3e-6
+    intra_node_latency: float = 3e-6
     """Seconds of one hop of a collective inside a node."""
-    latency_between: float = 1e-5
+    inter_node_latency: float = 1e-5
     """Seconds of one hop of a collective between nodes."""
     operation_start: float = 5e-6
     """Seconds that the host needs to start one operation."""
@@ -47,15 +47,21 @@ class Hardware:
     """The rates among these that were measured; the others are assumed."""
 
 
-RATES = ("matmul", "attention", "memory_bandwidth", "inside", "between")
-RATES += ("latency_inside", "latency_between", "operation_start")
+RATES = ("matmul", "attention", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
+RATES += ("intra_node_latency", "inter_node_latency", "operation_start")
 """What can be measured."""
-MATMUL, MEMORY_BANDWIDTH, INSIDE, BETWEEN = 0.65, 0.85, 0.8, 0.85
+MATMUL, MEMORY_BANDWIDTH, INTRA_NODE, INTER_NODE = 0.65, 0.85, 0.8, 0.85
 """Assumed shares of a data sheet's figures that programs reach."""
 
 
 def _assumed(
-    name: str, memory: float, peak: float, attention: float, memory_bandwidth: float, inside: float, between: float
+    name: str,
+    memory: float,
+    peak: float,
+    attention: float,
+    memory_bandwidth: float,
+    intra_node: float,
+    inter_node: float,
 ) -> Hardware:
     return Hardware(
         name,
@@ -64,8 +70,8 @@ def _assumed(
         MATMUL * peak,
         attention * peak,
         MEMORY_BANDWIDTH * memory_bandwidth,
-        INSIDE * inside,
-        BETWEEN * between,
+        INTRA_NODE * intra_node,
+        INTER_NODE * inter_node,
     )
 
 
@@ -96,21 +102,23 @@ class Rates(TypedDict):
 
 
 def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
-    """Return `hardware` with the measured rates of a file in place of assumed ones. Raises ConfigError."""
+    """Return `hardware` with the measured rates of a file in place of assumed ones. Raises FileError."""
+    write = "write it with python -m benchmarks.rates"
     try:
-        found = read_record(path, Rates)
-    except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        why = str(error) if isinstance(error, ValueError) and str(path) in str(error) else f"{path}: {said}"
-        raise ConfigError(f"--rates: {why}; write it with python -m benchmarks.rates") from None
+        found = parse_record(read_small(path, RECORD_BYTES), Rates)
+    except OSError as error:
+        raise FileError(str(path), f"cannot be read: {error.strerror}", write) from None
+    except ValueError as error:
+        raise FileError(str(path), f"cannot be used: {error}", write) from None
     for name, value in found["rates"].items():
-        refuse(name not in RATES, f"--rates: {path} gives {name}; choose from {', '.join(RATES)}")
-        refuse(not is_positive(value), f"--rates: {path} gives {name} {value}; it must be a number above 0")
+        if name not in RATES:
+            raise FileError(str(path), f"gives {name}", f"choose from {', '.join(RATES)}")
+        if not is_positive(value):
+            raise FileError(str(path), f"gives {name} {value}", "it must be a number above 0")
     measured = {name for name in KINDS if name.split("-")[0] in found["gpu"]}
-    refuse(
-        bool(measured) and hardware.name not in measured,
-        f"--rates: {path} was measured on {found['gpu']}, but --gpu is {hardware.name}; give what was measured",
-    )
+    if measured and hardware.name not in measured:
+        problem = f"was measured on {found['gpu']}, but --gpu is {hardware.name}"
+        raise FileError(str(path), problem, "give what was measured")
     name = hardware.name if measured else f"{hardware.name} with rates of {found['gpu']}"
     return dataclasses.replace(hardware, **found["rates"], name=name, measured=tuple(found["rates"]))
 
@@ -131,11 +139,13 @@ class Group:
         here = min(self.size, max(1, hardware.node_size // self.stride))
         nodes = ceil(self.size / here)
         if kind == ALL_TO_ALL:
-            inside = size * (here - 1) / self.size / hardware.inside
-            between = size * (self.size - here) / self.size / hardware.between
-            return max(inside, between) + calls * (hardware.latency_between if nodes > 1 else hardware.latency_inside)
-        bandwidth = hardware.inside if nodes == 1 else min(hardware.inside, here * hardware.between)
+            in_node = size * (here - 1) / self.size / hardware.intra_node_bandwidth
+            between_nodes = size * (self.size - here) / self.size / hardware.inter_node_bandwidth
+            latency = hardware.inter_node_latency if nodes > 1 else hardware.intra_node_latency
+            return max(in_node, between_nodes) + calls * latency
+        bandwidth = hardware.intra_node_bandwidth
+        bandwidth = bandwidth if nodes == 1 else min(bandwidth, here * hardware.inter_node_bandwidth)
         once = size * (self.size - 1) / self.size / bandwidth
-        between = log2(nodes) if kind == ALL_REDUCE else nodes - 1
-        latency = (here - 1) * hardware.latency_inside + between * hardware.latency_between
+        hops = log2(nodes) if kind == ALL_REDUCE else nodes - 1
+        latency = (here - 1) * hardware.intra_node_latency + hops * hardware.inter_node_latency
         return (once + calls * latency) * (2 if kind == ALL_REDUCE else 1)

@@ -1,6 +1,7 @@
 """The layouts in which a run could train on a number of GPUs, the fastest first. Imports no torch."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -8,15 +9,20 @@ from typing import get_args, get_type_hints
 
 from megatron_tape.config.schema import RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.planning.costs import Estimate, estimate
+from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.hardware import Hardware
+from megatron_tape.planning.memory import Memory, memory
+from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.step_time import StepTime, step_time
+from megatron_tape.position import replaced
 
 HEADROOM = 0.06
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages that a run in bf16 can have."""
+RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])
+"""Kinds of recomputation, the one that keeps most first."""
 CHOSEN = (
     "parallel.tensor_model_parallel_size",
     "parallel.sequence_parallel",
@@ -27,28 +33,45 @@ CHOSEN = (
 )
 """Settings that a search chooses."""
 
+Validate = Callable[[RunConfig, int], None]
+"""Raises ConfigError if a run cannot work on a number of processes."""
 
-def fits(result: Estimate, gib: float) -> bool:
+
+def fits(needed: Memory, gib: float) -> bool:
     """Return whether a run fits on GPUs of `gib` GiB."""
-    return result.peak <= (1 - HEADROOM) * gib * GIB
+    return needed.peak <= (1 - HEADROOM) * gib * GIB
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A way to train, and what it is predicted to take."""
+class Prediction:
+    """What a plan is predicted to take."""
 
-    config: RunConfig
+    plan: Plan
     time: StepTime
-    memory: Estimate
+    memory: Memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that one GPU trains on in a second."""
+        return self.plan.tokens_per_step / self.time.total / self.plan.processes
+
+    def utilization(self, hardware: Hardware) -> float:
+        """Return the MFU: the share of the GPU's peak that goes into the model's FLOPs."""
+        return flops_per_step(self.plan) // self.plan.processes / self.time.total / hardware.peak
+
+    def phases(self) -> list[tuple[str, float]]:
+        """Return the phases of a step and their shares of its time, the largest first."""
+        seconds = sorted(((seconds, name) for name, seconds in dataclasses.asdict(self.time).items()), reverse=True)
+        return [(name, taken / self.time.total) for taken, name in seconds]
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
-    fitting: list[Layout] = field(default_factory=list)
+    fitting: list[Prediction] = field(default_factory=list)
     """The fastest that fit, the fastest first."""
-    too_large: list[Layout] = field(default_factory=list)
+    too_large: list[Prediction] = field(default_factory=list)
     """Those that would be as fast, but do not fit, the fastest first."""
     tried: int = 0
     """How many layouts there are without those refused."""
@@ -56,65 +79,99 @@ class Found:
     """Why others are not possible, and how many."""
 
 
-Validate = Callable[[RunConfig, int], None]
-"""Raises ConfigError if a run cannot work on a number of processes."""
-
-
-def search(
-    config: RunConfig, processes: int, hardware: Hardware, gib: float, validate: Validate, wanted: int = 10
-) -> Found:
-    """Find the `wanted` fastest layouts of `config` on `processes` GPUs of `gib` GiB.
+def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wanted: int = 10) -> SearchResult:
+    """Find the `wanted` fastest layouts of a run on the plan's GPUs, each of `gib` GiB.
 
     Tensor- and context-parallel sizes, ZeRO stage, micro-batch size and recomputation are tried; the global batch and
     all other settings stay as they are. Tensor parallelism stays within a node. Raises ConfigError if the run itself
     cannot be predicted.
     """
-    found, timed = Found(), []
-    for candidate in candidates(config, processes, hardware.node_size, validate, found.refused):
-        timed.append((step_time(candidate, processes, hardware), candidate))
+    found, timed = SearchResult(), []
+    for candidate in candidates(plan, hardware.node_size, validate, found.refused):
+        timed.append((step_time(candidate, hardware), candidate))
     found.tried = len(timed)
     # Of layouts that are as fast, the one that needs less comes first: the earlier one.
     for time, candidate in sorted(timed, key=lambda pair: pair[0].total):
-        layout = Layout(candidate, time, estimate(candidate, processes))
-        (found.fitting if fits(layout.memory, gib) else found.too_large).append(layout)
+        prediction = Prediction(candidate, time, memory(candidate))
+        (found.fitting if fits(prediction.memory, gib) else found.too_large).append(prediction)
         if len(found.fitting) == wanted:
             break
     return found
 
 
-def candidates(
-    config: RunConfig, processes: int, node_size: int, validate: Validate, refused: Counter[str]
-) -> Iterator[RunConfig]:
-    """Yield `config` in every layout that `validate` accepts; count in `refused` why others were not."""
+def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
+    """Yield `plan` in every layout that `validate` accepts; count in `refused` why others were not."""
+    processes, train = plan.processes, plan.config.train
     for tensor_size in _divisors(processes, node_size):
-        for context_size in _divisors(processes // tensor_size, config.model.num_attention_heads):
-            data_size = processes // tensor_size // context_size
-            shared = config.train.global_batch_size // data_size
-            for micro_batch in (2**i for i in range(max(1, shared.bit_length()))):
-                parallel = dataclasses.replace(
-                    config.parallel,
-                    tensor_model_parallel_size=tensor_size,
-                    context_parallel_size=context_size,
-                    sequence_parallel=None,
-                )
-                train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
-                changed = dataclasses.replace(config, parallel=parallel, train=train)
+        for context_size in _divisors(processes // tensor_size, plan.model.num_attention_heads):
+            shared = train.global_batch_size // (processes // tensor_size // context_size)
+            for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
+                changes = {
+                    "parallel.tensor_model_parallel_size": tensor_size,
+                    "parallel.context_parallel_size": context_size,
+                    "parallel.sequence_parallel": None,
+                    "train.micro_batch_size": micro_batch_size,
+                }
+                config = replaced(plan.config, changes)
                 try:
-                    validate(changed, processes)
+                    validate(config, processes)
                 except ConfigError as error:
                     refused[str(error)] += 1
                     continue
-                yield from _variants(changed)
-
-
-def _variants(config: RunConfig) -> Iterator[RunConfig]:
-    for recompute in get_args(get_type_hints(TrainConfig)["recompute"]):
-        for stage in STAGES:
-            train = dataclasses.replace(config.train, recompute=recompute)
-            yield dataclasses.replace(
-                config, train=train, deepspeed=dataclasses.replace(config.deepspeed, zero_stage=stage)
-            )
+                for recompute, stage in itertools.product(RECOMPUTATION, STAGES):
+                    changes = {"train.recompute": recompute, "deepspeed.zero_stage": stage}
+                    yield Plan(replaced(config, changes), processes)
 
 
 def _divisors(number: int, largest: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings that saves memory."""
+
+    verb: str
+    """What to do with the setting: set, raise or lower."""
+    key: str
+    value: object
+    plan: Plan
+    """The changed plan; it may need more processes."""
+    memory: Memory
+
+
+def smaller(plan: Plan, gib: float, validate: Validate) -> Change | None:
+    """Return the first change, of the cheapest, with which a run fits on GPUs of `gib` GiB, or that which saves most.
+
+    None if no change saves anything.
+    """
+    best = None
+    for verb, key, value, changed in _changes(plan):
+        try:
+            validate(changed.config, changed.processes)
+        except ConfigError:
+            continue
+        outcome = Change(verb, key, value, changed, memory(changed))
+        if best is None or outcome.memory.peak < best.memory.peak:
+            best = outcome
+        if fits(outcome.memory, gib):
+            break
+    return best if best is not None and best.memory.peak < memory(plan).peak else None
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, str, object, Plan]]:
+    """Yield changes that save memory, the cheapest first."""
+    config, processes, micro_batch_size = plan.config, plan.processes, plan.config.train.micro_batch_size
+    more = RECOMPUTATION[RECOMPUTATION.index(config.train.recompute) + 1 :]
+    choices = [("set", "train.recompute", recompute) for recompute in more]
+    if micro_batch_size > 1:
+        choices.append(("lower", "train.micro_batch_size", micro_batch_size // 2))
+    choices += [("raise", "deepspeed.zero_stage", stage) for stage in range(plan.zero_stage + 1, 4)]
+    for verb, key, value in choices:
+        yield verb, key, value, Plan(replaced(config, {key: value}), processes)
+    number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        key, size = f"parallel.{name}", 2 * getattr(config.parallel, name)
+        yield "raise", key, size, Plan(replaced(config, {key: size, "parallel.sequence_parallel": None}), number)
+    key, elements = "deepspeed.reduce_bucket_size", config.deepspeed.reduce_bucket_size // 10
+    yield "lower", key, elements, Plan(replaced(config, {key: elements}), processes)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tape.config.schema import OptimizerConfig
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.partitions import share_shape
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.language_model import LanguageModel
-from megatron_tape.model.weights import part_of
+from megatron_tape.model.names import part_of
 
 Trains = Callable[[str, torch.nn.Parameter], bool]
 """Whether the parameter of this name is trained."""

@@ -17,7 +17,7 @@ from benchmarks.shapes import ENCODINGS, SHAPES, run_config
 from benchmarks.step_comparison import BLOCKS, Comparison
 from benchmarks.utilization import peak_flops, utilization
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position.tape import TapePosition
 
 TOY = "--shape=toy"

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from megatron_tape.checkpoint.index import readers, shard_of, share, tensor_file, writers
-from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import model_config
 

@@ -17,7 +17,7 @@ from megatron_tape.config.schema import config_dict
 from megatron_tape.data.batches import build_batches
 from megatron_tape.extension.base import check_base, with_base_settings
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
-from megatron_tape.model.names import whole_shapes
+from megatron_tape.model.shapes import whole_shapes
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.position import encoding_of, model_config, setting_names, with_values
 

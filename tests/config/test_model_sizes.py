@@ -1,4 +1,4 @@
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import model_config, with_values
 

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from pretrain.evaluate import read_command
 

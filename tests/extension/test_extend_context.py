@@ -22,7 +22,7 @@ from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.model.weights import part_of
+from megatron_tape.model.names import part_of
 from megatron_tape.position import model_config, with_values
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer

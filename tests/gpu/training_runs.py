@@ -298,7 +298,8 @@ def write_start(folder: Path, encoding: str) -> None:
     """
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.strict_yaml import dump
-    from megatron_tape.model.names import POSITION, whole_shapes
+    from megatron_tape.model.names import POSITION
+    from megatron_tape.model.shapes import whole_shapes
 
     recipe = settings(folder, encoding)
     (folder / f"{encoding}.yaml").write_text(dump(recipe), encoding="utf-8")

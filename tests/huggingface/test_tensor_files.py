@@ -44,7 +44,7 @@ BIG = {
 
 def write_synthetic(step, size):
     """A checkpoint of zeros, without Adam's state, whose files have holes for their contents."""
-    from megatron_tape.model.names import parameter_shapes
+    from megatron_tape.model.shapes import parameter_shapes
 
     model = model_config(**BIG)
     assert parameter_count(model) > 1e9

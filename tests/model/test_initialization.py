@@ -7,7 +7,7 @@ from models import SMALL, build, small_model
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model import initialization
 from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
-from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import shard
 from megatron_tape.parallel.partitions import own_memory, write_share
 

@@ -5,8 +5,8 @@ import torch
 from models import build, load_whole, random_tokens, small_model, whole_weights
 
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.model.names import parameter_shapes
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
+from megatron_tape.model.shapes import parameter_shapes
 
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=7.5)
 VARIANTS = {

@@ -9,7 +9,7 @@ from models import build, random_tokens, reference_config, released_model, small
 
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
-from megatron_tape.model.names import parameter_shapes, whole_shapes
+from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.planning.parameters import parameter_count

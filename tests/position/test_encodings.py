@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.attention import attention
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from megatron_tape.position.alibi import alibi_slopes

@@ -16,7 +16,7 @@ from megatron_tape.model.settings import validate_model
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.ops import rotation
 from megatron_tape.ops.rotation import phases, with_modulus
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from megatron_tape.position.base import NO_MEMORY, Memory

@@ -14,7 +14,7 @@ from test_costs import counted, on_cpu
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
-from megatron_tape.planning.costs import flops_per_token
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count, parameters_per_rank
 from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, encoding_of, register
 

@@ -15,7 +15,7 @@ from megatron_tape.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.optimizer import parameter_groups
 

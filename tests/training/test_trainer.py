@@ -11,7 +11,7 @@ from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.huggingface.export.saved_weights import open_weights
-from megatron_tape.model.weights import kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.training import trainer
 from pretrain import train
 

@@ -18,8 +18,9 @@ from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.io.records import check_shape
-from megatron_tape.model.names import WRAPPED, parameter_shapes
+from megatron_tape.model.names import WRAPPED
 from megatron_tape.model.settings import validate_model
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 

@@ -27,8 +27,9 @@ from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import on_meta
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
-from megatron_tape.model.names import parameter_shapes
-from megatron_tape.model.weights import from_megatron, kind_of
+from megatron_tape.model.names import kind_of
+from megatron_tape.model.shapes import parameter_shapes
+from megatron_tape.model.weights import from_megatron
 
 BASE = "base"
 """Where the model that an adapter adds to is written, in the adapter's directory, unless another is named."""

@@ -26,7 +26,7 @@ from megatron_tape.huggingface.tensor_files import on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
-from megatron_tape.model.names import parameter_shapes
+from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import encoding_of
 

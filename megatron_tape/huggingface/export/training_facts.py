@@ -12,8 +12,8 @@ from megatron_tape.config.schema import blend
 from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.io.records import parse_record
-from megatron_tape.model.names import parameter_shapes
-from megatron_tape.model.weights import part_of
+from megatron_tape.model.names import part_of
+from megatron_tape.model.shapes import parameter_shapes
 
 _METRICS = "metrics.jsonl"
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}

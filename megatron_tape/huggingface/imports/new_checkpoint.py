@@ -23,7 +23,8 @@ from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
-from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, parameter_shapes, whole_name, whole_shapes
+from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, whole_name
+from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 

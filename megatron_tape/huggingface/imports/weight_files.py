@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
-from megatron_tape.model.names import OUTPUT, whole_shapes
+from megatron_tape.model.names import OUTPUT
+from megatron_tape.model.shapes import whole_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

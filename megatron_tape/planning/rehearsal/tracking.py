@@ -51,7 +51,7 @@ class Record:
     """The phase in which the peak was reached."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By group and collective."""
-    single_numbers: Counter = field(default_factory=Counter)
+    single_elements: Counter = field(default_factory=Counter)
     """How many collectives moved one number only, by group and collective."""
     waits: Counter = field(default_factory=Counter)
     """How often the host waits for the GPU, by phase, reason and place."""
@@ -204,7 +204,7 @@ class Tracker(TorchDispatchMode):
         if kind != "barrier" and not all(_on_gpu(x) and x.is_contiguous() for x in inputs):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
         if kind != "barrier" and all(x.numel() == 1 for x in inputs):
-            self.record.single_numbers[group, kind] += 1
+            self.record.single_elements[group, kind] += 1
             return
         traffic = self.record.traffic.setdefault((group, kind), Traffic())
         traffic.calls += 1

@@ -1,0 +1,113 @@
+"""Shapes of a model's parameters and how tensor parallelism cuts them, from the settings alone. Imports no torch."""
+
+from math import prod
+from typing import NamedTuple
+
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig
+from megatron_tape.model.names import FUSED, POSITION, split_layer, whole_name
+from megatron_tape.position import encoding_of
+
+
+class ParameterShape(NamedTuple):
+    """The shape of one parameter."""
+
+    whole: tuple[int, ...]
+    """Its shape before tensor parallelism cuts it."""
+    cut: int | None = None
+    """The axis along which tensor parallelism cuts it; None if every rank has it whole."""
+
+    def elements(self, tensor_size: int = 1) -> int:
+        """Return how many elements one of `tensor_size` tensor-parallel ranks holds."""
+        return prod(self.whole) // (1 if self.cut is None else tensor_size)
+
+
+class Factor(NamedTuple):
+    """One of the two matrices of a LoRA layer."""
+
+    target: str
+    """The projection it belongs to: q, k, v or o."""
+    side: str
+    """A maps the projection's input to `lora_rank` numbers, B these to its output."""
+    shape: tuple[int, int]
+    cut: int | None
+    """The axis along which tensor parallelism cuts it, as it cuts the projection; None if every rank has it whole."""
+
+
+def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the widths of the input and output of each projection that can have LoRA layers."""
+    C, D = model.hidden_size, model.head_dim
+    heads, groups = model.num_attention_heads * D, model.query_groups * D
+    return {"q": (C, heads), "k": (C, groups), "v": (C, groups), "o": (heads, C)}
+
+
+def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
+    """Return the factors of one layer by name within it; none if the model has no LoRA layers."""
+    if extension is None or not extension.adds_lora:
+        return {}
+    factors = {}
+    for target, (width_in, width_out) in lora_widths(model).items():
+        if target not in extension.lora_targets:
+            continue
+        module = f"self_attention.{'linear_proj' if target == 'o' else 'linear_qkv'}.lora"
+        cuts = {"A": 1, "B": None} if target == "o" else {"A": None, "B": 0}
+        shapes = {"A": (extension.lora_rank, width_in), "B": (width_out, extension.lora_rank)}
+        for side in "AB":
+            factors[f"{module}.{target}_{side}"] = Factor(target, side, shapes[side], cuts[side])
+    return factors
+
+
+def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
+    """Return the name and shape of every `GPTModel` parameter, in the order of the layers.
+
+    Those of LoRA layers are included if `extension` adds them.
+    """
+    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+    encoding = encoding_of(model)
+    qkv = (H + 2 * G) * D
+    bias = {"self_attention.linear_qkv.bias": ParameterShape((qkv,), 0)} if model.qkv_bias else {}
+    norms = {f"self_attention.{x}_layernorm.weight": ParameterShape((D,)) for x in "qk"} if model.qk_norm else {}
+    gated = model.attention_output_gate
+    gate = {"self_attention.linear_gate.weight": ParameterShape((H * D, C), 0)} if gated else {}
+    lora = {name: ParameterShape(f.shape, f.cut) for name, f in lora_factors(model, extension).items()}
+    layer = {
+        "input_layernorm.weight": ParameterShape((C,)),
+        "self_attention.linear_qkv.weight": ParameterShape((qkv, C), 0),
+        **bias,
+        **norms,
+        **gate,
+        "self_attention.linear_proj.weight": ParameterShape((C, H * D), 1),
+        "pre_mlp_layernorm.weight": ParameterShape((C,)),
+        "mlp.linear_fc1.weight": ParameterShape((2 * model.ffn_hidden_size, C), 0),
+        "mlp.linear_fc2.weight": ParameterShape((C, model.ffn_hidden_size), 1),
+        **lora,
+    }
+    shapes = {"embedding.word_embeddings.weight": ParameterShape((model.vocab_size, C), 0)}
+    for index in range(model.num_layers):
+        declared = encoding.parameters(index).items()
+        own = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | own).items()}
+    shapes["decoder.final_layernorm.weight"] = ParameterShape((C,))
+    output = {} if model.tie_embeddings else {"output_layer.weight": ParameterShape((model.vocab_size, C), 0)}
+    return shapes | output
+
+
+def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every `GPTModel` parameter, as `cut_shapes` does."""
+    return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
+
+
+def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
+    dim, groups = model.head_dim, model.query_groups
+    rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(model).items():
+        _, prefix, rest = split_layer(name)
+        if match := FUSED.fullmatch(rest):
+            shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
+        elif rest == "mlp.linear_fc1.weight":
+            shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
+        else:
+            square = rest == f"{POSITION}token_mixing" and len(shape) == 1
+            shapes[whole_name(prefix, rest)] = shape * 2 if square else shape
+    return shapes

@@ -1,0 +1,129 @@
+"""Memory of a GPU and disk space for checkpoints, by arithmetic from the settings alone. Imports no torch.
+
+Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 hold them)
+and what one micro-batch adds (`activations`). The CUDA context, NCCL's buffers and fragmentation, which take about 6 %
+more, are not included.
+"""
+
+from dataclasses import dataclass
+
+from megatron_tape.planning.activations import activations
+from megatron_tape.planning.plan import Plan
+
+LIVE_PARAMETERS = 1_000_000_000
+"""DeepSpeed's default of stage3_max_live_parameters."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes on one GPU that ZeRO holds during the whole step, and in parts of it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+    bucket_copy: int = 0
+    """While a bucket is reduced: its copy in the precision in which it is sent."""
+    update: int = 0
+    """While the optimizer updates the weights."""
+    host: int = 0
+    """Bytes of pinned host memory per process."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU that needs most; they add up to `peak`."""
+
+    weights: int
+    """Weights in the precision of the run."""
+    gradients: int
+    """Gradients of the trained parameters, summed over the micro-batches."""
+    optimizer: int
+    """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
+    layer_activations: int
+    """What the layers keep for the backward pass of one micro-batch."""
+    logits: int
+    """What the loss keeps."""
+    buffers: int
+    """ZeRO's reduce buckets and, at stage 3, the weights gathered at any one time."""
+    working: int
+    """Additional at the peak, in the backward pass or in the optimizer's step."""
+    host: int
+    """Bytes of pinned host memory per process under offload_optimizer; not on the GPU."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the GPU that needs most."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.layer_activations + self.logits + self.buffers + self.working
+
+
+def memory(plan: Plan) -> Memory:
+    """Count the memory of one GPU."""
+    state, kept, buffers = zero_state(plan), activations(plan), 0
+    if plan.config.parallel.uses_sequence_parallel and {"matrices", "output"} & plan.trained_parts:
+        # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
+        buffers = plan.matrix_tokens * plan.model.hidden_size * plan.width
+    buffers += state.buffers
+    # ZeRO 2 takes its buckets at the first gradient, when the logits are gone.
+    loss = kept.loss - (state.buffers if plan.zero_stage == 2 else 0)
+    # When the first bucket is full, what the layers above have kept is gone.
+    left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / plan.trained_elements)
+    reducing = state.bucket_copy + int(left * (kept.layers + max(0, kept.backward))) - kept.saved
+    # The update begins when all activations and most buffers are gone.
+    updating = state.update - kept.saved - buffers
+    return Memory(
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        layer_activations=kept.layers,
+        logits=kept.logits,
+        buffers=buffers,
+        working=max(loss, kept.backward, reducing, updating),
+        host=state.host,
+    )
+
+
+def zero_state(plan: Plan) -> State:
+    """Count what DeepSpeed holds of the weights, their gradients and Adam's state."""
+    settings, stage, width, trained = plan.config.deepspeed, plan.zero_stage, plan.width, plan.trained_elements
+    weights = width * (-(-plan.elements // plan.replicas) if stage == 3 else plan.elements)
+    if stage == 0:
+        # The update takes square roots of the second moments.
+        return State(weights, gradients=4 * trained, optimizer=8 * trained, update=4 * trained)
+    share = -(-trained // plan.replicas)
+    gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
+    # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
+    # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
+    bucket, bucket_width = settings.reduce_bucket_size, {1: 4, 2: width, 3: plan.gradient_width}[stage]
+    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 else 1)
+    copy = plan.gradient_width * min(bucket, trained) if plan.gradient_width != bucket_width else 0
+    if stage == 3 and plan.replicas > 1:
+        buffers += width * min(plan.elements, LIVE_PARAMETERS)
+    if not settings.offload_optimizer:
+        # The update takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
+        update = (4 if stage == 2 and width == 2 else 8) * share + (bucket_width * bucket if stage == 3 else 0)
+        # ZeRO copies the weights even if they already are fp32.
+        return State(weights, gradients, 12 * share, buffers, copy, update)
+    if stage == 3:
+        return State(weights, 0, 0, buffers, copy, host=(12 + 4 + 4) * share)
+    widest = max(plan.model.vocab_size, 2 * plan.model.ffn_hidden_size)
+    largest = width * plan.model.hidden_size * widest // plan.tensor_size
+    # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
+    host = (12 + 4 + 2 * width) * share + largest
+    return State(weights, gradients if stage == 1 else 0, 0, buffers + largest, copy, host=host)
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Return the size of one checkpoint: fp32 weights (without frozen ones, if they are left out) and moments."""
+    frozen = 4 * (plan.elements - plan.trained_elements) * plan.config.checkpoint.frozen
+    return plan.tensor_size * (12 * plan.trained_elements + frozen)
+
+
+def checkpoints_bytes(plan: Plan) -> int:
+    """Return the disk space for the checkpoints kept and one more, as the oldest is removed only after a save.
+
+    Those kept for good are counted although the newest may be among them.
+    """
+    settings = plan.config.checkpoint
+    return checkpoint_bytes(plan) * (settings.keep + 1 + settings.milestones(plan.config.train.steps))

@@ -1,0 +1,129 @@
+"""A run on a number of GPUs: what everything in this package is calculated from. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
+from megatron_tape.planning.parameters import parameter_count, trained_parts, trains_output
+from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a run and its GPUs, with what follows from both for one GPU.
+
+    The settings must have been accepted for so many processes. Tensors of one rank are those of every rank.
+    """
+
+    config: RunConfig
+    processes: int
+    """One for each GPU."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The settings of the model."""
+        return self.config.model
+
+    @property
+    def extension(self) -> ExtensionConfig:
+        """What is trained, and which LoRA layers there are."""
+        return self.config.extension
+
+    @cached_property
+    def encoding(self) -> PositionEncoding:
+        """The declarations of the model's positional encoding."""
+        return encoding_of(self.model)
+
+    @property
+    def tensor_size(self) -> int:
+        """GPUs that share every layer's matrices."""
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def context_size(self) -> int:
+        """Groups of such GPUs that share the tokens of every sequence."""
+        return self.config.parallel.context_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
+        return self.processes // self.tensor_size
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's stage."""
+        return self.config.deepspeed.zero_stage
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in the precision of the run."""
+        return 4 if self.config.train.precision == "fp32" else 2
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of an element of a gradient that is averaged over data-parallel ranks."""
+        return 2 if self.config.deepspeed.communication_precision == "bf16" else 4
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass runs layers forward again."""
+        return self.config.train.recompute != "none"
+
+    @property
+    def forward_passes(self) -> int:
+        """How often a layer runs forward in a step, for one micro-batch."""
+        return 1 + self.recomputes
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on each GPU."""
+        ranks = self.processes // self.config.parallel.ranks_per_sequence
+        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step on all GPUs."""
+        return self.config.train.global_batch_size * self.model.seq_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.tokens_per_step * self.config.train.steps
+
+    @cached_property
+    def batch(self) -> MicroBatch:
+        """One GPU's part of a micro-batch."""
+        whole = self.config.train.micro_batch_size * self.model.seq_length
+        parallel = self.config.parallel
+        shards = parallel.ranks_per_sequence if parallel.uses_sequence_parallel else self.context_size
+        return MicroBatch(whole, whole // shards, self.width, self.tensor_size, self.context_size)
+
+    @property
+    def matrix_tokens(self) -> int:
+        """Tokens of a micro-batch that a rank multiplies by its part of the matrices: those of its context rank."""
+        return self.batch.tokens // self.context_size
+
+    @cached_property
+    def trained_parts(self) -> frozenset[str]:
+        """The parts of the model that are trained."""
+        return frozenset(trained_parts(self.extension))
+
+    @property
+    def trains_output(self) -> bool:
+        """Whether the matrix of the output layer is trained."""
+        return trains_output(self.model, self.extension)
+
+    @property
+    def lora_targets(self) -> frozenset[str]:
+        """The projections that have LoRA layers."""
+        return frozenset(self.extension.lora_targets if self.extension.adds_lora else ())
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the parameters that one tensor-parallel rank computes with, before ZeRO 3 shards them."""
+        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size)
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of those that are trained."""
+        return parameter_count(self.model, self.extension, self.trained_parts, self.tensor_size)

@@ -1,0 +1,70 @@
+"""A rehearsal beside the arithmetic for the same short run."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_tape.planning.communication import Traffic, communication
+from megatron_tape.planning.flops import product_flops
+from megatron_tape.planning.memory import memory
+from megatron_tape.planning.plan import Plan
+from megatron_tape.planning.rehearsal.run import Rehearsal
+
+MIB = 2**20
+TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
+SMALL = 0.001
+"""Collectives with less than this share of their group's bytes are shown but not compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rehearsed quantity and its estimate, in bytes, FLOPs or calls."""
+
+    name: str
+    rehearsed: int
+    estimated: int | None
+    """None: the arithmetic does not tell."""
+    tolerance: float | None
+    """The relative difference that is allowed; None allows any."""
+    unit: int = MIB
+    """What the figures are shown in."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        if self.tolerance is None or self.estimated is None:
+            return True
+        return abs(self.rehearsed - self.estimated) <= self.tolerance * max(self.rehearsed, self.estimated)
+
+    def __str__(self) -> str:
+        """Return the row of the report's table."""
+        figures = (("-" if figure is None else self._shown(figure)) for figure in (self.rehearsed, self.estimated))
+        return f"{self.name:<44}{''.join(f'{figure:>14}' for figure in figures)}{'' if self.agrees else '  DIFFERS'}"
+
+    def _shown(self, figure: int) -> str:
+        return f"{figure:,}" if self.unit == 1 else f"{figure / self.unit:,.2f}"
+
+
+def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
+    """Yield what both the rehearsal and the arithmetic say about the short run."""
+    plan = Plan(outcome.config, processes)
+    expected = memory(plan)
+    without_weights = " (no copy of the weights)" if plan.zero_stage == 0 else ""
+    yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
+    yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)
+    yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
+    yield Row("peak while the weights are made", outcome.start, None, None)
+    yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
+    products = outcome.record.flops["matrix products"]
+    yield Row("FLOPs of matrix products (10^9)", products, product_flops(plan), TOLERANCE, unit=10**9)
+    planned, sent = communication(plan, outcome.replicated_share), outcome.record.traffic
+    totals = Counter()
+    for (group, _), traffic in planned.items():
+        totals[group] += traffic.bytes
+    largest = max(totals.values(), default=0)
+    both = [(key, sent.get(key, Traffic()), planned.get(key, Traffic())) for key in sorted({*sent, *planned})]
+    for (group, kind), here, there in both:
+        small = max(here.bytes, there.bytes) <= SMALL * totals.get(group, largest)
+        yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
+    for (group, kind), here, there in both:
+        yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, unit=1)
