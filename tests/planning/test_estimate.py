@@ -1,0 +1,245 @@
+"""What `python -m pretrain.estimate` prints: the estimate, advice, predicted times and the search for a layout."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from plans import GIB, RECIPES, of_recipe
+
+from megatron_tape.planning.flops import flops_per_step
+from megatron_tape.planning.hardware import KINDS
+from megatron_tape.planning.memory import checkpoint_bytes, memory
+from megatron_tape.planning.step_time import step_time
+from pretrain import estimate
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command; returns its output and its warnings."""
+
+    def run(*arguments, name="tape_1b"):
+        assert estimate.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command, which refuses; returns its one line."""
+
+    def refused(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            estimate.main(["--config", str(RECIPES / "tape_1b.yaml"), *arguments])
+        output, error = capsys.readouterr()
+        assert stop.value.code == 2 and output == ""
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    return refused
+
+
+def test_the_command_prints_the_numbers(run):
+    output, error = run("--processes", "4", name="tape_155m")
+    plan = of_recipe(4, name="tape_155m")
+    peak = memory(plan).peak / GIB
+    assert re.search(rf"^parameters +{plan.elements:,}$", output, re.M)
+    assert re.search(rf"^memory per GPU +{peak:.2f} GiB$", output, re.M)
+    assert re.search(r"^fits on GPUs of +24 GB, .*141 GB$", output, re.M)
+    assert re.search(r"^tokens per step +524,288$", output, re.M)
+    assert re.search(r"^tokens of the run +5,242,880,000 ", output, re.M)
+    assert f"{flops_per_step(plan):.3e}" in output and f"{checkpoint_bytes(plan) / 1e9:.2f} GB" in output
+    parts = re.findall(r"^  .* ([\d.]+) GiB$", output, re.M)
+    assert sum(map(float, parts)) == pytest.approx(peak, abs=0.05)
+    assert error == ""
+
+
+def test_the_command_reads_overrides_and_takes_as_many_processes_as_the_model_needs(run):
+    output, _ = run("--train.micro_batch_size", "1", "--parallel.tensor_model_parallel_size=4")
+    assert re.search(r"^layout +4 processes: 4 tensor parallel x 1 data parallel", output, re.M)
+    assert re.search(r"^  per tensor-parallel rank", output, re.M)
+
+
+def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
+    found, two = {}, ["--processes=8", "--parallel.tensor_model_parallel_size=2"]
+    for writers in ("2", "4", "null"):
+        output, _ = run(*two, "--checkpoint.asynchronous=true", f"--checkpoint.writers={writers}")
+        (row,) = re.findall(r"^host memory of each writer of a save +([\d.]+) GiB, (\d+) writers$", output, re.M)
+        found[writers] = float(row[0]), int(row[1])
+    assert found["2"] == (pytest.approx(2 * found["4"][0], abs=0.01), 2) and found["4"][1] == 4
+    # By default one for each GiB, as far as there are processes.
+    assert found["null"] == (pytest.approx(found["4"][0] / 2, abs=0.01), 8)
+    assert found["2"][0] == pytest.approx(checkpoint_bytes(of_recipe(8, *two[1:])) / GIB / 2, rel=0.01)
+    assert "writer" not in run(*two).out
+
+
+@pytest.mark.parametrize("encoding, warned", [("alibi", True), ("t5", False)])
+def test_settings_that_the_encoding_does_not_read_are_a_warning(run, encoding, warned):
+    told = run("--model.t5_num_buckets", "16", f"--model.position_encoding={encoding}", name="tape_demo").err
+    assert ("warning: alibi does not read model.t5_num_buckets\n" in told) == warned, told
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "8", "--search"]])
+@pytest.mark.parametrize(
+    "encoding, warned",
+    [("cope", "compute scores from whole rows"), ("fire", "tile by tile"), ("tape", ""), ("xpos", "")],
+)
+def test_slower_attention_than_that_of_rope_is_a_warning(run, encoding, warned, more):
+    told = run(f"--model.position_encoding={encoding}", *more, name="tape_155m").err
+    assert (f"warning: {encoding} must " in told) == bool(warned) and warned in told, told
+
+
+WIDE = ["--model.hidden_size=8192", "--model.ffn_hidden_size=16384", "--model.seq_length=16384", "--processes=8"]
+LONG = ["--model.seq_length=65536", "--deepspeed.zero_stage=3", "--processes=8", "--model.num_query_groups=2"]
+RECOMPUTED = ["--train.recompute=full", "--train.micro_batch_size=1"]
+ONE = "--parallel.tensor_model_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    "arguments, warning",
+    [
+        (["--gpu-memory=1"], r"first raise parallel\.tensor_model_parallel_size to 4 on 4 processes: .* not enough yet;"),
+        (["--gpu-memory=16", "--processes=8"], r"first set train\.recompute to selective: .* GiB, which fits;"),
+        (["--gpu=A100-40GB", "--processes=1", ONE], "does not fit in 40 GiB, of which"),
+        (["--processes=8", "--train.micro_batch_size=64"], "does not fit in 140 GiB, the most that is usual, of which"),
+        (["--model.seq_length=131072", "--train.micro_batch_size=8"], "does not fit in 140 GiB"),
+        # The first change that is enough is named.
+        (
+            [*WIDE, "--train.recompute=full", "--train.micro_batch_size=4", "--gpu-memory=48"],
+            r"first lower train\.micro_batch_size to 2: .* fits",
+        ),
+        ([*WIDE, *RECOMPUTED, "--gpu-memory=36"], r"first raise deepspeed\.zero_stage to 3: .* fits"),
+        ([*WIDE, *RECOMPUTED, "--gpu-memory=31"], r"first raise parallel\.tensor_model_parallel_size to 4: .* fits"),
+        # Tensor parallelism cannot grow.
+        (
+            [*LONG, *RECOMPUTED, "--gpu-memory=12", "--train.global_batch_size=8"],
+            r"first raise parallel\.context_parallel_size to 2: ",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_a_warning_that_names_the_first_change(run, arguments, warning):
+    output, error = run(*arguments)
+    assert re.fullmatch(rf"warning: .*{warning}.*; --processes N --search lists layouts\n", error), error
+    assert ("none of 24 GB" in output) == ("seq_length=131072" in arguments[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        (["--gpu-memory=80", "--processes=8"], "tape_1b"),
+        # Under ZeRO 3 weights of 129 GiB in bf16 are never whole on one GPU.
+        (["--processes=512", "--gpu-memory=80", ONE, "--deepspeed.zero_stage=3", *RECOMPUTED], "tape_70b"),
+    ],
+)
+def test_what_fits_is_no_warning(run, arguments, name):
+    assert run(*arguments, "--train.global_batch_size=512", name=name).err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--processes", "3"], "the number of processes, 3"),
+        (["--processes", "many"], "--processes"),
+        (["--processes", "0"], "--processes is 0; give 1 or more"),
+        (["--gpu-memory", "-1"], "--gpu-memory is -1.0"),
+        (["--model.num_layers", "1000000000"], "model.num_layers"),
+        (["--train.stepps", "3"], "train.stepps"),
+        (["--model.num_attention_heads", "7"], "model.num_attention_heads 7"),
+        (["--search"], "--search needs --processes"),
+        (["--search", "--processes=16", "--train.recompute=full"], "--search chooses train.recompute itself"),
+        (["--search", "--processes=8", "--train.precision=fp32"], "train.precision is fp32"),
+        (["--search", "--processes=8", "--deepspeed.offload_optimizer=true"], "on the host"),
+        (["--rates", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(refused, arguments, named):
+    assert named in refused(*arguments)
+
+
+def test_help_shows_both_options_and_where_the_settings_are_explained(capsys):
+    with pytest.raises(SystemExit) as stop:
+        estimate.main(["--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "--processes" in output and "--gpu-memory" in output and "python -m pretrain.train --help" in output
+
+
+def test_an_estimate_needs_no_torch_and_little_time():
+    program = (
+        "import sys\nfrom pretrain.estimate import main\n"
+        "main(sys.argv[1:])\nassert not {'torch', 'megatron', 'deepspeed'} & set(sys.modules)"
+    )
+    command_line = [sys.executable, "-c", program, "--config", str(RECIPES / "tape_1b.yaml")]
+    started = time.monotonic()
+    subprocess.run(command_line, check=True, capture_output=True, cwd=RECIPES.parents[1])
+    assert time.monotonic() - started < 10  # a third of a second on an idle machine
+
+
+def test_the_phases_of_a_step_add_up(run):
+    output, expected = run("--processes", "64").out, step_time(of_recipe(64), KINDS["H100"])
+    total = re.search(r"^step time \(predicted, not measured\) +([\d.]+) s on H100, rates assumed$", output, re.M)
+    phases = re.findall(r"^  [^\n]* ([\d.]+) s +\d+%$", output, re.M)
+    assert float(total[1]) == pytest.approx(expected.total, abs=1e-3)
+    assert sum(map(float, phases)) == pytest.approx(expected.total, abs=0.01) and len(phases) == 8
+    assert re.search(rf"^tokens per second +{512 * 4096 / expected.total:,.0f}, ", output, re.M)
+
+
+@pytest.mark.parametrize("setting", ["--train.precision=fp32", "--deepspeed.offload_optimizer=true"])
+def test_what_cannot_be_predicted_is_said(run, setting):
+    key = setting[2:].partition("=")[0]
+    assert re.search(rf"^step time +not predicted: {key} is ", run(setting).out, re.M)
+
+
+def test_the_kind_of_gpu_may_be_written_in_small_letters(run):
+    small, large = (run("--gpu", kind).out for kind in ("h200", "H200"))
+    assert small == large and " s on H200, rates assumed" in large
+
+
+@pytest.mark.parametrize(
+    "gpu, named, warned",
+    [
+        ("NVIDIA H100 80GB HBM3", "on H100, measured: matmul, attention; else assumed", False),
+        ("CPU", "on H100 with rates of CPU, measured: matmul, attention; else assumed", True),
+    ],
+)
+def test_measured_rates_are_named(run, tmp_path, gpu, named, warned):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"gpu": gpu, "rates": {"matmul": 7e14, "attention": 3e14}}))
+    output, error = run("--rates", str(path))
+    assert named in output
+    assert error.startswith("warning: predicted for H100 with rates of CPU: ") if warned else error == ""
+
+
+def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
+    output = run("--processes=64", "--search").out
+    settings = re.search(r"^the first of these: (.*)$", output, re.M)[1].split()
+    first = output.splitlines()[2].split()
+    assert f" {first[6]} s on H100, rates assumed" in run("--processes=64", *settings).out
+    recipe = tmp_path / "sharded.yaml"
+    recipe.write_text("parallel: {sequence_parallel: true}\n")
+    assert "--parallel.sequence_parallel null" in run("--processes=64", "--config", str(recipe), "--search").out
+
+
+def test_a_search_lists_layouts_and_why_others_do_not_fit(run):
+    output = run("--search", "--processes=16", "--gpu-memory=40").out
+    rows = re.findall(
+        r"^ +(\d+) +\d+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +[\d,]+ +[\d.]+% +([\d.]+)  (.*)$", output, re.M
+    )
+    fitting, others = rows[:10], rows[10:]
+    assert [float(row[2]) for row in fitting] == sorted(float(row[2]) for row in fitting)
+    assert all(float(row[3]) <= 0.94 * 40 for row in fitting) and "projections" in fitting[0][4]
+    assert 0 < len(others) <= 5 and all(0.94 * 40 < float(row[3]) < 2 * 40 for row in others)
+    assert "activations" in others[0][4] and "predicted for 16 GPUs, H100, rates assumed" in output
+
+
+def test_a_search_without_a_layout_that_fits_lists_the_smallest_and_without_any_says_why(run):
+    output = run("--search", "--processes=16", "--gpu-memory=1").out
+    assert "none fits in 1 GiB, of which 6% must stay free; the smallest:\n" in output
+    sizes = [float(size) for size in re.findall(r"% +([\d.]+)  ", output.partition("smallest:")[2])]
+    assert len(sizes) == 5 and sizes == sorted(sizes)
+    output = run("--search", "--processes=63").out
+    assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output
+    assert "cannot run: train.global_batch_size 512 is not divisible by" in output.splitlines()[2]

@@ -1,0 +1,114 @@
+"""Counted memory, FLOPs and disk space against arithmetic by hand."""
+
+import pytest
+from plans import of_recipe
+
+from megatron_tape.planning.flops import flops_per_step, flops_per_token
+from megatron_tape.planning.memory import checkpoint_bytes, checkpoints_bytes, memory
+from megatron_tape.planning.parameters import parameter_count
+
+ONE = "--parallel.tensor_model_parallel_size=1"
+EXTENSION = ["--extension.trains=[tape,lora,embeddings,norms]", ONE]
+
+
+def state(stage, precision, *overrides):
+    """Bytes of weights, gradients and optimizer state per parameter: one GPU's share on 4 of them without TP."""
+    plan = of_recipe(4, ONE, f"--deepspeed.zero_stage={stage}", f"--train.precision={precision}", *overrides)
+    found = memory(plan)
+    parts = found.weights, found.gradients, found.optimizer, found.host
+    return [round(part / plan.elements, 2) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "stage, precision, expected",
+    [
+        # weights, gradients, two moments (and ZeRO's copy of the weights)
+        (0, "fp32", [4, 4, 8, 0]),
+        (1, "fp32", [4, 4, 12 / 4, 0]),
+        (2, "fp32", [4, 4 / 4, 12 / 4, 0]),
+        (3, "fp32", [4 / 4, 4 / 4, 12 / 4, 0]),
+        (1, "bf16", [2, 4, 12 / 4, 0]),
+        (2, "bf16", [2, 4 / 4, 12 / 4, 0]),
+        (3, "bf16", [2 / 4, 4 / 4, 12 / 4, 0]),
+    ],
+)
+def test_state_is_sharded_as_the_zero_stage_says(stage, precision, expected):
+    assert state(stage, precision) == expected
+
+
+@pytest.mark.parametrize("stage, expected", [(1, [2, 4, 0]), (2, [2, 0, 0]), (3, [0.5, 0, 0])])
+def test_an_offloaded_optimizer_is_on_the_host(stage, expected):
+    *on_gpu, host = state(stage, "bf16", "--deepspeed.offload_optimizer=true")
+    assert on_gpu == expected
+    assert 20 / 4 <= host < 20 / 4 + 0.15  # the largest matrix comes on top
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_frozen_parameters_have_weights_but_no_gradient_and_no_optimizer_state(stage, precision):
+    settings = [f"--deepspeed.zero_stage={stage}", f"--train.precision={precision}", *EXTENSION]
+    plan = of_recipe(4, *settings)
+    found, model, extension = memory(plan), plan.model, plan.extension
+    width, shared = (2 if precision == "bf16" else 4), (4 if stage == 3 else 1)
+    held, trained = plan.elements, plan.trained_elements
+    assert held == parameter_count(model, extension) and 0 < trained < 0.2 * held
+    assert found.weights == pytest.approx(width * held / shared, abs=8)
+    assert found.gradients == pytest.approx(4 * trained / (4 if stage > 1 else 1), abs=8)
+    assert found.optimizer == pytest.approx(8 * trained if stage == 0 else 12 * trained / 4, abs=16)
+    assert checkpoint_bytes(plan) == 4 * (held - trained) + 12 * trained
+    assert checkpoint_bytes(of_recipe(4, *settings, "--checkpoint.frozen=false")) == 12 * trained
+    # A third of the arithmetic of every frozen matrix is saved.
+    lora, matrices = parameter_count(model, extension, ["lora"]), parameter_count(model, parts=["matrices", "output"])
+    assert flops_per_token(model, extension) == flops_per_token(model) - 2 * matrices + 6 * lora
+
+
+def test_everything_adds_up_to_the_peak():
+    found = memory(of_recipe(8))
+    stays = found.weights + found.gradients + found.optimizer
+    assert found.peak == stays + found.layer_activations + found.logits + found.buffers + found.working
+    assert found.peak > stays + found.layer_activations + found.logits
+
+
+def test_the_step_of_adam_is_the_peak_where_activations_are_few():
+    small = ["--train.micro_batch_size=1", "--model.seq_length=64", "--deepspeed.reduce_bucket_size=1000000"]
+    plan = of_recipe(1, ONE, *small)
+    # bf16 weights, fp32 gradients, copy and moments, and the step's square roots.
+    assert memory(plan).peak == (2 + 4 + 12 + 4) * plan.elements
+
+
+def test_a_bucket_that_holds_all_gradients_is_reduced_when_the_activations_are_gone():
+    plan = of_recipe(16, "--train.micro_batch_size=1", "--train.recompute=full", "--model.vocab_size=1024")
+    gathered = 4096 * 2048 * 2  # Megatron's buffer for the input of a matrix, in bf16
+    # bf16 weights, an eighth of fp32 gradients, copy and moments, the bf16 bucket, and its fp32 copy to be sent.
+    assert plan.elements < 500_000_000
+    expected = (2 + 16 / 8) * plan.elements + 2 * 500_000_000 + 4 * plan.elements + gathered
+    assert memory(plan).peak == pytest.approx(expected, rel=1e-6)
+
+
+def test_flops_tokens_and_disk_follow_from_the_configuration():
+    plan = of_recipe(4, name="tape_155m")
+    assert plan.tokens_per_step == 512 * 1024 and plan.tokens == 10_000 * 512 * 1024
+    assert flops_per_step(plan) == flops_per_token(plan.model) * 512 * 1024
+    one = checkpoint_bytes(plan)
+    assert one == 12 * plan.elements and checkpoints_bytes(plan) == 3 * one
+    assert checkpoints_bytes(of_recipe(4, "--checkpoint.keep_every=2000", name="tape_155m")) == (3 + 5) * one
+    # Tensor-parallel ranks save the norms and TAPE's matrices each.
+    two = of_recipe(8)
+    assert 0 < checkpoint_bytes(two) / (12 * parameter_count(two.model)) - 1 < 0.01
+
+
+def test_settings_that_should_save_memory_do():
+    def peak(*overrides):
+        return memory(of_recipe(8, *overrides)).peak
+
+    assert peak("--train.recompute=full") < peak()
+    assert peak("--train.micro_batch_size=2") < peak()
+    assert peak() < peak(ONE)
+    assert peak("--deepspeed.offload_optimizer=true") < peak()
+    assert peak("--model.position_encoding=rope") < peak() == peak("--data.reset_attention_mask=true")
+    by_torch = "--model.attention_backend=torch"
+    assert peak() < peak(by_torch) < peak(by_torch, "--data.reset_attention_mask=true")
+    for precision, stages in (("fp32", (3, 2, 1, 0)), ("bf16", (3, 2, 1))):
+        # ZeRO 3 keeps the weights of small models gathered.
+        fixed = f"--train.precision={precision}", ONE, "--deepspeed.overlap_comm=true", "--model.num_layers=64"
+        peaks = [peak(f"--deepspeed.zero_stage={stage}", *fixed) for stage in stages]
+        assert peaks == sorted(peaks)

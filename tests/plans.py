@@ -1,0 +1,69 @@
+"""Plans of recipes and of small models, and models that are built to be counted, which tests of planning share."""
+
+import dataclasses
+from pathlib import Path
+from unittest import mock
+
+import configurations
+import torch
+from models import random_tokens, small_model
+
+from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.ops.activation_checkpointing import AttentionRecorder
+from megatron_tape.planning.plan import Plan
+from megatron_tape.position import replaced
+
+RECIPES = Path(__file__).parents[1] / "pretrain" / "recipes"
+GIB = 2**30
+
+
+def recipe(name="tape_1b", *overrides):
+    return read_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+
+
+def of_recipe(processes, *overrides, name="tape_1b"):
+    return Plan(recipe(name, *overrides), processes)
+
+
+def of_model(model, batch=1, precision="bf16", recompute="none", extension=None, **others):
+    """The plan of a model on as many processes as one sequence needs; `others` are `section__key=value`."""
+    changes = {"train.micro_batch_size": batch, "train.precision": precision, "train.recompute": recompute}
+    changes |= {name.replace("__", "."): value for name, value in others.items()}
+    config = dataclasses.replace(replaced(configurations.make(), changes), model=model)
+    if extension is not None:
+        config = dataclasses.replace(config, extension=extension)
+    return Plan(config, config.parallel.ranks_per_sequence)
+
+
+def middle_model(encoding):
+    return small_model(
+        position_encoding=encoding,
+        num_layers=4,
+        vocab_size=4096,
+        hidden_size=384,
+        ffn_hidden_size=1024,
+        num_attention_heads=6,
+        seq_length=256,
+        position_mlp_size=24,
+        attention_backend="torch",
+    )
+
+
+def saved_bytes(built, model, batch=2, packed=False):
+    """Bytes that a forward pass saves for the backward pass, weights left out, as benchmarks/train_step.py counts."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
+    documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
+        loss = built(tokens[:, :-1], tokens[:, 1:], documents=documents)
+    del loss
+    return sum(kept.values())
