@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
         _quiet(config)
         started = time.monotonic()
-        from megatron_tape.planning.rehearsal.world import install_fake_world
+        from megatron_tape.planning.rehearsal.devices import install_fake_world
 
         install_fake_world(processes, rank)
         from megatron_tape.planning.rehearsal.comparison import compared

@@ -137,7 +137,7 @@ def main(which, recipe):
             status = command.main(["--config", recipe, "--processes=4", "--rank=3", *settings])
         found["command"] = {"status": status, "report": output.getvalue()}
     else:
-        from megatron_tape.planning.rehearsal.world import install_fake_world
+        from megatron_tape.planning.rehearsal.devices import install_fake_world
 
         install_fake_world(processes, 5)
     from megatron_tape.model import initialization

@@ -5,6 +5,12 @@ process: autograd asks two C++ tables for the device, the registry of device gua
 hooks. In a torch without CUDA they are empty, and in one with CUDA they ask the driver. This module fills them through
 ctypes. Symbols and offsets belong to a version of torch, hence the list of known versions. Nothing runs on a device.
 Where there is a GPU, everything is left as it is.
+
+Other ways do not lead here. From Python, torch registers guards and hooks for the device type PrivateUse1 alone, which
+may not be called "cuda", and the code that is rehearsed asks for CUDA by name. Registering them in C++ needs a compiler
+on the user's machine. A fake tensor that names its device to Python only, and the CPU to C++, makes autograd content;
+but then torch's own C++ code copies tensors that are on the GPU already, does not see copies to the host, and makes
+tensors on the wrong device, which are the things that a rehearsal is to count.
 """
 
 from ctypes import CDLL, CFUNCTYPE, POINTER, addressof, c_bool, c_int8, c_void_p, cast, py_object, pythonapi
@@ -32,7 +38,8 @@ def fill_cuda_hooks() -> None:
     version = torch.__version__
     refuse(
         version.partition("+")[0].rsplit(".", 1)[0] not in KNOWN_VERSIONS,
-        f"this is torch {version}; without a GPU, rehearsals support only torch {' and '.join(KNOWN_VERSIONS)}; "
+        "torch",
+        f"is {version}, but without a GPU rehearsals support only torch {' and '.join(KNOWN_VERSIONS)}",
         "install one of these versions",
     )
     _register_guard()

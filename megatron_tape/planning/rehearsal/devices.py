@@ -1,6 +1,6 @@
-"""Fake GPUs: answers in place of `torch.cuda`, and stand-ins for operators and kernels that need a device.
+"""A fake GPU in a fake process group: answers in place of `torch.cuda`, stand-ins for operators and kernels.
 
-This replaces functions of torch, Megatron and Triton until the process ends.
+Collectives return at once. This replaces functions of torch, Megatron, DeepSpeed and Triton until the process ends.
 """
 
 import contextlib
@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_tape.planning.rehearsal.cuda_hooks import fill_cuda_hooks
 from megatron_tape.planning.rehearsal.tracking import Tracker
@@ -34,14 +36,37 @@ class FakeDeviceError(RuntimeError):
     """A kernel launch that a GPU would refuse."""
 
 
-def install_fake_devices() -> None:
-    """Give this process eight fake GPUs; `ConfigError` if that is not possible with this version of torch."""
-    os.environ["DS_ACCELERATOR"] = "cuda"
+def install_fake_world(world_size: int, rank: int) -> None:
+    """Make this process, until it ends, rank `rank` of `world_size`, on a node with eight fake GPUs.
+
+    Raises `ConfigError` if that is not possible with this version of torch.
+    """
+    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cuda"}
     os.environ.pop("TRITON_INTERPRET", None)  # launches are checked; nothing is interpreted
     fill_cuda_hooks()
     _answer_for_cuda()
     _replace_operators()
     _replace_launches()
+    _join_fake_group(world_size, rank)
+
+
+def _join_fake_group(world_size: int, rank: int) -> None:
+    import deepspeed
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+    from megatron.core import parallel_state
+
+    def all_gather_own_object(gathered: list, own: object, group: dist.ProcessGroup | None = None) -> None:
+        gathered[:] = [own] * len(gathered)
+
+    # These would exchange objects with other ranks.
+    coordinator.assert_ints_same_as_other_ranks = _constantly()
+    dist.broadcast_object_list = _constantly()
+    dist.all_gather_object = all_gather_own_object
+    create_group = parallel_state.create_group
+    parallel_state.create_group = lambda ranks=None, **others: create_group(ranks, **others | {"backend": "fake"})
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
 
 
 def _constantly(value: Any = None) -> Callable:

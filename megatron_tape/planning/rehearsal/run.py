@@ -70,8 +70,9 @@ def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
     """
     refuse(
         config.deepspeed.offload_optimizer,
-        "deepspeed.offload_optimizer is true, but DeepSpeed's Adam on the host needs real numbers and cannot be "
-        "rehearsed; set it to false",
+        "deepspeed.offload_optimizer",
+        "is true, but DeepSpeed's Adam on the host needs real numbers and cannot be rehearsed",
+        "set it to false",
     )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
         return _ObservedRun(_shortened(config, home), trains).run()
