@@ -27,27 +27,22 @@ def test_the_page_has_every_size_length_and_number_of_gpus():
         table = TABLES.partition(f"### {model}\n")[2].partition("###")[0]
         for length in scaling.LENGTHS:
             assert all(f"\n| {gpus:,} | {length:,} | " in table for gpus in scaling.GPUS)
-    assert "not measured" in PAGE and f"of {scaling.LONGEST:,} tokens" in TABLES
+    assert "not measured" in PAGE
 
 
 def test_a_million_tokens_of_the_1b_model_fit_on_64_gpus():
-    found = scaling.find("1B", scaling.LONGEST, scaling.COMPARED_ON)
-    assert found.fitting[0].memory.peak < (1 - HEADROOM) * scaling.HARDWARE.memory * GIB
-    assert found.fitting[0].config.model.seq_length == 2**20
-    assert scaling.described(found.fitting[0], scaling.COMPARED_ON) in TABLES
+    best = scaling.find("1B", scaling.LONGEST, scaling.COMPARED_ON).fitting[0]
+    assert best.memory.peak < (1 - HEADROOM) * scaling.HARDWARE.memory * GIB
+    assert best.plan.model.seq_length == 2**20 and f"of {scaling.LONGEST:,} tokens" in TABLES
+    assert scaling.described(best) in TABLES
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--models", "1B", "--write"], "--write replaces all tables of docs/scaling.md"),
-        (["--gpus", "0"], "--gpus and --lengths take numbers above 0"),
-    ],
-)
-def test_what_would_damage_the_page_or_mean_nothing_is_refused(capsys, arguments, said):
+@pytest.mark.parametrize("arguments", [["--models", "1B", "--write"], ["--gpus", "0"]])
+def test_what_would_damage_the_page_or_mean_nothing_is_refused(capsys, arguments):
     with pytest.raises(SystemExit):
         scaling.main(arguments)
-    assert said in capsys.readouterr().err and scaling.PAGE.read_text(encoding="utf-8") == PAGE
+    assert arguments[-1 if "--write" in arguments else 0] in capsys.readouterr().err
+    assert scaling.PAGE.read_text(encoding="utf-8") == PAGE
 
 
 def test_other_numbers_of_gpus_have_their_own_rows_alone(capsys):

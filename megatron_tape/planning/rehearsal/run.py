@@ -56,7 +56,7 @@ class Rehearsal:
     optimizer: int = 0
     """Adam's moments and the weights that it updates."""
     replicated_share: int = 0
-    """How many numbers of parameters that every tensor-parallel rank holds whole this rank's optimizer updates."""
+    """How many elements of parameters that every tensor-parallel rank holds whole this rank's optimizer updates."""
     activations: int = 0
     """What the last forward pass of the second step keeps for its backward pass."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) 
 
 
 def _share_of(parameter: torch.nn.Parameter) -> int:
-    """Return how many of the parameter's numbers this rank's optimizer updates."""
+    """Return how many of the parameter's elements this rank's optimizer updates."""
     if hasattr(parameter, "ds_id"):  # under ZeRO 3
         return parameter.partition_numel()
     if hasattr(parameter, "_hp_mapping"):  # under ZeRO 1 and 2
