@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
 from megatron_tape.model.names import part_of
-from megatron_tape.model.shapes import ParameterShape, cut_shapes
+from megatron_tape.model.shapes import ParameterShape, cut_shapes, lora_factors
 
 PARTS = ("matrices", "biases", "embeddings", "output", "norms", OF_ENCODING, "lora")
 """The parts of a model; `model.names.part_of` says to which one a parameter belongs."""
@@ -30,13 +30,17 @@ def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool
     return ("embeddings" if model.tie_embeddings else "output") in trained_parts(extension)
 
 
-@functools.lru_cache(maxsize=32)
 def parameters(model: ModelConfig, extension: ExtensionConfig | None = None) -> Counter[Parameter]:
-    """Count the parameters that are alike, those of LoRA layers included if `extension` adds them.
+    """Count the parameters that are alike, those of LoRA layers included if `extension` adds them."""
+    factors = lora_factors(model, extension).values()
+    lora = [Parameter("lora", ParameterShape(factor.shape, factor.cut)) for factor in factors]
+    return _without_lora(model) + Counter(lora * model.num_layers)
 
-    A search for layouts asks thousands of times. The result must not be changed.
-    """
-    return Counter(Parameter(part_of(name), shape) for name, shape in cut_shapes(model, extension).items())
+
+@functools.lru_cache(maxsize=32)
+def _without_lora(model: ModelConfig) -> Counter[Parameter]:
+    # A search for layouts asks thousands of times.
+    return Counter(Parameter(part_of(name), shape) for name, shape in cut_shapes(model).items())
 
 
 def parameter_count(
