@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from plans import GIB, of_recipe
 
-from benchmarks import rates
 from benchmarks.utilization import peak_flops
 from megatron_tape.checks.settings import validate
 from megatron_tape.errors import FileError
@@ -145,17 +144,6 @@ def test_rates_that_cannot_be_used_are_refused(tmp_path, text, problem):
     with pytest.raises(FileError) as error:
         with_rates(H100, path)
     assert error.value.subject == str(path) and problem in error.value.problem
-
-
-def test_the_benchmark_writes_rates_that_can_be_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    path = tmp_path / "rates.json"
-    rates.main(["--output", str(path)])
-    found = with_rates(H100, path)
-    assert set(found.measured) == {"matmul", "attention", "memory_bandwidth", "operation_start"}
-    assert "matmul " in capsys.readouterr().out
-    assert 1e8 < found.matmul < 1e16 and 1e6 < found.attention < 1e15 and 1e-8 < found.operation_start < 1e-2
-    assert found.inter_node_bandwidth == H100.inter_node_bandwidth
 
 
 def test_a_search_finds_the_fastest_layouts_that_fit():
