@@ -114,7 +114,7 @@ def mistakes():
 
 
 def described(outcome, processes):
-    from pretrain.rehearse import compared
+    from megatron_tape.planning.rehearsal.comparison import compared
 
     rows = {row.name: (row.rehearsed, row.estimated, row.agrees) for row in compared(outcome, processes)}
     backend, start = outcome.config.model.attention_backend, outcome.start

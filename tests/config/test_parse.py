@@ -124,7 +124,10 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--train.steps=true"], "train.steps is true; set it to a whole number"),
         (["--optimizer.lr=1" + 400 * "0"], "0...; set it to a number"),
         (["--model.hidden_size", "wide"], "model.hidden_size is 'wide'; set it to a whole number"),
-        (["--model.num_query_groups", "two"], "model.num_query_groups is 'two'; set it to a whole number of at least 1 or null"),
+        (
+            ["--model.num_query_groups", "two"],
+            "model.num_query_groups is 'two'; set it to a whole number of at least 1 or null",
+        ),
         (
             ["--model.position_encoding", "sine"],
             "model.position_encoding is 'sine'; did you mean sincos? There are tape",

@@ -15,7 +15,7 @@ from test_costs import counted, on_cpu
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.planning.parameters import parameter_count, parameters_per_rank
+from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import ENCODINGS, NoPosition, PositionEncoding, encoding_of, register
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_parameters_that_attention_reads_are_whole_there_under_zero_3(trained, n
 def test_a_plugged_in_encoding_is_counted(trained, name):
     model = small_model(**settings_of(name))
     held, saved = trained[name]["costs"]
-    assert held == parameters_per_rank(model, 2)
+    assert held == parameter_count(model, tensor_size=2)
     assert on_cpu(model, 2, "fp32", tensor_size=2, sequence_parallel=True) == pytest.approx(saved, rel=0.02)
     for recompute in ("none", "full"):
         built, _ = build(model, recompute=recompute)
