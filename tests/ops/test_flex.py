@@ -150,7 +150,7 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     with caplog.at_level(logging.INFO):
         assert verified_backend(small_model(**model), layout, torch.float32) == "tiled"
         assert (
-            "WARNING: training continues with slower attention in plain torch: model.attention_backend is flex"
+            "training continues with slower attention in plain torch: model.attention_backend is flex"
             in caplog.text
         )
         with pytest.raises(ConfigError, match="the flex kernel of the attention with gates does not work here"):
