@@ -96,18 +96,25 @@ def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = Non
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
 
+def is_diagonal(model: ModelConfig, layer: str, rest: str) -> bool:
+    """Return whether a parameter, given by results of `split_layer`, is the diagonal of a matrix in whole weights."""
+    if not rest.startswith(POSITION):
+        return False
+    declared = encoding_of(model).parameters(int(layer.split(".")[2]))
+    return declared[rest.removeprefix(POSITION)].diagonal
+
+
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the Hugging Face name and the shape of every whole weight, in the order of the layers."""
     dim, groups = model.head_dim, model.query_groups
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model).items():
-        _, prefix, rest = split_layer(name)
+        layer, prefix, rest = split_layer(name)
         if match := FUSED.fullmatch(rest):
             shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
         elif rest == "mlp.linear_fc1.weight":
             shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
         else:
-            square = rest == f"{POSITION}token_mixing" and len(shape) == 1
-            shapes[whole_name(prefix, rest)] = shape * 2 if square else shape
+            shapes[whole_name(prefix, rest)] = shape * 2 if is_diagonal(model, layer, rest) else shape
     return shapes

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import FUSED, POSITION, split_layer, whole_name
-from megatron_tape.model.shapes import lora_factors
+from megatron_tape.errors import FileError
+from megatron_tape.model.names import FUSED, split_layer, whole_name
+from megatron_tape.model.shapes import is_diagonal, lora_factors
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     """Return the whole tensor of the `GPTModel` parameter `name`; KeyError if `weights` lacks a part of it."""
-    _, prefix, rest = split_layer(name)
+    layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
         parts = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
@@ -28,16 +29,17 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if match := _LORA.fullmatch(rest):
         return weights[lora_name(prefix, *match.groups())]
     tensor = weights[whole_name(prefix, rest)]
-    if rest == f"{POSITION}token_mixing" and model.position.token_mixing == "per_head":
-        if torch.count_nonzero(tensor - tensor.diag().diag()):
-            raise ValueError(f"{whole_name(prefix, rest)} mixes heads; it needs model.token_mixing: full")
-        return tensor.diag()
-    return tensor
+    if not is_diagonal(model, layer, rest):
+        return tensor
+    if torch.count_nonzero(tensor - tensor.diag().diag()):
+        problem = "has numbers off its diagonal, which the settings of the model's positional encoding leave out"
+        raise FileError(whole_name(prefix, rest), problem, "with tape, set model.token_mixing to full")
+    return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face parts of the whole `GPTModel` parameter `name`."""
-    _, prefix, rest = split_layer(name)
+    layer, prefix, rest = split_layer(name)
     if match := FUSED.fullmatch(rest):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
@@ -47,9 +49,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {f"{prefix}mlp.{p}_proj.weight": part for p, part in zip(("gate", "up"), tensor.chunk(2))}
     if match := _LORA.fullmatch(rest):
         return {lora_name(prefix, *match.groups()): tensor}
-    if rest == f"{POSITION}token_mixing" and tensor.dim() == 1:
-        tensor = tensor.diag()
-    return {whole_name(prefix, rest): tensor}
+    return {whole_name(prefix, rest): tensor.diag() if is_diagonal(model, layer, rest) else tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:

@@ -43,6 +43,8 @@ class Parameter:
     """The axis of heads or groups that tensor parallelism cuts; None: every rank holds the whole parameter."""
     decay: bool | None = None
     """Whether weight decay applies to it; None: if it has two or more axes."""
+    diagonal: bool = False
+    """Whether it is the diagonal of a square matrix, which whole weights, as of transformers, hold in its place."""
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,10 @@ class TapePosition(RotaryPosition):
         if not self.updates(layer):
             return increments
         heads, groups, inner = model.num_attention_heads, model.query_groups, self.mlp_width
+        full = self.settings.token_mixing == "full"
         return {
             **increments,
-            "token_mixing": Parameter((groups, heads) if self.settings.token_mixing == "full" else (heads,)),
+            "token_mixing": Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True),
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
             "up_proj": Parameter((inner, groups), std=groups**-0.5),
             "down_proj": Parameter((groups, inner)),

@@ -12,11 +12,8 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     `optimizer.min_lr` at `total_steps` along half a cosine or a power of the remaining share, stays (constant),
     or stays until the last `schedule.decay_steps` and falls linearly (wsd). Past `total_steps` it stays.
 
-    Raises:
-        ValueError: if `step` is below 1 or the kind is unknown.
     """
-    if step < 1:
-        raise ValueError(f"step is {step}; steps count from 1")
+    assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:
         return optimizer.lr * step / schedule.warmup_steps
 
@@ -33,8 +30,6 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
         height = 0.5 * (1.0 + math.cos(math.pi * done))
     elif schedule.kind == "polynomial":
         height = (1.0 - done) ** schedule.power
-    elif schedule.kind == "wsd":
-        height = 1.0 - done
     else:
-        raise ValueError(f"schedule.kind is {schedule.kind!r}; choose one of cosine, polynomial, constant, wsd")
+        height = 1.0 - done
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height

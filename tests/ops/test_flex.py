@@ -149,10 +149,7 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     model = dict(position_encoding="alibi", kv_channels=16)
     with caplog.at_level(logging.INFO):
         assert verified_backend(small_model(**model), layout, torch.float32) == "tiled"
-        assert (
-            "training continues with slower attention in plain torch: model.attention_backend is flex"
-            in caplog.text
-        )
+        assert "training continues with slower attention in plain torch: model.attention_backend is flex" in caplog.text
         with pytest.raises(ConfigError, match="the flex kernel of the attention with gates does not work here"):
             verified_backend(small_model(**model, attention_backend="flex"), layout, torch.float32)
         monkeypatch.setattr(flex, "attend", exact)

@@ -59,8 +59,3 @@ def test_wsd_holds_the_peak_until_its_decay_and_falls_linearly():
 def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
     rate = rates(100, kind="wsd")
     assert rate[89] == 1.0 and rate[90] == pytest.approx(0.91)
-
-
-def test_a_step_below_one_is_refused():
-    with pytest.raises(ValueError, match="step is 0"):
-        learning_rate(0, OPTIMIZER, ScheduleConfig(), 10)
