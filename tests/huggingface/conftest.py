@@ -77,6 +77,22 @@ def exports(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the export of an encoding, or of TAPE's own classes, made once; see exported_models."""
+    from exported_models import make, register_toys
+
+    made, folder, undo = {}, tmp_path_factory.mktemp("exported"), register_toys()
+
+    def of(name):
+        if name not in made:
+            made[name] = make(folder, name)
+        return made[name]
+
+    yield of
+    undo()
+
+
 @pytest.fixture(scope="session")
 def ecosystem_python():
     """The Python of the environment with the heavy packages."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import NAMES, export_with_code, make, register_toys
+from exported_models import NAMES, export_with_code, make
 from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
 from transformers import AutoTokenizer
@@ -57,20 +57,12 @@ print(transformers.__version__)
 """
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """All exports, with names that Python can import."""
-    folder, undo = tmp_path_factory.mktemp("exported"), register_toys()
-    yield {name: make(folder, name) for name in NAMES}
-    undo()
-
-
 def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, tmp_path):
     """In an environment that has never seen this project, where transformers copies only files that it finds itself."""
     ids, names = random_tokens(), []
     with torch.no_grad():
         expected = {"ids": ids}
-        for made in exported.values():
+        for made in map(exported, NAMES):
             names.append(made.directory.name)
             shutil.copytree(made.directory, tmp_path / made.directory.name)
             expected[made.directory.name] = made.built(ids)
@@ -84,7 +76,7 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, tmp_pa
 
 
 def test_every_file_of_an_export_is_needed_and_imports_nothing_that_is_not_there(exported):
-    for made in exported.values():
+    for made in map(exported, NAMES):
         files = code_files(ENCODINGS[made.model.position_encoding])
         assert {path.name for path in made.directory.glob("*.py")} == set(files)
         needed = {"modeling_encoded_tape", "configuration_encoded_tape"}
@@ -101,9 +93,9 @@ def test_every_file_of_an_export_is_needed_and_imports_nothing_that_is_not_there
 
 
 def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
-    directory = exported["fire"].directory
+    directory = exported("fire").directory
     for name in ("fire", "toy_gate"):
-        assert not find_model(str(exported[name].directory)).runs_own_code
+        assert not find_model(str(exported(name).directory)).runs_own_code
     for file in ("position_fire_tape.py", "encoding_tape.py", "modeling_encoded_tape.py", "extra.py"):
         changed = tmp_path / file
         shutil.copytree(directory, changed)
@@ -128,7 +120,7 @@ def test_only_our_own_files_run_without_being_trusted(exported, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
-    made, name = exported[name], exported[name].model.position_encoding
+    made, name = exported(name), exported(name).model.position_encoding
     import_model(made.directory, tmp_path / "again")
     first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
     # The width of a head is always written out.
@@ -156,7 +148,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path, name):
     ],
 )
 def test_settings_of_an_export_that_cannot_be_are_refused(exported, tmp_path, change, refusal):
-    shutil.copytree(exported["fire"].directory, tmp_path / "changed")
+    shutil.copytree(exported("fire").directory, tmp_path / "changed")
     path = tmp_path / "changed" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=refusal) as caught:
@@ -177,7 +169,7 @@ def test_scales_of_heads_are_exported_as_a_matrix_and_may_come_back_as_scales(tm
 
 
 def test_an_export_keeps_its_encoding(exported, tmp_path):
-    directory = exported["fire"].directory
+    directory = exported("fire").directory
     with pytest.raises(ValueError, match="describes a model with fire, which cannot become rope"):
         import_model(directory, tmp_path / "imported", "rope")
     with pytest.raises(ValueError, match="rope-scaling-factor 2 is for RoPE and TAPE, not for fire"):

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from exported_models import NAMES, OWN_CLASSES, TOYS, make, register_toys
+from exported_models import NAMES, OWN_CLASSES, TOYS, make
 from models import random_tokens
 from torch.testing import assert_close
 from transformers import (
@@ -25,20 +25,6 @@ from megatron_tape.position import Positions
 
 ALL = (*NAMES, OWN_CLASSES)
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """Return the export of an encoding, made once."""
-    made, undo = {}, register_toys()
-
-    def of(name):
-        if name not in made:
-            made[name] = make(tmp_path_factory.mktemp("encoded"), name)
-        return made[name]
-
-    yield of
-    undo()
 
 
 def in_parts(model, ids, sizes, cache=None, **more):
