@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_tape.checkpoint.directories import read_state
 from megatron_tape.checkpoint.locate import IMPORTED
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import CheckpointError
-from megatron_tape.extension.base import Base, find_base
+from megatron_tape.errors import CheckpointError, UserError
+from megatron_tape.extension.base import KEY, Base, find_base
 from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
@@ -54,12 +54,13 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
     fix = f"move {target} away to import the model again, or choose another logging.directory"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
-        raise CheckpointError(f"{target} was not imported from {base.path} as it is now; {fix}")
+        raise CheckpointError(str(target), f"was not imported from {base.path} as it is now", fix)
     if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
-        raise CheckpointError(
-            f"{target} was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, and it now is "
-            f"{config.model.vocab_size}; set it to the former, or {fix}"
+        problem = (
+            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, and "
+            f"it now is {config.model.vocab_size}"
         )
+        raise CheckpointError(str(target), problem, f"set it to the former, or {fix}")
 
 
 class _Counted(Mapping):
@@ -92,9 +93,11 @@ def on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout
     def run() -> None:
         try:
             done["path"] = str(work(advance))
+        except UserError as error:
+            done["error"] = CheckpointError(error.subjects, error.problem, error.fix)
         except Exception as error:
-            foreseen = isinstance(error, (ValueError, OSError))
-            done["error"] = str(error) if foreseen else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            done["error"] = CheckpointError(KEY, f"cannot be imported: {reason}")
 
     thread = threading.Thread(target=run, name="import", daemon=True)
     if layout.rank == 0:
@@ -107,7 +110,7 @@ def on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout
         dist.broadcast_object_list(shared, src=0)
         now = shared[0]
         if now["error"] is not None:
-            raise CheckpointError(f"cannot begin: {now['error']}")
+            raise now["error"]
         if now["path"] is not None:
             return Path(now["path"])
         if now["steps"] > seen:
