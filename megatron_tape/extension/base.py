@@ -12,7 +12,7 @@ from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpo
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig, RunConfig, keys_of, model_dict
 from megatron_tape.data.tokenizer import load_run_tokenizer, load_tokenizer
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     model_settings,
     one_sentence,
@@ -83,7 +83,9 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     described = values.keys() >= _REQUIRED
     refuse(
         values.get(KEY) is None and not described and any(key.startswith("extension.") for key in values),
-        f"{KEY} is not set; give a model to extend: a run, a checkpoint, or a directory in the format of transformers",
+        KEY,
+        "is not set",
+        "give a model to extend: a run, a checkpoint, or a directory in the format of transformers",
     )
     if values.get(KEY) is None or described:
         return dict(values)
@@ -110,24 +112,25 @@ def find_base(given: str, run: str | None = None) -> Base:
     path = Path(given)
     if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
         return imported
-    hub = f"; a model of that name on the Hugging Face hub is fetched with: hf download {given} --local-dir DIR"
-    refuse(
-        not path.is_dir(),
-        f"{KEY} is {given}, which is not a directory; give a run, one of its checkpoints, or a directory in the format "
-        "of transformers, or continue a run that has begun with --config RUN/config.yaml"
-        + (hub if _HUB_NAME.fullmatch(given) and not path.parent.exists() else ""),
+    fix = (
+        "give a run, one of its checkpoints, or a directory in the format of transformers, or continue a run that has "
+        "begun with --config RUN/config.yaml"
     )
+    if _HUB_NAME.fullmatch(given) and not path.parent.exists():
+        fix += f"; a model of that name on the Hugging Face hub is fetched with: hf download {given} --local-dir DIR"
+    refuse(not path.is_dir(), KEY, f"is {given}, which is not a directory", fix)
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except NoCheckpoint:
-        raise ConfigError(
-            f"{KEY} is {given}, which holds neither a checkpoint nor a config.json; give a run, one of its "
-            "checkpoints, or the complete directory of a model in the format of transformers"
-        ) from None
+        fix = "give a run, one of its checkpoints, or the complete directory of a model in the format of transformers"
+        raise ConfigError(KEY, f"is {given}, which holds neither a checkpoint nor a config.json", fix) from None
+    except UserError as error:
+        problem = f"{given} cannot be extended: {error.subject} {error.problem}"
+        raise ConfigError(KEY, problem, error.fix) from None
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        raise ConfigError(f"{KEY} {given} cannot be extended: {error}") from None
+        raise ConfigError(KEY, f"{given} cannot be extended: {error}") from None
 
 
 def _imported_by(run: Path, source: Path) -> Base | None:
@@ -162,13 +165,11 @@ def _from_checkpoint(path: Path) -> Base:
         model = model_config(**settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"it is of another architecture or version ({error})") from None
+        raise CheckpointError(str(path), f"is of another architecture or version ({error})") from None
     trained = state["config"].get("extension", {}).get("trains")
     if isinstance(trained, list) and "lora" in trained:
-        raise ValueError(
-            f"it has LoRA layers; merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output "
-            "NEW, and extend NEW"
-        )
+        fix = f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW, and extend NEW"
+        raise CheckpointError(str(path), "has LoRA layers", fix)
     return Base(path, model, state)
 
 
@@ -206,10 +207,11 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     differences = model_differences(before, after, free)
     refuse(
         bool(differences),
-        f"{KEY} {base.path} is another model than these settings describe ({'; '.join(differences)}); remove them from "
-        "the recipe or the command line: an extension changes only model.seq_length, model.rope_*, model.randpe_range, "
-        "model.attention_backend, model.position_state_precision, model.position_encoding from rope to tape, and "
-        "model.position_increments from fixed to learned",
+        KEY,
+        f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
+        "remove them from the recipe or the command line: an extension changes only model.seq_length, model.rope_*, "
+        "model.randpe_range, model.attention_backend, model.position_state_precision, model.position_encoding from "
+        "rope to tape, and model.position_increments from fixed to learned",
     )
     unread = [f"model.{key}" for key in config.model.unread]
     refuse(
@@ -223,8 +225,9 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         added, new = True, f"model.position_increments is {config.model.position.position_increments}"
     refuse(
         added and not {OF_ENCODING, "all"} & set(trains),
-        f"{new}, which {KEY} {base.path} does not have yet, but extension.trains does not "
-        "name tape, so it would stay as it is; add tape, or leave that out",
+        ("extension.trains", KEY),
+        f"does not name tape, but {new}, which {KEY} {base.path} does not have yet, so it would stay as it is",
+        "add tape, or leave that out",
     )
     _check_tokenizer(config, base)
 
@@ -252,23 +255,22 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     beside = "" if str(source) == str(base.path) else f" ({source})"
     refuse(
         own is not None and own != tokenizer.vocabulary_digest(),
-        f"data.tokenizer {config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path}"
-        f"{beside}; preprocess the data with that one, and name it",
+        ("data.tokenizer", KEY),
+        f"{config.data.tokenizer} has another vocabulary than the tokenizer of {KEY} {base.path}{beside}",
+        "preprocess the data with that one, and name it",
     )
 
 
 def check_command(config: RunConfig, extends: bool) -> None:
     """Raise ConfigError if a configuration is not for the command that was given it: the one that extends, or not."""
-    refuse(
-        extends and config.extension.from_ is None,
-        f"{KEY} is not set, so there is nothing to extend; set it, or train with pretrain.train",
-    )
-    refuse(
-        not extends and config.extension.from_ is not None,
-        f"{KEY} is {config.extension.from_}, which pretrain.train does not extend; run pretrain.extend_context",
-    )
+    given = config.extension.from_
+    fix = "set it, or train with pretrain.train"
+    refuse(extends and given is None, KEY, "is not set, so there is nothing to extend", fix)
+    problem = f"is {given}, which pretrain.train does not extend"
+    refuse(not extends and given is not None, KEY, problem, "run pretrain.extend_context")
     refuse(
         not extends and config.extension != ExtensionConfig(),
-        "settings of the section extension are given, which pretrain.train does not use; remove them, or run "
-        "pretrain.extend_context",
+        "extension",
+        "has settings, which pretrain.train does not use",
+        "remove them, or run pretrain.extend_context",
     )

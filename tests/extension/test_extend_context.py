@@ -447,7 +447,7 @@ def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, 
     assert "extension.from is not set" in refused(capfd, extend_context.main, tiny)
     lora = tmp_path / "lora"
     extend("rope", "--model.position_encoding=rope", "--extension.trains=[lora]", "--train.steps=1", name="lora")
-    assert "it has LoRA layers; merge them first" in refused(
+    assert "has LoRA layers; merge them first" in refused(
         capfd, extend_context.main, arguments(tmp_path, data, lora, "again", *ROPE)
     )
 
