@@ -16,7 +16,6 @@ from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
     model_settings,
     one_sentence,
-    own_encoding,
     padded_vocabulary,
     read_settings,
 )
@@ -148,7 +147,7 @@ def _imported_by(run: Path, source: Path) -> Base | None:
 def _from_transformers(path: Path) -> Base:
     settings = read_settings(path / "config.json")
     with one_sentence(path / "config.json"):
-        model = model_settings(settings, path / "config.json", own_encoding(settings), 1.0, 1, "full", {})
+        model = model_settings(settings, path / "config.json")
     try:
         check_directory(path, model)
     except PickledWeights as error:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,28 +132,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
         # The same model; only Llama requires that the number of heads divides the width.
         name, kind = "Mistral", "mistral"
-    rope: dict = {"rope_type": "default", "rope_theta": model.position.rope_theta}
-    if model.position.rope_scaling_type == "llama3":
-        rope |= {
-            "rope_type": "llama3",
-            "factor": model.position.rope_scaling_factor,
-            "low_freq_factor": model.position.rope_low_freq_factor,
-            "high_freq_factor": model.position.rope_high_freq_factor,
-            "original_max_position_embeddings": model.position.rope_original_seq_length,
-        }
-    elif model.position.rope_scaling_type == "yarn":
-        rope |= {
-            "rope_type": "yarn",
-            "factor": model.position.rope_scaling_factor,
-            "beta_fast": model.position.rope_beta_fast,
-            "beta_slow": model.position.rope_beta_slow,
-            "truncate": model.position.rope_truncate,
-            "original_max_position_embeddings": model.position.rope_original_seq_length,
-        }
-        if model.position.rope_attention_factor is not None:
-            rope["attention_factor"] = model.position.rope_attention_factor
-    elif model.position.rope_scaling_factor != 1.0:
-        rope |= {"rope_type": "linear", "factor": model.position.rope_scaling_factor}
+    rope = _rope_parameters(model.position)
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
         # Before transformers 5, Llama's rotary settings were outside rope_parameters; it still reads them there, too.
@@ -167,6 +147,33 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "gate_input": model.position.gate_input,
         "position_state_precision": model.position.position_state_precision,
     }
+
+
+def _rope_parameters(position: Any) -> dict:
+    """Return rotary settings as transformers has them since version 5."""
+    rope: dict = {"rope_type": "default", "rope_theta": position.rope_theta}
+    if position.rope_scaling_type == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": position.rope_scaling_factor,
+            "low_freq_factor": position.rope_low_freq_factor,
+            "high_freq_factor": position.rope_high_freq_factor,
+            "original_max_position_embeddings": position.rope_original_seq_length,
+        }
+    elif position.rope_scaling_type == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": position.rope_scaling_factor,
+            "beta_fast": position.rope_beta_fast,
+            "beta_slow": position.rope_beta_slow,
+            "truncate": position.rope_truncate,
+            "original_max_position_embeddings": position.rope_original_seq_length,
+        }
+        if position.rope_attention_factor is not None:
+            rope["attention_factor"] = position.rope_attention_factor
+    elif position.rope_scaling_factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": position.rope_scaling_factor}
+    return rope
 
 
 def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> dict:

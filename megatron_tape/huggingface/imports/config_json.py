@@ -6,6 +6,7 @@ A setting that would change what the model computes and has no counterpart here 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -55,6 +56,7 @@ _ONLY = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
+_OF_TAPE = ("gate_input", "position_mlp_size", "position_state_precision")
 SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -114,64 +116,47 @@ def own_encoding(settings: dict[str, Any]) -> str:
     return "tape" if settings.get("model_type") == "tape" else "rope"
 
 
-def model_settings(
-    settings: dict[str, Any],
-    path: Path,
-    position_encoding: str,
-    rope_scaling_factor: float,
-    vocab_multiple: int,
-    token_mixing: str,
-    changes: dict[str, Any],
-) -> ModelConfig:
-    """Translate the contents of the `config.json` at `path`; the other arguments are those of `import_model`.
+@dataclass(frozen=True)
+class Changes:
+    """What an import makes of a model beside translating it; see the options of `convert_checkpoint.py from-hf`."""
+
+    position_encoding: str | None = None
+    """None keeps the model's own."""
+    rope_scaling_factor: float = 1.0
+    vocab_multiple: int = 1
+    token_mixing: str = "full"
+    gate_input: str | None = None
+    position_mlp_size: int | None = None
+
+    @property
+    def of_tape(self) -> dict[str, Any]:
+        """The settings of TAPE that are given."""
+        both = {"gate_input": self.gate_input, "position_mlp_size": self.position_mlp_size}
+        return {key: value for key, value in both.items() if value is not None}
+
+
+def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Changes()) -> ModelConfig:
+    """Translate the contents of the `config.json` at `path`.
 
     Raises UserError, KeyError, TypeError or AttributeError for settings that have no counterpart here.
     """
-
-    def refuse(key: str, accepted: str) -> ValueError:
-        return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
-
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
-        raise refuse("model_type", ", ".join(DEFAULTS))
-    if kind == "tape" and position_encoding != "tape":
-        problem = f"describes a TAPE model, which cannot become {position_encoding}"
-        raise FileError(str(path), problem, "import it as tape")
-    if kind == ENCODED and position_encoding != settings["position_encoding"]:
-        problem = f"describes a model with {settings['position_encoding']}, which cannot become {position_encoding}"
-        raise FileError(str(path), problem, "leave out --position-encoding")
-    if (position_encoding != "tape" or kind == ENCODED) and any(value is not None for value in changes.values()):
-        whose = "this export" if position_encoding == "tape" else position_encoding
-        raise UserError(" and ".join(changes), "are settings of TAPE", f"leave them out with {whose}")
+        raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS))
+    encoding = changes.position_encoding or own_encoding(settings)
+    _check_changes(settings, path, encoding, changes)
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
-    for key, accepted in _ONLY.items():
-        if settings.get(key, accepted) != accepted:
-            raise refuse(key, str(accepted))
-    # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
-    if kind in ("llama", "qwen3") and settings["attention_bias"]:
-        raise refuse("attention_bias", "False")
-    # Qwen's settings give the size of a window even if no window is used.
-    if settings.get("sliding_window") is not None and settings["use_sliding_window"]:
-        raise refuse("sliding_window", "None")
-    if any(layer != "full_attention" for layer in settings.get("layer_types", ())):
-        raise refuse("layer_types", "full_attention alone")
-    if kind == "tape":
-        for key, value in changes.items():
-            if value not in (None, settings.get(key)):
-                problem = f"has {key} {settings.get(key)!r}, which cannot become {value!r}"
-                raise FileError(str(path), problem, "leave it out")
-        changes = {key: settings.get(key) for key in (*changes, "position_state_precision")}
+    _check_counterparts(settings, path)
     heads = settings["num_attention_heads"]
-    if kind == ENCODED:
-        of_encoding = _encoded(settings, path, rope_scaling_factor)
-    else:
-        of_encoding = _rope(settings, path, rope_scaling_factor)
-    of_encoding |= {key: value for key, value in changes.items() if value is not None} | {"token_mixing": token_mixing}
+    translate = _encoded if kind == ENCODED else _rope
+    of_encoding = translate(settings, path, changes.rope_scaling_factor) | changes.of_tape
+    if kind == "tape":
+        of_encoding |= {key: settings[key] for key in _OF_TAPE if key in settings}
     model = model_config(
-        position_encoding=position_encoding,
+        position_encoding=encoding,
         num_layers=settings["num_hidden_layers"],
         hidden_size=settings["hidden_size"],
         ffn_hidden_size=settings["intermediate_size"],
@@ -181,16 +166,57 @@ def model_settings(
         qkv_bias=settings["attention_bias"],
         qk_norm=settings["qk_norm"],
         attention_output_gate=settings.get("attention_output_gate", False),
-        seq_length=int(settings["max_position_embeddings"] * rope_scaling_factor),
-        vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
+        seq_length=int(settings["max_position_embeddings"] * changes.rope_scaling_factor),
+        vocab_size=padded_vocabulary(settings["vocab_size"], changes.vocab_multiple),
         unpadded_vocab_size=settings["vocab_size"],
         norm_epsilon=settings["rms_norm_eps"],
         tie_embeddings=settings.get("tie_word_embeddings", False),
         init_std=settings.get("initializer_range", 0.02),
-        **of_encoding,
+        **of_encoding | {"token_mixing": changes.token_mixing},
     )
     validate_model(model)
     return model
+
+
+def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
+    """Return the error that a setting has no counterpart here, and which ones have."""
+    return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
+
+
+def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
+    """Raise UserError if a model cannot be changed in this way."""
+    kind = settings["model_type"]
+    if kind == "tape" and encoding != "tape":
+        problem = f"describes a TAPE model, which cannot become {encoding}"
+        raise FileError(str(path), problem, "import it as tape")
+    if kind == ENCODED and encoding != settings["position_encoding"]:
+        problem = f"describes a model with {settings['position_encoding']}, which cannot become {encoding}"
+        raise FileError(str(path), problem, "leave out --position-encoding")
+    if changes.of_tape and (encoding != "tape" or kind == ENCODED):
+        fix = f"leave it out with {'this export' if encoding == 'tape' else encoding}"
+        raise UserError(tuple(changes.of_tape), "is a setting of TAPE", fix)
+    for key, value in changes.of_tape.items() if kind == "tape" else ():
+        if value != settings.get(key):
+            problem = f"has {key} {settings.get(key)!r}, which cannot become {value!r}"
+            raise FileError(str(path), problem, "leave it out")
+
+
+def _check_counterparts(settings: dict[str, Any], path: Path) -> None:
+    """Raise UserError if a setting would change what the model computes, and has no counterpart here."""
+
+    def refuse(refused: bool, key: str, accepted: object) -> None:
+        if refused:
+            raise cannot_import(settings, path, key, str(accepted))
+
+    for key, accepted in _ONLY.items():
+        refuse(settings.get(key, accepted) != accepted, key, accepted)
+    # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
+    biased = settings["model_type"] in ("llama", "qwen3") and settings["attention_bias"]
+    refuse(biased, "attention_bias", False)
+    # Qwen's settings give the size of a window even if no window is used.
+    refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
+    others = any(layer != "full_attention" for layer in settings.get("layer_types", ()))
+    refuse(others, "layer_types", "full_attention alone")
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
@@ -218,9 +244,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     beside = settings.get("rope_parameters", rope)
     # transformers would use the older of the two and silently ignore the other.
     if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
-        raise UserError(
-            ("rope_scaling", "rope_parameters"), f"and rope_parameters differ in {path}", "remove the wrong one"
-        )
+        raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         problem = f"is {rope!r} in {path}, which cannot be imported"
@@ -235,10 +259,7 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     if scaling_factor != 1.0:
-        problem = (
-            f"{scaling_factor:g} cannot be combined with the llama3 scaling in {path}, which scales "
-            "only slow frequencies"
-        )
+        problem = f"{scaling_factor:g} cannot be combined with llama3 in {path}, which scales only slow frequencies"
         raise UserError("--rope-scaling-factor", problem, "leave it out")
     return shared | {
         "rope_scaling_factor": rope["factor"],

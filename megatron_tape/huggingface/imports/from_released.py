@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import FileError, UserError
-from megatron_tape.huggingface.imports.config_json import check_sizes, one_sentence, padded_vocabulary, read_settings
+from megatron_tape.errors import FileError
+from megatron_tape.huggingface.imports.config_json import (
+    cannot_import,
+    check_sizes,
+    one_sentence,
+    padded_vocabulary,
+    read_settings,
+)
 from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
 from megatron_tape.huggingface.imports.weight_files import open_files
 from megatron_tape.model.reference import from_released
@@ -94,32 +100,14 @@ class _Renamed(Mapping):
 
 
 def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
-    def refuse(key: str, accepted: str) -> ValueError:
-        return UserError(key, f"is {settings.get(key)!r} in {path}, which cannot be imported", f"{accepted} can")
-
     if settings.get("rpe_type") not in tuple(_ENCODINGS):
-        raise refuse("rpe_type", ", ".join(_ENCODINGS))
+        raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     check_sizes(settings, path)
     if settings.get("hidden_act", "silu") != "silu":
-        raise refuse("hidden_act", "silu")
+        raise cannot_import(settings, path, "hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if settings.get(key):
-            raise refuse(key, "false or null")
-    scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
-    kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
-    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
-        raise refuse("rope_scaling", kind if kind == "yarn" else "null or linear")
-    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
-    needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
-    if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
-        raise refuse(missing[0], "a whole number above 0")
-    if kind == "yarn":
-        # That code reads no factor, but divides the context by the original one, and rounds up.
-        original = settings["original_max_position_embeddings"]
-        factor = -(-settings["max_position_embeddings"] // original)
-        own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
-    if settings["rpe_type"] == "t5rb":
-        own |= {f"t5_{key}": settings[f"relative_attention_{key}"] for key in ("num_buckets", "max_distance")}
+            raise cannot_import(settings, path, key, "false or null")
     encoding = _ENCODINGS[settings["rpe_type"]]
     heads = settings["num_attention_heads"]
     model = model_config(
@@ -135,10 +123,30 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         position_mlp_size=settings["position_size"] if encoding == "tape" else None,
         token_mixing=token_mixing,
         rope_theta=settings.get("rope_theta", 10000.0),
-        **own,
+        **_own_settings(settings, path),
         norm_epsilon=settings["rms_norm_eps"],
         tie_embeddings=settings.get("tie_word_embeddings", False),
         init_std=settings.get("initializer_range", 0.02),
     )
     validate_model(model)
     return model
+
+
+def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Translate the settings of the encoding, and how it scales positions."""
+    scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
+    kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
+        raise cannot_import(settings, path, "rope_scaling", kind if kind == "yarn" else "null or linear")
+    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
+    needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
+    if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
+        raise cannot_import(settings, path, missing[0], "a whole number above 0")
+    if kind == "yarn":
+        # That code reads no factor, but divides the context by the original one, and rounds up.
+        original = settings["original_max_position_embeddings"]
+        factor = -(-settings["max_position_embeddings"] // original)
+        own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
+    if settings["rpe_type"] == "t5rb":
+        own |= {f"t5_{key}": settings[f"relative_attention_{key}"] for key in ("num_buckets", "max_distance")}
+    return own

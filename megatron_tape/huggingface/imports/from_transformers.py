@@ -5,14 +5,15 @@ The `transformers` package is not needed.
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     ENCODED,
+    Changes,
     model_settings,
     one_sentence,
-    own_encoding,
     read_settings,
 )
 from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
@@ -26,22 +27,18 @@ def import_model(
     source: str | Path,
     output: str | Path,
     position_encoding: str | None = None,
-    rope_scaling_factor: float = 1.0,
-    vocab_multiple: int = 1,
-    token_mixing: str = "full",
-    gate_input: str | None = None,
-    position_mlp_size: int | None = None,
     seed: int = 1234,
     allow_pickle: bool = False,
     base_model: str | None = None,
+    **changes: Any,
 ) -> None:
     """Write the model of transformers in the directory `source`, or a GGUF file, as the new checkpoint `output`.
 
     With `tape`, the default for plain RoPE, a model without TAPE gets TAPE's initial parameters, drawn with `seed`,
-    which do not change its logits. Our own exports keep their encoding, whose code is not read.
-    Positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's factor is multiplied),
-    and the context grows by the same factor. `base_model` is the model's name on the Hub, for model cards. Raises
-    ValueError or OSError, in one sentence, if the model is incomplete or has no counterpart here.
+    which do not change its logits. Our own exports keep their encoding, whose code is not read. `changes` are other
+    fields of `Changes`: positions are divided by `rope_scaling_factor` in addition to the model's own scaling (yarn's
+    factor is multiplied), and the context grows by the same factor. `base_model` is the model's name on the Hub, for
+    model cards. Raises UserError or OSError if the model is incomplete or has no counterpart here.
     """
     source = Path(source)
     path = find_gguf(source)
@@ -49,15 +46,12 @@ def import_model(
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
         raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
     gguf, path = (None, source / "config.json") if path is None else (path, path)
-    changes = {"gate_input": gate_input, "position_mlp_size": position_mlp_size}
     with one_sentence(path):
         weights = None if gguf is None else GgufFile(gguf)
         settings = read_settings(path) if weights is None else weights.settings()
-        if position_encoding is None:
-            position_encoding = own_encoding(settings) if settings.get("model_type") == ENCODED else "tape"
-        model = model_settings(
-            settings, path, position_encoding, rope_scaling_factor, vocab_multiple, token_mixing, changes
-        )
+        if position_encoding is None and settings.get("model_type") != ENCODED:
+            position_encoding = "tape"
+        model = model_settings(settings, path, Changes(position_encoding, **changes))
     exported_here = settings["model_type"] in ("tape", ENCODED)
     card = source_card(source, base_model, exported_here)
     origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
