@@ -360,7 +360,7 @@ def damaged(folder, bases, name):
         ("owner/name", [], "is fetched with: hf download owner/name --local-dir DIR"),
         ("empty", [], "holds neither a checkpoint nor a config.json; give a run"),
         ("no_settings", [], "no_settings, which holds neither a checkpoint nor a config.json; give a run"),
-        ("checkpoint", [], "no checkpoint in"),
+        ("checkpoint", [], "holds no checkpoint that is whole"),
         ("weights", [], "is not a complete safetensors file"),
         ("settings", [], "config.json cannot be used"),
         ("family", [], "model_type is 'gpt2'"),
@@ -421,11 +421,8 @@ def test_damage_that_only_every_byte_shows_is_refused_before_training(bases, dat
     file = next((tmp_path / "base").glob("checkpoints/*/tensors-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, tmp_path / "base", "run"))
-    assert (
-        "has sha256" in sentence
-        and sentence.endswith("; fetch or write it again, or choose another")
-        and not list_checkpoints(tmp_path / "run" / "checkpoints")
-    )
+    assert "has sha256" in sentence and "; fetch or write it again, or choose another" in sentence
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
 def test_each_command_refuses_the_checkpoints_of_the_other(extend, bases, data, tmp_path, capfd):
@@ -536,14 +533,17 @@ def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
     base = make(model__position_encoding="fire")
     for setting, value in (("rope_scaling_factor", 4.0), ("rope_theta", 1e6)):
         extended = make(model__position_encoding="fire", **{f"model__{setting}": value})
-        with pytest.raises(ConfigError, match=f"^fire does not read model.{setting}, so .*; remove it from the recipe"):
+        with pytest.raises(ConfigError) as caught:
             check_base(extended, Base(Path("somewhere"), base.model, None))
+        assert caught.value.key == f"model.{setting}"
 
 
 def test_an_extension_may_widen_the_range_of_random_positions_alone():
     base = make(model__position_encoding="randpe", model__randpe_range=50)
     extended = make(model__position_encoding="randpe", model__randpe_range=99, model__seq_length=64)
-    extended.extension.trains, extended.data.tokenizer = ["all"], None
+    replace = dataclasses.replace
+    extended = replace(extended, extension=replace(extended.extension, trains=["all"]))
+    extended = replace(extended, data=replace(extended.data, tokenizer=None))
     check_base(extended, Base(Path("somewhere"), base.model, None))
     for changes in ({"model__randpe_range": 50, "model__num_layers": 2}, {"model__position_encoding": "repo"}):
         other = make(**{"model__position_encoding": "randpe"} | changes)

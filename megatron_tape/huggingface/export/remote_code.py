@@ -48,10 +48,7 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
         return files
     files |= {name: (_MODELING / name).read_bytes() for name in ENCODED_FILES}
     own = {name: text.encode() for name, text in encoding_files(encoding).items()}
-    if taken := sorted(files.keys() & own.keys()):
-        problem = f"imports what would be the file {taken[0]} of an export, which is another file there"
-        fix = "import names from the modules that define them"
-        raise UserError(f"the positional encoding {encoding.name}", problem, fix)
+    assert not files.keys() & own.keys(), "an encoding's files are named after their modules"
     others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1

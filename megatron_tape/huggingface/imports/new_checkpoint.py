@@ -14,7 +14,6 @@ from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.config.schema import ModelConfig, model_dict
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.imports.source_card import CardFacts
 from megatron_tape.huggingface.imports.weight_files import check_names
 from megatron_tape.huggingface.tensor_files import on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
@@ -98,8 +97,7 @@ def write_imported(
     origin: str,
     tokenizer: Path | None = None,
     unread: tuple[str, ...] = (),
-    identity: str | None = None,
-    card: CardFacts | None = None,
+    **kept: object,
 ) -> None:
     """Write whole weights by Hugging Face's names (see `megatron_tape.model.weights`) as the new checkpoint `output`.
 
@@ -107,7 +105,8 @@ def write_imported(
     removes them again. `weights` may read each parameter only when it is accessed, one at a time. `origin` describes
     where they come from. The tokenizer in the directory `tokenizer`, if there is one, is copied to `OUTPUT/tokenizer`.
     Raises FileError, and leaves nothing behind, if a weight is missing, has another shape, or does not belong to the
-    model (unless its name starts with one of `unread`). `identity` and `card` are kept in the state's progress.
+    model (unless its name starts with one of `unread`). What else is `kept` (`identity`, `card`) becomes part of the
+    state's progress.
 
     The checkpoint holds no Adam state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
     from `OUTPUT/model.yaml`.
@@ -125,7 +124,7 @@ def write_imported(
             entries[file], index[file] = write_safetensors(directory / file, of_file, tensors, {"format": "pt"})
         tensors.close()
         write_record(directory / INDEX, {"files": index})
-        kept = {"origin": origin, "identity": identity, "card": card}
+        kept = {"origin": origin} | kept
         state = {
             "step": 0,
             "optimizer_steps": 0,
