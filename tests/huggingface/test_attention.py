@@ -272,16 +272,16 @@ def test_the_fused_kernel_is_given_what_it_expects(T):
 
     query, key, value = inputs(B=2, S=21, T=T, H=4, G=2, D=32, dtype=torch.float32)
     assert unsupported("triton", query.device, query.dtype, 32) is None, "the kernel is interpreted on the CPU"
-    fused = attention_tape._fused_attention(query.device, query.dtype, 32)
+    fused = attention_tape.fused_attention(query.device, query.dtype, 32)
     expected = attend_by_blocks(query, key, value, None, 32**-0.5)
     for part, right in zip(attend_fused(fused, query, key, value), expected, strict=True):
         torch.testing.assert_close(part, right, rtol=1e-5, atol=1e-5)
-    assert fused.func is attention and attention_tape._fused_attention(query.device, torch.float64, 32) is None
+    assert fused.func is attention and attention_tape.fused_attention(query.device, torch.float64, 32) is None
 
 
 def test_without_the_main_package_there_is_no_fused_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_tape.ops.attention", None)
-    assert attention_tape._fused_attention.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
+    assert attention_tape.fused_attention.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
 
 
 SWITCHING = """

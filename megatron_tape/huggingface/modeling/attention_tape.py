@@ -72,7 +72,7 @@ def attend(
         causal = attention_mask is None and kwargs.get("is_causal") is not False
         if query.device.type == "cpu" and (causal or (attention_mask is not None and attention_mask.shape[1] == 1)):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
-        if query.is_cuda and causal and (fused := _fused_attention(query.device, query.dtype, D)):
+        if query.is_cuda and causal and (fused := fused_attention(query.device, query.dtype, D)):
             return attend_fused(fused, query, key, value), None
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
@@ -151,7 +151,7 @@ def _hide(scores: Tensor, mask: Tensor) -> None:
 
 
 @functools.cache
-def _fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
+def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
     """Return the attention of the package megatron_tape if it is installed and has a kernel for these tensors."""
     try:
         # transformers would report a plain import as a missing requirement of the model.
