@@ -9,8 +9,10 @@ import partition_cases
 import torch
 import torch.distributed as dist
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
+from plans import middle_model, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import rates
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
@@ -48,6 +50,8 @@ COUNTED |= {
     f"{name}_learned": {"position_encoding": name, "position_increments": "learned"} for name in ("tape", "rope")
 }
 """Of which it is counted what the processes send each other."""
+HELD = [("tape", "none", True), ("tape", "selective", True), ("rope", "none", True), ("rope", "none", False)]
+"""Of which it is counted what the processes hold and save."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
 ROPE = {"position_encoding": "rope"}
@@ -225,6 +229,14 @@ def moved_by_shifted_positions(tp, cp):
     return ((logits[1] - logits[0]).abs().max() / logits[0].abs().max()).item()
 
 
+def held_and_saved():
+    """How many elements a rank holds, and how many bytes its forward pass saves, in the cases of `HELD`."""
+    for encoding, recompute, sequence_parallel in HELD:
+        model = middle_model(encoding)
+        built, _ = build(model, tp=2, recompute=recompute, sequence_parallel=sequence_parallel)
+        yield sum(parameter.numel() for parameter in built.parameters()), saved_bytes(built, model, batch=1)
+
+
 def order_on_node(folder):
     """When each rank was in a block that the first of its node enters first."""
     _, layout = build(small_model(), tp=2)
@@ -296,6 +308,8 @@ def main(folder):
         for tp, cp in ((2, 1), (1, 2))
         for name, changes in COUNTED.items()
     }
+    results["held"] = [*held_and_saved()]
+    results["links"] = [rates.of_links(node_size, torch.device("cpu")) for node_size in (2, 1)]
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results
 

@@ -1,17 +1,16 @@
 """Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, and what they
 send each other."""
 
-import dataclasses
-
 import partition_cases
 import pytest
 import tensor_parallel_cases
-from configurations import make
 from launch import run_group
 from models import small_model
+from plans import middle_model, of_model
 
+from megatron_tape.planning.activations import activations
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
-from megatron_tape.position import MicroBatch, encoding_of, replaced
+from megatron_tape.position import MicroBatch, encoding_of
 
 BOTH = [*tensor_parallel_cases.cases()]
 LAYOUTS = [
@@ -76,11 +75,29 @@ def test_an_encoding_exchanges_what_the_estimate_counts(results, encoding):
 @pytest.mark.parametrize("encoding", tensor_parallel_cases.COUNTED)
 def test_the_estimate_counts_what_context_ranks_send(results, encoding):
     model = small_model(**tensor_parallel_cases.COUNTED[encoding], num_query_groups=4)
-    config = make(train__micro_batch_size=2, train__global_batch_size=2, train__precision="fp32")
-    config = dataclasses.replace(replaced(config, {"parallel.context_parallel_size": 2}), model=model)
+    plan = of_model(model, 2, "fp32", train__global_batch_size=2, parallel__context_parallel_size=2)
     numbers = results["numbers"][f"{encoding}_tp1_cp2"]
     sent = sum(numbers[direction]["alltoall_base_"] for direction in ("forward", "backward"))
-    assert communication(config, 2)[CONTEXT, ALL_TO_ALL].bytes == 4 * sent
+    assert communication(plan)[CONTEXT, ALL_TO_ALL].bytes == 4 * sent
+
+
+@pytest.mark.parametrize("case", range(len(tensor_parallel_cases.HELD)))
+def test_each_of_two_processes_holds_and_saves_what_is_estimated(results, case):
+    (encoding, recompute, sequence_parallel), (elements, saved) = (
+        tensor_parallel_cases.HELD[case],
+        results["held"][case],
+    )
+    layout = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": sequence_parallel}
+    plan = of_model(middle_model(encoding), 1, "fp32", recompute, **layout)
+    assert elements == plan.elements
+    assert activations(plan, fused_norms=False).saved == pytest.approx(saved, rel=0.01)
+
+
+def test_links_inside_and_between_nodes_are_measured(results):
+    in_a_node, in_two_nodes = results["links"]
+    assert in_a_node.keys() == {"intra_node_bandwidth", "intra_node_latency"}
+    assert in_two_nodes.keys() == {"inter_node_bandwidth", "inter_node_latency"}
+    assert min(*in_a_node.values(), *in_two_nodes.values()) > 0
 
 
 @pytest.mark.parametrize("cp", [1, 2])
