@@ -234,11 +234,11 @@ class DeepSpeedConfig:
     but rounds the sums."""
     overlap_comm: bool = False
     """Average gradients during the backward pass; stages 1 and 2 then take a second buffer of
-    reduce_bucket_size numbers. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
+    reduce_bucket_size elements. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: Count = 500_000_000
-    """Numbers that are reduced at once; a smaller value takes less memory, but more messages."""
+    """Elements per bucket of gradients; smaller buckets take less memory, but more messages."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rehearsal_cases import DRAWN_AT_ONCE, MANY, QUICK_CASES, SMALL, ZERO
 
+from megatron_tape.errors import ConfigError
+from megatron_tape.planning.rehearsal import cuda_hooks
 from pretrain import rehearse as command
 
 TESTS = Path(__file__).parents[1]
@@ -113,10 +115,8 @@ def test_the_command_reports_and_touches_no_run(quick):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["--processes=3"], "the number of processes, 3"),
-        (["--processes=4", "--rank=4"], "--rank is 4; give one of 0 to 3"),
-        (["--processes=0"], "--processes is 0; give 1 or more"),
-        (["--processes=many"], "--processes"),
+        (["--processes=4", "--rank=4"], "--rank is 4"),
+        (["--processes=0"], "--processes is 0"),
         (["--train.stepps=3"], "train.stepps"),
     ],
 )
@@ -131,11 +131,7 @@ def test_mistakes_end_in_one_sentence(capsys, tmp_path, arguments, named):
 
 
 def test_a_torch_whose_insides_are_not_known_is_refused(monkeypatch):
-    from megatron_tape.errors import ConfigError
-    from megatron_tape.planning.rehearsal import cuda_hooks
-
     monkeypatch.setattr(cuda_hooks.torch, "__version__", "2.9.1+cpu")
-    with pytest.raises(
-        ConfigError, match=r"this is torch 2.9.1\+cpu; without a GPU, .* only torch 2.11 and 2.13; install"
-    ):
+    with pytest.raises(ConfigError) as error:
         cuda_hooks.fill_cuda_hooks()
+    assert error.value.key == "torch"

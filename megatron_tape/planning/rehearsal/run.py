@@ -185,7 +185,7 @@ class _ObservedRun:
 
     def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
         """Build the engine, and observe its steps and forward passes."""
-        self.outcome.config.model.attention_backend = model.attention_backend
+        self.outcome.config = replaced(self.outcome.config, {"model.attention_backend": model.attention_backend})
         self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
         train_step = engine.train_step
