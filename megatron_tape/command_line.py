@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from megatron_tape.errors import EXIT_REFUSED
+
 
 def counted(number: int, noun: str, several: str | None = None) -> str:
     """Return a number with its noun, as `1 step` or `1,000 steps`; `several` is a plural that adds more than an s."""
@@ -25,9 +27,9 @@ class Interrupted(BaseException):
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a tool's `main` and exit.
 
-    An error that a user can cause (ValueError, OSError) is reported as one sentence on stderr with exit code 1; so is a
-    stdout that is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP unwind the program,
-    so that unfinished output is removed; the exit code is then 128 plus the signal's number.
+    A mistake (ValueError) is reported as one sentence on stderr with exit code 2, and what the system refuses (OSError)
+    with 1; so is a stdout that is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP
+    unwind the program, so that unfinished output is removed; the exit code is then 128 plus the signal's number.
     """
     output_is_lost = sys.stdout is None
     _open_closed_streams()
@@ -36,7 +38,7 @@ def run(main: Callable[[], None]) -> NoReturn:
             signal.signal(number, _interrupt)
     try:
         if output_is_lost:
-            raise ValueError("stdout is closed; redirect it to a file or to /dev/null")
+            raise OSError("stdout is closed; redirect it to a file or to /dev/null")
         main()
         _flush_output()
     except Interrupted as interruption:
@@ -48,7 +50,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         named = error.strerror and error.filename
         _fail(f"{error.strerror}: {error.filename}" if named else error.strerror or str(error), 1)
     except ValueError as error:
-        _fail(str(error), 1)
+        _fail(str(error), EXIT_REFUSED)
     sys.exit(0)
 
 

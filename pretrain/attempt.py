@@ -43,7 +43,8 @@ from megatron_tape.extension.base import Base, begins_with_base, check_base, che
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.position import replaced
-from megatron_tape.run.attempts import Attempt, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")

@@ -20,7 +20,8 @@ from typing import Any, TypedDict
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.command_line import duration
 from megatron_tape.io.records import parse_record, read_yaml
-from megatron_tape.run.attempts import FINISHED, INTERRUPTED, AttemptRecord, last_error, read_attempts
+from megatron_tape.run.attempts import FINISHED, INTERRUPTED
+from megatron_tape.run.judging import AttemptRecord, last_error, read_attempts
 
 SILENT_SECONDS = 60
 STARTING_SECONDS = 180

@@ -18,7 +18,7 @@ def refused(tmp_path, part, *arguments):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     done = convert(*arguments)
     errors = [line for line in done.stderr.splitlines() if not line.startswith(("checking", "comparing"))]
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert len(errors) == 1 and errors[0].startswith("error: ") and part in errors[0], done.stderr
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

@@ -3,6 +3,7 @@ import os
 import pytest
 
 from megatron_tape.command_line import duration
+from megatron_tape.errors import FileError
 from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
 
 
@@ -22,7 +23,7 @@ def test_output_appears_only_when_the_block_succeeds(tmp_path):
 def test_existing_output_is_refused_or_survives_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(FileExistsError, match="--overwrite"), atomic_output(path):
+    with pytest.raises(FileError, match="--overwrite"), atomic_output(path):
         pass
     with pytest.raises(RuntimeError), atomic_output(path, overwrite=True) as file:
         file.write(b"new")
@@ -45,7 +46,7 @@ def test_leftover_of_a_killed_process_is_taken_over(tmp_path):
 
 def test_two_writers_of_one_output_cannot_meet(tmp_path):
     first = PartialFile(tmp_path / "file")
-    with pytest.raises(ValueError, match="another process is writing"):
+    with pytest.raises(FileError, match="another process"):
         PartialFile(tmp_path / "file")
     first.discard()
     PartialFile(tmp_path / "file").discard()
@@ -55,7 +56,7 @@ def test_two_writers_of_one_output_cannot_meet(tmp_path):
 def test_unknown_mode_and_directories_are_refused(tmp_path):
     with pytest.raises(ValueError, match="mode 'a'"), atomic_output(tmp_path / "file", "a"):
         pass
-    with pytest.raises(ValueError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
+    with pytest.raises(FileError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
         pass
 
 
@@ -69,16 +70,16 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
     with atomic_directory(path) as directory:
         (directory / "file").write_text("whole")
         assert not path.exists()
-        with pytest.raises(ValueError, match="another process is writing"), atomic_directory(path):
+        with pytest.raises(FileError, match="another process"), atomic_directory(path):
             pass
     assert os.listdir(path.parent) == ["out"] and os.listdir(path) == ["file"]
 
 
 def test_an_existing_directory_is_never_replaced_even_if_it_appears_meanwhile(tmp_path):
     path = tmp_path / "out"
-    with pytest.raises(FileExistsError), atomic_directory(path):
+    with pytest.raises(FileError), atomic_directory(path):
         path.mkdir()
-    with pytest.raises(FileExistsError), atomic_directory(path):
+    with pytest.raises(FileError), atomic_directory(path):
         raise AssertionError
     assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == []
 

@@ -1,4 +1,4 @@
-"""Show what indexed datasets hold and check that their files are intact; the exit code is 1 if they are not.
+"""Show what indexed datasets hold and check that their files are intact; the exit code is 2 if they are not.
 
     python tools/inspect_dataset.py data/c4 --tokenizer tokenizer.model --documents 3
     python tools/inspect_dataset.py data/books data/web --seq-length 8192 --long-documents 8192 0.6 --plot reach.png
@@ -26,6 +26,7 @@ from megatron_tape.data.long_documents import (
     share_past_in_stream,
 )
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import atomic_output
 
 _PLOTTED = 65
@@ -60,29 +61,30 @@ def main() -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that contradict each other."""
+    """Raise ConfigError for options that contradict each other."""
     needing = {"--long-documents": arguments.long_documents, "--past": arguments.past, "--plot": arguments.plot}
     for option, value in needing.items():
         if value is not None and arguments.seq_length is None:
-            raise ValueError(f"{option} needs --seq-length; give the length of training sequences")
+            raise ConfigError(option, "needs --seq-length", "give the length of training sequences")
     if arguments.sequences is not None and arguments.long_documents is None:
-        raise ValueError("--sequences needs --long-documents; give the minimum and the share")
+        raise ConfigError("--sequences", "needs --long-documents", "give the minimum and the share")
     if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in _PICTURES:
-        raise ValueError(f"--plot {arguments.plot} does not end in one of {', '.join(_PICTURES)}; rename it")
+        problem = f"is {arguments.plot}, which does not end in one of {', '.join(_PICTURES)}"
+        raise ConfigError("--plot", problem, "rename it")
     if arguments.weights is not None and len(arguments.weights) != len(arguments.prefix):
-        raise ValueError(
-            f"--weights gives {len(arguments.weights)} for {len(arguments.prefix)} datasets; give one each"
-        )
+        problem = f"gives {len(arguments.weights)} for {len(arguments.prefix)} datasets"
+        raise ConfigError("--weights", problem, "give one each")
     if arguments.seq_length is not None and max(arguments.past or [0]) >= arguments.seq_length:
-        raise ValueError(f"--past {max(arguments.past)} is not below --seq-length {arguments.seq_length}; lower it")
+        problem = f"is {max(arguments.past)}, not below --seq-length {arguments.seq_length}"
+        raise ConfigError("--past", problem, "lower it")
 
 
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None) -> None:
-    """Print a dataset's size; raises ValueError if it is damaged."""
+    """Print a dataset's size; raises FileError if it is damaged."""
     with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems(tokenizer.vocab_size if tokenizer else None))
     if problems:
-        raise ValueError(f"{prefix} is not whole: {'; '.join(problems)}; write it again")
+        raise FileError(prefix, f"is not whole: {'; '.join(problems)}", "write it again")
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
@@ -148,10 +150,11 @@ def reach(
         for name, pool, of_mix in (("at least", np.greater_equal, share), ("less than", np.less, 1 - share)):
             largest = max(int(values[pool(values, minimum)].sum(dtype=np.int64)) for values in lengths)
             if of_mix and largest <= seq_length:
-                raise ValueError(
-                    f"--long-documents {minimum:g} {share:g} draws {100 * of_mix:g} % from documents of {name} "
-                    f"{minimum:g} tokens, but no dataset has more than {largest:,} tokens in these, too few for a "
-                    "sequence of --seq-length; choose another minimum or share"
+                raise ConfigError(
+                    ("--long-documents", "--seq-length"),
+                    f"is {minimum:g} {share:g} and draws {100 * of_mix:g} % from documents of {name} {minimum:g} "
+                    f"tokens, but no dataset has more than {largest:,} tokens in these, too few for a sequence",
+                    "choose another minimum or share",
                 )
         rows[f"long_documents: {{minimum: {minimum:g}, share: {share:g}}}"] = share_past_in_mix(
             lengths, arguments.weights, seq_length, distances, minimum, share

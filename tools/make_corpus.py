@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tape import command_line
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import atomic_output
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
@@ -40,7 +41,7 @@ def main() -> None:
             progress.update(count, lambda _: f"{count:,} documents, {size / 1e6:,.1f} MB")  # noqa: B023
         progress.end()
         if not count:
-            raise ValueError(f"{arguments.source} holds no document; nothing was written")
+            raise FileError(arguments.source, "holds no document; nothing was written")
     command_line.say(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
 
 
@@ -70,25 +71,22 @@ def _source(path: Path) -> str | None:
 
 
 def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield {"text"} of a data set's rows; without empty texts. Raises ValueError when it cannot be read."""
+    """Yield {"text"} of a data set's rows; without empty texts. Raises UserError when it cannot be read."""
     import datasets
 
     if arguments.max_documents is not None and arguments.max_documents < 1:
-        raise ValueError(f"--max-documents is {arguments.max_documents}; give 1 or more")
+        raise ConfigError("--max-documents", f"is {arguments.max_documents}", "give 1 or more")
     command_line.say(f"opening {arguments.name} ...")
     rows = _open(datasets, arguments)
     if rows.column_names is not None and arguments.text_key not in rows.column_names:
-        raise ValueError(
-            f"{arguments.name} does not have a column {arguments.text_key!r}, only {rows.column_names}; set --text-key"
-        )
+        problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
+        raise ConfigError("--text-key", problem, "choose one of them")
     written = 0
     for number, row in enumerate(rows, start=1):
         text = row.get(arguments.text_key)
         if not isinstance(text, str):
-            raise ValueError(
-                f"row {number} of {arguments.name} has {type(text).__name__} under {arguments.text_key!r}, not text; "
-                "choose another column with --text-key"
-            )
+            problem = f"is {arguments.text_key!r}, under which row {number} has {type(text).__name__}, not text"
+            raise ConfigError("--text-key", problem, "choose another column")
         if text:
             yield {"text": text}
             written += 1
@@ -105,11 +103,10 @@ def _open(datasets, arguments: argparse.Namespace):
             streaming=arguments.streaming,
             data_files=arguments.data_files,
         )
-    except (
-        Exception
-    ) as error:  # the library raises a dozen kinds of exception, mostly caused by the user or the network
+    except Exception as error:  # the library raises a dozen kinds, mostly caused by the user or the network
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"cannot open {arguments.name} ({reason}); check name, --config-name and --split") from error
+        fix = "check name, --config-name and --split"
+        raise FileError(arguments.name, f"cannot be opened ({reason})", fix) from error
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ import json
 from megatron_tape import command_line
 from megatron_tape.data import shards
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, check_output_prefix
+from megatron_tape.errors import ConfigError, FileError
 
 
 def main() -> None:
@@ -19,23 +20,23 @@ def main() -> None:
     arguments = parser().parse_args()
     if arguments.shards is not None:
         if arguments.output_prefix is not None:
-            raise ValueError("--shards P writes P; leave out --output-prefix")
+            raise ConfigError("--output-prefix", "is given, but --shards P writes P", "leave it out")
         merge_shards(arguments.shards, arguments)
         return
     if arguments.output_prefix is None:
-        raise ValueError("--input needs --output-prefix; add it")
+        raise ConfigError("--input", "needs --output-prefix", "add it")
     if arguments.remove_shards or arguments.count is not None:
-        raise ValueError("--remove-shards and --count belong to --shards; leave them out")
+        raise ConfigError(("--remove-shards", "--count"), "and --count belong to --shards", "leave them out")
     check_output_prefix("--output-prefix", arguments.output_prefix)
     merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
 
 
 def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
-    """Merge all shards of `prefix`; raises ValueError or OSError when one is missing, damaged or of another origin."""
+    """Merge all shards of `prefix`; raises FileError when one is missing, damaged or of another origin."""
     found = shards.find_shards(prefix, arguments.count)
     if not found:
         if shards.read_origin(prefix) is None:
-            raise FileNotFoundError(f"there are no shards of {prefix}; make them with tools/preprocess_data.py --shard")
+            raise FileError(prefix, "has no shards", "make them with tools/preprocess_data.py --shard")
         IndexedDatasetReader(prefix)
         command_line.say(f"{prefix} is complete already and has no shards; nothing to do")
         return
@@ -45,10 +46,9 @@ def merge_shards(prefix: str, arguments: argparse.Namespace) -> None:
         command_line.say(f"{prefix} is complete already")
     else:
         if missing := [str(shard.index) for shard in everyone if shard not in found]:
-            raise FileNotFoundError(
-                f"{len(missing)} of the {len(everyone)} shards of {prefix} are missing: {', '.join(missing)}; "
-                f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
-            )
+            problem = f"lacks {len(missing)} of its {len(everyone)} shards: {', '.join(missing)}"
+            fix = f"make them with tools/preprocess_data.py --shard {missing[0]}/{len(everyone)}"
+            raise FileError(prefix, problem, fix)
         merge([shard.prefix(prefix) for shard in everyone], prefix, overwrite=True, origin=json.dumps(origin))
     if arguments.remove_shards:
         for shard in everyone:
@@ -61,40 +61,38 @@ def _common_origin(prefixes: list[str]) -> dict:
     for prefix in prefixes:
         origin = shards.read_origin(prefix)
         if origin is None:
-            raise ValueError(
-                f"{prefix} has no .origin file, so it may come from other inputs; remove it and make it again"
-            )
+            raise FileError(prefix, "has no .origin file, so it may come from other inputs", "make it again")
         first = origin if first is None else first
         if origin != first:
             reason = shards.difference(first, origin)
-            raise ValueError(f"{prefix} was made differently from {prefixes[0]} ({reason}); remove and make one again")
+            raise FileError(prefix, f"was made differently from {prefixes[0]} ({reason})", "make one of them again")
     return first
 
 
 def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: str | None = None) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    Raises ValueError when one is not whole, is multimodal or has another token type than the first, or when all are
+    Raises FileError when one is not whole, is multimodal or has another token type than the first, or when all are
     empty.
     """
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):
         if dataset.dtype != dtype:
-            raise ValueError(
-                f"{prefix} holds {dataset.dtype.name} tokens, but {prefixes[0]} holds {dtype.name}; "
-                "merge only datasets of the same tokenizer"
-            )
+            problem = f"holds {dataset.dtype.name} tokens, but {prefixes[0]} holds {dtype.name}"
+            raise FileError(prefix, problem, "merge only datasets of the same tokenizer")
         if dataset.multimodal:
-            raise ValueError(f"{prefix} is a multimodal dataset, which cannot be merged; leave it out")
+            raise FileError(prefix, "is a multimodal dataset, which cannot be merged", "leave it out")
     size = sum(dataset.bin_size for dataset in datasets)
     with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
         with command_line.step(f"checking {len(datasets):,} datasets, {size / 1e6:,.1f} MB"):
             for prefix, dataset in zip(prefixes, datasets):
                 if problem := next(dataset.problems(), None):
-                    raise ValueError(f"{prefix} is not whole: {problem}; write it again")
+                    raise FileError(prefix, f"is not whole: {problem}", "write it again")
         if not any(map(len, datasets)):
-            raise ValueError("the input holds no document; check --input and --text-key of the preprocessing")
+            raise FileError(
+                prefixes[0], "and the others hold no document", "check --input and --text-key of the preprocessing"
+            )
         progress = command_line.Progress(size)
 
         def copied() -> None:

@@ -24,20 +24,21 @@ from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_outpu
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.raw_chunks import FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import ConfigError, FileError
 
 
 def main() -> None:
     """Parse the command line, check it, and write the dataset."""
     arguments = parser().parse_args()
     if arguments.workers < 1:
-        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+        raise ConfigError("--workers", f"is {arguments.workers}", "give 1 or more")
     if arguments.chunk_bytes < 1:
-        raise ValueError(f"--chunk-bytes is {arguments.chunk_bytes}; give 1 or more")
+        raise ConfigError("--chunk-bytes", f"is {arguments.chunk_bytes}", "give 1 or more")
     check_output_prefix("--output-prefix", arguments.output_prefix)
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
-        raise ValueError(f"{arguments.tokenizer} has no end-of-document token; leave out --append-eod")
+        raise FileError(arguments.tokenizer, "has no end-of-document token", "leave out --append-eod")
     encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod)
     if arguments.shard is not None:
         write_shard(shards.Shard.parse(arguments.shard), paths, encoding, arguments)
@@ -45,13 +46,13 @@ def main() -> None:
     with IndexedDatasetWriter(arguments.output_prefix, encoding.dtype, overwrite=arguments.overwrite) as writer:
         speed = write(writer, [FilePart(path) for path in paths], encoding, arguments)
         if not writer.documents:
-            raise ValueError("the input holds no document; check --input and --text-key")
+            raise ConfigError("--input", "holds no document", "check it and --text-key")
         writer.finish()
     command_line.say(f"{arguments.output_prefix}: {speed}")
 
 
 def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> None:
-    """Write a shard, unless it or the whole dataset already exists; raises ValueError if an input changes."""
+    """Write a shard, unless it or the whole dataset already exists; raises FileError if an input changes."""
     prefix = shard.prefix(arguments.output_prefix)
     origin = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
     for existing in (arguments.output_prefix, prefix):
@@ -63,7 +64,7 @@ def write_shard(shard: shards.Shard, paths: list[str], encoding: Encoding, argum
         now = shards.describe_origin(paths, arguments.tokenizer, encoding, arguments.on_error)
         if now != origin:
             reason = shards.difference(now, origin)
-            raise ValueError(f"the inputs changed while {prefix} was being made ({reason}); make it again")
+            raise FileError(prefix, f"was made while its inputs changed ({reason})", "make it again")
         writer.finish(json.dumps(origin))
     command_line.say(f"{prefix}: {speed}")
 
@@ -73,7 +74,7 @@ def write(
 ) -> str:
     """Tokenize into the writer, showing progress, and return a summary.
 
-    Raises ValueError at a bad document unless bad documents are skipped.
+    Raises FileError at a bad document unless bad documents are skipped.
     """
     size = sum(part.size for part in parts)
     command_line.say(f"{len(parts):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
@@ -89,7 +90,8 @@ def write(
     try:
         for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
-                raise ValueError(f"{bad[0]}: {bad[1]}; repair it, or pass --on-error skip to leave such documents out")
+                fix = "repair it, or pass --on-error skip to leave such documents out"
+                raise FileError(bad[0], f"is no document ({bad[1]})", fix)
             problems.merge(chunk.problems)
             writer.add(chunk.tokens, chunk.lengths)
             text_bytes += chunk.text_bytes

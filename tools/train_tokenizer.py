@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import FORMATS, find_inputs, read_texts
+from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
 
 # SentencePiece drops sentences that are too long, so it gets only a few lines at a time.
@@ -26,12 +27,12 @@ def main() -> None:
     """Parse the command line and write the model."""
     arguments = parser().parse_args()
     if arguments.max_bytes < 1000:
-        raise ValueError(f"--max-bytes is {arguments.max_bytes}; give 1000 or more")
+        raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
     paths = find_inputs(arguments.input)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         texts = sample_texts(paths, arguments.text_key, arguments.max_bytes, arguments.seed)
         if not texts:
-            raise ValueError("the input holds no document; check --input")
+            raise ConfigError("--input", "holds no document", "check it")
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
         with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"):
@@ -73,7 +74,7 @@ def sentences(texts: list[str]) -> Iterator[str]:
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose: bool = False) -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces; raises ValueError when the texts do not yield enough."""
+    """Return a SentencePiece model of `vocab_size` pieces; raises ConfigError when the texts do not yield enough."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -97,18 +98,19 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose
             minloglevel=0 if verbose else 2,
         )
     except RuntimeError as error:
-        raise ValueError(_explain(str(error), vocab_size)) from error
+        raise _explained(str(error), vocab_size) from error
     return model.getvalue()
 
 
-def _explain(error: str, vocab_size: int) -> str:
-    largest = re.search(r"<= (\d+)", error)
-    if largest:
-        return f"--vocab-size {vocab_size} is more than these texts yield; give at most {largest[1]}, or give more text"
-    smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", error)
-    if smallest:
-        return f"--vocab-size {vocab_size} is too small for the bytes and characters; give more than {smallest[1]}"
-    return f"SentencePiece could not train {vocab_size} pieces: {' '.join(error.split())}; change --vocab-size"
+def _explained(message: str, vocab_size: int) -> ConfigError:
+    """Return what SentencePiece's message means for the user."""
+    if largest := re.search(r"<= (\d+)", message):
+        problem, fix = "more than these texts yield", f"give at most {largest[1]}, or give more text"
+    elif smallest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        problem, fix = "too small for the bytes and characters", f"give more than {smallest[1]}"
+    else:
+        problem, fix = f"refused by SentencePiece: {' '.join(message.split())}", "give another"
+    return ConfigError("--vocab-size", f"is {vocab_size}, {problem}", fix)
 
 
 def parser() -> argparse.ArgumentParser:

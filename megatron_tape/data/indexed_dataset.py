@@ -60,7 +60,7 @@ class IndexedDatasetWriter:
     Lengths go straight to the unfinished index file, so memory does not grow with the number of documents. Use as a
     context manager: leaving it without `finish` removes what was written.
 
-    Raises FileExistsError when the dataset exists and `overwrite` is false, ValueError when another process is writing
+    Raises FileError when the dataset exists and `overwrite` is false, or when another process is writing
     it, OSError when its directory cannot be written. With `overwrite` an old dataset stays until `finish`.
 
     `documents` counts what `add` and `add_dataset` appended, `tokens` their ids.

@@ -119,7 +119,7 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:
     """Return whether the dataset already exists and was made from `origin`; if not, it may be written.
 
-    Raises FileError or FileExistsError when something else exists there and `overwrite` is false. Files left behind by
+    Raises FileError when something else exists there and `overwrite` is false. Files left behind by
     a killed writer of a dataset with an origin may be replaced.
     """
     bin_path, idx_path = dataset_paths(prefix)

@@ -18,13 +18,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
+from megatron_tape.errors import FileError
+
 SUFFIX = ".partial"
 
 
 class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
-    `file` is open for reading and writing bytes. Raises ValueError if another process is writing the same output,
+    `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output,
     OSError if the file cannot be created.
     """
 
@@ -33,7 +35,7 @@ class PartialFile:
         self.partial_path = self.path.with_name(self.path.name + SUFFIX)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
-            raise ValueError(f"{self.path} is a directory; name a file to write")
+            raise FileError(str(self.path), "is a directory", "name a file to write")
         self.file = self._open()
 
     def _open(self) -> IO[bytes]:
@@ -45,8 +47,7 @@ class PartialFile:
                 # Some network file systems have no locks; there, users must not start two writers of one output.
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     file.close()
-                    message = f"another process is writing {self.path}; wait for it or choose another output"
-                    raise ValueError(message) from None
+                    raise _taken(self.path) from None
             # The previous holder may have renamed or removed the file before it was locked here.
             if self._is_ours(file):
                 file.truncate(0)
@@ -80,7 +81,7 @@ class PartialFile:
 def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False) -> Iterator[IO[Any]]:
     """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the block succeeds.
 
-    After that, the file survives a power cut. Raises FileExistsError before anything is written if `path` exists and
+    After that, the file survives a power cut. Raises FileError before anything is written if `path` exists and
     `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
     """
     if mode not in ("w", "wb"):
@@ -107,8 +108,8 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory to write into that appears as `path` only if the block succeeds.
 
     In the meantime it is called `path` + `.partial`, and one that a killed process left behind is taken over. The block
-    must flush the files that it writes to disk. Raises FileExistsError, before anything is written, if `path` exists,
-    and ValueError if another process is writing it.
+    must flush the files that it writes to disk. Raises FileError if `path` exists, before
+    anything is written, or if another process is writing it.
     """
     path = Path(os.path.abspath(path))
     fix = "choose another output, or move it away"
@@ -126,7 +127,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         except OSError as error:
             ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # some network file systems have no locks
         if not ours:
-            raise ValueError(f"another process is writing {path}; wait for it or choose another output")
+            raise _taken(path)
         for leftover in partial.iterdir():
             remove(leftover)
         with _named(path):
@@ -142,6 +143,10 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _taken(path: Path) -> FileError:
+    return FileError(str(path), "is being written by another process", "wait for it or choose another output")
+
+
 @contextmanager
 def _named(path: str | Path) -> Iterator[None]:
     """Add the output's path to an OSError that names no file, such as the one for a full disk."""
@@ -154,10 +159,10 @@ def _named(path: str | Path) -> Iterator[None]:
 
 
 def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
-    """Raise FileExistsError, with `fix` as advice, if one of the paths exists."""
+    """Raise FileError, with `fix` as advice, if one of the paths exists."""
     for path in paths:
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists; {fix}")
+            raise FileError(str(path), "exists", fix)
 
 
 @contextmanager

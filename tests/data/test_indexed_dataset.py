@@ -8,6 +8,7 @@ from tool_runs import read_pair
 
 from megatron_tape.data import indexed_dataset
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter, token_dtype
+from megatron_tape.errors import FileError
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):
         write(tmp_path / "data", documents[:2], overwrite=True)
     assert not (tmp_path / "data.idx").exists()
     monkeypatch.undo()
-    with pytest.raises(FileExistsError, match="data.bin exists; pass --overwrite"):
+    with pytest.raises(FileError, match="data.bin exists"):
         write(tmp_path / "data", documents[:2])
     write(tmp_path / "data", documents[:2], overwrite=True)
     assert len(IndexedDatasetReader(tmp_path / "data")) == 2

@@ -240,7 +240,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
 def test_the_exit_code_reaches_the_shell(tmp_path):
     arguments = ["to-hf", "--checkpoint", "nowhere", "--output", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, str(TOOL), *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and os.listdir(tmp_path) == []
+    assert done.returncode == 2 and done.stdout == "" and os.listdir(tmp_path) == []
     assert done.stderr.splitlines()[-1].startswith("error: checkpoint nowhere does not exist")
 
 

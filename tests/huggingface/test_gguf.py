@@ -240,7 +240,7 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path, change, 
         return
     command = ["from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no"]
     done = convert(*command)
-    assert done.returncode == 1 and refusal in done.stderr, done.stderr
+    assert done.returncode == 2 and refusal in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "no").exists()
 
 

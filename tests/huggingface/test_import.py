@@ -222,7 +222,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
     safe.unlink()
     arguments = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
     done = convert(*arguments)
-    assert done.returncode == 1 and "--allow-pickle" in done.stderr and not (tmp_path / "imported").exists()
+    assert done.returncode == 2 and "--allow-pickle" in done.stderr and not (tmp_path / "imported").exists()
     done = convert(*arguments, "--allow-pickle")
     assert done.returncode == 0, done.stderr
     name = "tensors-tp00-dp00000.safetensors"
@@ -278,7 +278,7 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refu
     path = tmp_path / "source" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
-    assert done.returncode == 1 and refusal in done.stderr
+    assert done.returncode == 2 and refusal in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["source"]
 
@@ -387,5 +387,5 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     with pytest.raises(FileError, match="hf download"):
         import_model(tmp_path / "nowhere", tmp_path / "imported")
     import_model(tmp_path / "source", tmp_path / "imported")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileError):
         import_model(tmp_path / "source", tmp_path / "imported")

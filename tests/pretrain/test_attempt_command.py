@@ -14,7 +14,8 @@ from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
-from megatron_tape.run.attempts import Attempt, read_attempts
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
 
 

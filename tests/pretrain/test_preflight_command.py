@@ -11,7 +11,8 @@ from datasets_for_tests import write_all
 from launch import environment, free_port
 from training_cases import RECIPE
 
-from megatron_tape.run.attempts import Attempt, read_attempts
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import read_attempts
 from megatron_tape.run.nodes import versions
 
 

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from megatron_tape.io.records import write_record
-from megatron_tape.run.attempts import Attempt, AttemptRecord
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import AttemptRecord
 from pretrain import status
 
 NOW = 1_800_000_000.0

@@ -24,7 +24,7 @@ from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
 from megatron_tape.ops.kernels import triton_attention
-from megatron_tape.run.attempts import read_attempts
+from megatron_tape.run.judging import read_attempts
 from megatron_tape.training.engine import Engine
 from pretrain import train
 

@@ -9,7 +9,8 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
 from megatron_tape.io.files import digest
-from megatron_tape.run.attempts import Attempt, crash_loop, decide, nodes_to_exclude, read_attempts
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import crash_loop, decide, nodes_to_exclude, read_attempts
 
 
 @pytest.fixture

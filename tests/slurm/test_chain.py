@@ -11,7 +11,7 @@ from cluster import REPOSITORY, rows, wait_until
 from test_survive import settings, start, wait_for_step, whole  # noqa: F401  (fixtures)
 
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.run.attempts import read_attempts
+from megatron_tape.run.judging import read_attempts
 
 STEPS = 12
 EVALUATION = ["perplexity", "--perplexity.data", "data/a", "--perplexity.lengths", "[4, 8]"]

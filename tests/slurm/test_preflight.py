@@ -10,7 +10,7 @@ import torch
 from cluster import wait_until
 from test_survive import start, whole  # noqa: F401  (fixtures)
 
-from megatron_tape.run.attempts import read_attempts
+from megatron_tape.run.judging import read_attempts
 
 FEW_STEPS = {"train.steps": 2, "schedule.warmup_steps": 0}
 

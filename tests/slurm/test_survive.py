@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
-from megatron_tape.run.attempts import read_attempts
+from megatron_tape.run.judging import read_attempts
 
 STEPS, INTERVAL = 60, 5
 INJECTED = Path(__file__).parent / "injected"

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_tape.data.tokenizer import load_tokenizer
+from megatron_tape.errors import FileError
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, WIDTH, INNER, HEADS, GROUPS = 2, 64, 96, 4, 2
@@ -115,7 +116,7 @@ def test_a_package_becomes_a_plain_model_and_its_tokenizer(tool, package, tmp_pa
     assert ours.eod == 2 and ours.encode("ab  1") == tokenizer("ab  1")["input_ids"]
     assert Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab_size() == model.config.vocab_size
     assert "written" in capsys.readouterr().err
-    with pytest.raises(FileExistsError, match="exists"):
+    with pytest.raises(FileError, match="exists"):
         run(tool, monkeypatch, "--wheel", "nowhere", "--output", output)
 
 

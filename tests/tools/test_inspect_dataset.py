@@ -103,7 +103,7 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
         (["--seq-length", 32, "--long-documents", 200, 0.5], "documents of at least 200 tokens, but no dataset has"),
         (["--seq-length", 32, "--long-documents", 100, 0.5], "documents of less than 100 tokens, but no dataset has"),
     ):
-        error = run_tool("inspect_dataset", long, *options, code=1).stderr
+        error = run_tool("inspect_dataset", long, *options, code=2).stderr
         assert message in error and error.rstrip().count("\n") == error.count("checking")
     for minimum, share in ((0, 0.5), (1.5, 0.5), (8, 0), (8, 1.1), (8, "nan")):
         error = run_tool("inspect_dataset", long, "--seq-length", 32, "--long-documents", minimum, share, code=2).stderr
@@ -130,21 +130,21 @@ def damage(path, offset, data):
 )
 def test_damaged_index_is_named(copy, run_tool, offset, data, message):
     damage(copy.with_suffix(".idx"), offset, data)
-    error = run_tool("inspect_dataset", copy, code=1).stderr
+    error = run_tool("inspect_dataset", copy, code=2).stderr
     assert message in error and "write" in error
 
 
 def test_cut_off_files_are_named(copy, run_tool):
     content = copy.with_suffix(".bin").read_bytes()
     copy.with_suffix(".bin").write_bytes(content[:-2])
-    assert "bytes where the index counts" in run_tool("inspect_dataset", copy, code=1).stderr
+    assert "bytes where the index counts" in run_tool("inspect_dataset", copy, code=2).stderr
     copy.with_suffix(".idx").write_bytes(copy.with_suffix(".idx").read_bytes()[:20])
-    assert "header is damaged" in run_tool("inspect_dataset", copy, code=1).stderr
+    assert "header is damaged" in run_tool("inspect_dataset", copy, code=2).stderr
     copy.with_suffix(".bin").unlink()
-    assert "data.bin does not exist" in run_tool("inspect_dataset", copy, code=1).stderr
+    assert "data.bin does not exist" in run_tool("inspect_dataset", copy, code=2).stderr
 
 
 def test_ids_outside_the_vocabulary_are_named(copy, run_tool, tokenizer_path):
     damage(copy.with_suffix(".bin"), 6, b"\xff\xff")
-    error = run_tool("inspect_dataset", copy, "--tokenizer", tokenizer_path, code=1).stderr
+    error = run_tool("inspect_dataset", copy, "--tokenizer", tokenizer_path, code=2).stderr
     assert "token 3 is 65535, outside the vocabulary of 800" in error

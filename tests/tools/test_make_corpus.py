@@ -19,7 +19,7 @@ def test_standard_library_is_written_in_order_and_the_same_twice(tmp_path, run_t
     assert not any("site-packages" in path for path in paths)
     assert {record["path"]: record["text"] for record in records}["argparse.py"] == texts[0]
     first.write_text("old")
-    assert "exists; pass --overwrite" in run_tool("make_corpus", "stdlib", "--output", first, code=1).stderr
+    assert "exists; pass --overwrite" in run_tool("make_corpus", "stdlib", "--output", first, code=2).stderr
     run_tool("make_corpus", "stdlib", "--output", first, "--overwrite")
     assert first.read_bytes() == second.read_bytes()
     run_tool("make_corpus", "stdlib", "--shuffle", 7, "--output", first, "--overwrite")
@@ -46,8 +46,8 @@ def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     write_lines(tmp_path / "a.jsonl", ["one"])
     output = tmp_path / "out.jsonl"
     options = ["--data-files", tmp_path / "a.jsonl", "--output", output]
-    error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=1).stderr
+    error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=2).stderr
     assert "does not have a column 'body', only ['text']; set --text-key" in error
-    error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=1).stderr
+    error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=2).stderr
     assert "error: cannot open json" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

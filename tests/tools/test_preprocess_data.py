@@ -121,7 +121,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("reason", BAD_LINES)
 def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path, reason):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + BAD_LINES[reason] + b'\n{"text": "b"}\n')
-    error = preprocess(tmp_path / "bad.jsonl", code=1, options=["--chunk-bytes", 20]).stderr
+    error = preprocess(tmp_path / "bad.jsonl", code=2, options=["--chunk-bytes", 20]).stderr
     assert f"error: {tmp_path}/bad.jsonl:3: {reason}; repair it, or pass --on-error skip" in error
     assert files_in(tmp_path) == ["bad.jsonl"]
 
@@ -152,7 +152,7 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(preproces
         content = compress(raw)
         path.write_bytes(content[: len(content) * 3 // 4])
     write_lines(tmp_path / "b.jsonl", ["after"])
-    error = preprocess(path, tmp_path / "b.jsonl", code=1).stderr
+    error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
     assert re.search(rf"error: {path} cannot be read to its end: .*--on-error skip", error)
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", options=["--on-error", "skip"]).stderr
@@ -166,7 +166,7 @@ def test_damaged_gzip_data_is_reported(preprocess, corpus, tmp_path):
     content = bytearray(gzip.compress(corpus.read_bytes()))
     content[len(content) // 2] ^= 255
     (tmp_path / "a.jsonl.gz").write_bytes(content)
-    assert "a.jsonl.gz" in preprocess(tmp_path / "a.jsonl.gz", code=1).stderr
+    assert "a.jsonl.gz" in preprocess(tmp_path / "a.jsonl.gz", code=2).stderr
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
@@ -176,7 +176,7 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     report = preprocess(tmp_path / "a.parquet", options=["--on-error", "skip"]).stderr
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
-    error = preprocess(tmp_path / "a.parquet", code=1, options=["--text-key", "body", "--overwrite"]).stderr
+    error = preprocess(tmp_path / "a.parquet", code=2, options=["--text-key", "body", "--overwrite"]).stderr
     assert "it does not have a column 'body', only ['text']" in error
 
 
@@ -185,17 +185,17 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, run_tool, corp
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").touch()
     for message, run in {
-        "no file matches --input": lambda: preprocess(tmp_path / "none*.jsonl", code=1),
-        "folder/*.jsonl": lambda: preprocess(tmp_path / "folder", code=1),
-        "the format of": lambda: preprocess(tmp_path / "a.csv", code=1),
-        "holds no document": lambda: preprocess(tmp_path / "empty.jsonl", code=1),
-        "--workers is 0": lambda: preprocess(corpus, workers=0, code=1),
-        "--chunk-bytes is 0": lambda: preprocess(corpus, options=["--chunk-bytes", 0], code=1),
-        "is not a SentencePiece model": lambda: preprocess(corpus, options=["--tokenizer", corpus], code=1),
-        "does not exist; give": lambda: preprocess(corpus, options=["--tokenizer", "none.model"], code=1),
+        "names no file": lambda: preprocess(tmp_path / "none*.jsonl", code=2),
+        "folder/*.jsonl": lambda: preprocess(tmp_path / "folder", code=2),
+        "unknown format": lambda: preprocess(tmp_path / "a.csv", code=2),
+        "holds no document": lambda: preprocess(tmp_path / "empty.jsonl", code=2),
+        "--workers is 0": lambda: preprocess(corpus, workers=0, code=2),
+        "--chunk-bytes is 0": lambda: preprocess(corpus, options=["--chunk-bytes", 0], code=2),
+        "is not a SentencePiece model": lambda: preprocess(corpus, options=["--tokenizer", corpus], code=2),
+        "does not exist; give": lambda: preprocess(corpus, options=["--tokenizer", "none.model"], code=2),
         "a.csv": lambda: preprocess(corpus, prefix="a.csv/out", code=1),
         "a directory; give it a name for the dataset, such as folder/NAME": lambda: preprocess(
-            corpus, options=["--output-prefix", "folder/"], code=1
+            corpus, options=["--output-prefix", "folder/"], code=2
         ),
     }.items():
         lines = run().stderr.splitlines()
@@ -208,14 +208,14 @@ def test_end_of_document_needs_a_tokenizer_with_one(preprocess, corpus, tmp_path
 
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     options = ["--append-eod", "--tokenizer", tmp_path / "tokenizer.json"]
-    assert "has no end-of-document token" in preprocess(corpus, options=options, code=1).stderr
+    assert "has no end-of-document token" in preprocess(corpus, options=options, code=2).stderr
 
 
 def test_existing_output_needs_overwrite(preprocess, corpus, tmp_path, expected):
     write_lines(tmp_path / "a.jsonl", ["old"])
     preprocess(tmp_path / "a.jsonl")
     old = read_pair(tmp_path / "out")
-    assert "out.idx exists; pass --overwrite" in preprocess(corpus, code=1).stderr
+    assert "out.idx exists; pass --overwrite" in preprocess(corpus, code=2).stderr
     assert read_pair(tmp_path / "out") == old
     preprocess(corpus, options=["--overwrite"])
     assert read_pair(tmp_path / "out") == expected
@@ -284,7 +284,7 @@ def test_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_pat
 
 def test_killed_run_looks_unfinished_and_the_next_one_succeeds(interrupted, preprocess, tmp_path, corpus, expected):
     tool, workers = interrupted
-    assert "another process is writing" in preprocess(corpus, code=1).stderr
+    assert "being written by another process" in preprocess(corpus, code=2).stderr
     tool.kill()
     tool.wait()
     assert files_in(tmp_path) == ["endless.jsonl", "out.bin.partial", "out.idx.partial"]

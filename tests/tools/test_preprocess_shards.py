@@ -143,14 +143,14 @@ def test_empty_text_file_at_the_end_is_some_shards_error(preprocess, tmp_path):
     write_lines(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.txt").touch()
     preprocess(tmp_path / "*.*", "--shard", "0/2")
-    assert "b.txt: empty text" in preprocess(tmp_path / "[ab].*", "--shard", "1/2", code=1).stderr
+    assert "b.txt: empty text" in preprocess(tmp_path / "[ab].*", "--shard", "1/2", code=2).stderr
 
 
 def test_bad_line_of_a_later_shard_is_named_by_its_line_in_the_file(preprocess, tmp_path):
     write_lines(tmp_path / "a.jsonl", ["a"] * 20)
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"bad\n")
-    error = preprocess(tmp_path / "a.jsonl", "--shard", "2/3", code=1).stderr
+    error = preprocess(tmp_path / "a.jsonl", "--shard", "2/3", code=2).stderr
     assert f"error: {tmp_path}/a.jsonl:21: invalid JSON; repair it" in error
     assert names(tmp_path) == []
 
@@ -163,7 +163,7 @@ def test_empty_shards_are_not_an_error_but_an_empty_whole_is(preprocess, merge, 
         preprocess(tmp_path / "b.jsonl", "--shard", f"{index}/2", prefix="empty")
     merge("--remove-shards")
     assert len(IndexedDatasetReader(tmp_path / "out")) == 1
-    assert "the input holds no document" in merge(prefix="empty", code=1).stderr
+    assert "hold no document" in merge(prefix="empty", code=2).stderr
     assert "empty.idx" not in names(tmp_path, "empty")
 
 
@@ -190,18 +190,18 @@ def test_shard_of_another_origin_is_refused_saying_what_differs(preprocess, two_
         (f"without the input {tmp_path}/more.jsonl", "*o*.jsonl", []),
         (f"without the input {tmp_path}/more.jsonl", "more.jsonl", []),
     ]:
-        error = preprocess(tmp_path / inputs, "--shard", "1/2", *options, code=1).stderr.splitlines()[-1]
+        error = preprocess(tmp_path / inputs, "--shard", "1/2", *options, code=2).stderr.splitlines()[-1]
         shard = f"{tmp_path}/out.shard-00001-of-00002"
         assert error == f"error: {shard} was made differently ({reason}); remove it or pass --overwrite"
     os.utime(two_shards, ns=(0, 0))
-    error = preprocess(two_shards, "--shard", "1/2", code=1).stderr
+    error = preprocess(two_shards, "--shard", "1/2", code=2).stderr
     assert f"(from another version of {two_shards})" in error
     preprocess(two_shards, "--shard", "1/2", "--overwrite")
 
 
 def test_shards_of_different_origins_are_not_merged(preprocess, merge, two_shards, tmp_path):
     preprocess(two_shards, "--shard", "1/2", "--append-eod", "--overwrite")
-    error = merge(code=1).stderr
+    error = merge(code=2).stderr
     assert "out.shard-00001-of-00002 was made differently from" in error and "(append_eod True instead of" in error
     assert "out.idx" not in names(tmp_path)
 
@@ -209,11 +209,11 @@ def test_shards_of_different_origins_are_not_merged(preprocess, merge, two_shard
 def test_whole_dataset_of_another_origin_is_in_the_way_unless_overwritten(preprocess, merge, two_shards, tmp_path):
     preprocess(two_shards)
     single = read_pair(tmp_path / "out")
-    assert "out.idx exists; pass --overwrite" in preprocess(two_shards, "--shard", "1/2", code=1).stderr
-    assert "out.idx exists; pass --overwrite" in merge(code=1).stderr
+    assert "out.idx exists; pass --overwrite" in preprocess(two_shards, "--shard", "1/2", code=2).stderr
+    assert "out.idx exists; pass --overwrite" in merge(code=2).stderr
     merge("--overwrite")
     assert read_pair(tmp_path / "out") == single
-    error = preprocess(two_shards, "--shard", "1/2", "--append-eod", code=1).stderr
+    error = preprocess(two_shards, "--shard", "1/2", "--append-eod", code=2).stderr
     assert f"{tmp_path}/out was made differently" in error
     preprocess(two_shards, "--overwrite")
     assert "out.origin" not in names(tmp_path)
@@ -223,7 +223,7 @@ def test_shard_that_a_killed_process_half_published_is_made_again(preprocess, me
     preprocess(two_shards, prefix="single")
     (tmp_path / "out.shard-00001-of-00002.idx").unlink()
     (tmp_path / "out.shard-00001-of-00002.bin").write_bytes(b"half")
-    assert "1 of the 2 shards of" in merge(code=1).stderr
+    assert "lacks 1 of its 2 shards" in merge(code=2).stderr
     preprocess(two_shards, "--shard", "1/2")
     merge()
     assert read_pair(tmp_path / "out") == read_pair(tmp_path / "single")
@@ -238,39 +238,39 @@ def test_merge_that_was_killed_while_it_removed_shards_is_completed(merge, two_s
 
 
 def test_merge_names_what_is_wrong_with_shards(preprocess, merge, two_shards, tmp_path):
-    assert "there are no shards of" in merge(prefix="none", code=1).stderr
+    assert "has no shards" in merge(prefix="none", code=2).stderr
     preprocess(two_shards, "--shard", "3/5")
-    assert "has shards of 2 and of 5" in merge(code=1).stderr
-    assert "4 of the 5 shards of" in (error := merge("--count", 5, code=1).stderr)
+    assert "has shards of 2 and of 5" in merge(code=2).stderr
+    assert "lacks 4 of its 5 shards" in (error := merge("--count", 5, code=2).stderr)
     assert "are missing: 0, 1, 2, 4; make them with tools/preprocess_data.py --shard 0/5" in error
     shard = tmp_path / "out.shard-00001-of-00002.bin"
     tokens = shard.read_bytes()
     shard.write_bytes(tokens[:-2])
-    assert f"{tmp_path}/out.shard-00001-of-00002 is not whole" in merge("--count", 2, code=1).stderr
+    assert f"{tmp_path}/out.shard-00001-of-00002 is not whole" in merge("--count", 2, code=2).stderr
     shard.write_bytes(tokens)
     for damaged in ("[1]", '{"inputs": 3}', "[" * 100_000, "\0"):
         shard.with_suffix(".origin").write_text(damaged)
         with pytest.raises(ValueError, match="out.shard-00001-of-00002.origin cannot be used: .*; remove the dataset"):
             read_origin(str(shard.with_suffix("")))
     shard.with_suffix(".origin").unlink()
-    assert "has no .origin" in merge("--count", 2, code=1).stderr
+    assert "has no .origin" in merge("--count", 2, code=2).stderr
     assert "out.idx" not in names(tmp_path) and names(tmp_path, "out.bin") == []
 
 
 def test_user_errors_are_one_sentence(preprocess, run_tool, two_shards, tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "--shard is '2/2'; give I/N" in preprocess(two_shards, "--shard", "2/2", code=1).stderr
+    assert "--shard is '2/2'; give I/N" in preprocess(two_shards, "--shard", "2/2", code=2).stderr
     for text in ("1", "-1/2", "0/0", "a/b"):
         with pytest.raises(ValueError, match="give I/N"):
             Shard.parse(text)
-    assert "is not a regular file" in preprocess(tmp_path / "pipe.jsonl", "--shard", "0/2", code=1).stderr
+    assert "is not a regular file" in preprocess(tmp_path / "pipe.jsonl", "--shard", "0/2", code=2).stderr
     for message, options in {
         "leave out --output-prefix": ["--shards", tmp_path / "out", "--output-prefix", tmp_path / "other"],
         "needs --output-prefix": ["--input", tmp_path / "out"],
         "a directory; give it a name": ["--input", tmp_path / "out", "--output-prefix", f"{tmp_path}/"],
         "belong to --shards": ["--input", tmp_path / "out", "--output-prefix", tmp_path / "b", "--remove-shards"],
     }.items():
-        assert message in run_tool("merge_datasets", *options, code=1).stderr
+        assert message in run_tool("merge_datasets", *options, code=2).stderr
 
 
 def write_dataset(prefix, documents, dtype="<u2"):
@@ -310,14 +310,14 @@ def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
         "b holds int32 tokens, but": ["a", "b"],
         "none.idx does not exist; give the prefix": ["a", "none"],
         "pictures is a multimodal dataset": ["a", "pictures"],
-        "the input holds no document": ["empty", "empty"],
+        "hold no document": ["empty", "empty"],
     }.items():
         paths = [tmp_path / name for name in inputs]
-        error = run_tool("merge_datasets", "--input", *paths, "--output-prefix", tmp_path / "out", code=1).stderr
+        error = run_tool("merge_datasets", "--input", *paths, "--output-prefix", tmp_path / "out", code=2).stderr
         assert error.splitlines()[-1].startswith("error: ") and message in error
         assert names(tmp_path) == []
     arguments = ["--input", tmp_path / "a", tmp_path / "empty", "--output-prefix", tmp_path / "a"]
-    assert "a.idx exists; pass --overwrite" in run_tool("merge_datasets", *arguments, code=1).stderr
+    assert "a.idx exists; pass --overwrite" in run_tool("merge_datasets", *arguments, code=2).stderr
     before = read_pair(tmp_path / "a")
     run_tool("merge_datasets", *arguments, "--overwrite")
     assert read_pair(tmp_path / "a") == before

@@ -18,7 +18,8 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint import writing
 from megatron_tape.errors import EXIT_RESTART, CheckpointError
 from megatron_tape.run import watch
-from megatron_tape.run.attempts import Attempt, read_attempts
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.judging import read_attempts
 from megatron_tape.training import checkpoint_saver as saving
 from megatron_tape.training.engine import Engine
 from pretrain import train

@@ -1,0 +1,180 @@
+"""What the records of a run's attempts say: how each ended, and whether another one is worth starting."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_tape.checkpoint.directories import checkpointed_step
+from megatron_tape.errors import CheckpointError
+from megatron_tape.io.records import RECORD_BYTES, read_record
+from megatron_tape.run.attempts import (
+    FAILED,
+    FINISHED,
+    HUNG,
+    INTERRUPTED,
+    REFUSED,
+    STALE,
+    UNREADY,
+    End,
+    Facts,
+    Heartbeat,
+    Verdict,
+    attempt_numbers,
+    stop_reason,
+)
+
+logger = logging.getLogger(__name__)
+
+CRASH_LIMIT = 3
+"""A job stops after this many crashes in a row without a new checkpointed step."""
+IDLE_LIMIT = 10
+"""The same limit for attempts that ended in any way: a run could be interrupted before its first step forever."""
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """What the records say about an attempt. `outcome` is None while it runs, and stays None if it was killed."""
+
+    number: int
+    facts: Facts
+    outcome: str | None = None
+    message: str = ""
+    detail: str = ""
+    rank: int | None = None
+    bad_nodes: tuple[str, ...] = ()
+    stop_reason: str | None = None
+    verdict: Verdict | None = None
+    heartbeat: Heartbeat | dict = field(default_factory=dict)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether the only error is a lost connection to another rank, which recorded no error itself."""
+        return self.outcome == FAILED and _is_echo(self.message)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the attempt ended or disappeared without a warning from the scheduler.
+
+        After a warning, some ranks may be killed before others, which then fail.
+        """
+        warned = self.stop_reason is not None and self.outcome in (None, FAILED)
+        return self.outcome not in (FINISHED, INTERRUPTED) and not warned
+
+
+def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
+    """Read all attempts of a run, oldest first."""
+    attempts = Path(run_directory) / "attempts"
+    return [_read(attempts / f"{number:06d}", number) for number in attempt_numbers(run_directory)]
+
+
+def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
+    """Return the reason why another attempt is not worth starting, or None if it is.
+
+    It is not worth starting if the last CRASH_LIMIT attempts of `job` crashed, or its last IDLE_LIMIT ended in any
+    way, without a checkpoint beyond the step that the first of them started from. `step` is the newest checkpointed
+    step now.
+    """
+    of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
+    for limit, what in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
+        last = of_job[-limit:]
+        counts = len(last) == limit and (limit == IDLE_LIMIT or all(attempt.crashed for attempt in last))
+        if counts and step <= last[0].facts.get("checkpoint_step", 0):
+            return f"{limit} attempts in a row {what} without a checkpoint beyond step {step}"
+    return None
+
+
+def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
+    """Judge an attempt whose processes have ended: `done`, `again` or `stop`, and the reason in one sentence.
+
+    The decision rests on what the run recorded, since a launcher's exit codes are unreliable after signals.
+    """
+    attempts = read_attempts(run_directory)
+    attempt = next(record for record in attempts if record.number == number)
+    if attempt.outcome == FINISHED:
+        return "done", attempt.message
+    if attempt.outcome == REFUSED:
+        return "stop", attempt.message
+    try:
+        step = checkpointed_step(checkpoint_directory)
+    except CheckpointError as error:
+        return "stop", str(error)
+    if attempts[-1].number > number:
+        return "stop", f"attempt {attempts[-1].number} has taken over this run"
+    ended = last_error(attempt)
+    if loop := crash_loop(attempts, step, attempt.facts.get("job")):
+        return "stop", f"{loop}; the last: {ended}"
+    if not attempt.crashed:
+        return "again", f"{ended}; the newest checkpoint is of step {step}"
+    return "again", f"{ended}; continuing from the checkpoint of step {step}"
+
+
+def last_error(attempt: AttemptRecord) -> str:
+    """Return one sentence about how an unfinished attempt ended."""
+    if not attempt.crashed:
+        return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
+    if attempt.lost_peer:
+        return f"a rank was killed or its node was lost, and left no error; rank {attempt.rank} lost its connection"
+    if attempt.outcome is None:
+        return f"attempt {attempt.number} was killed or its node was lost, and left no error"
+    return attempt.message if attempt.outcome == UNREADY else f"rank {attempt.rank}: {attempt.message}"
+
+
+def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
+    """Return the nodes that the next attempt should avoid; none if every one of several nodes was bad."""
+    nodes = attempt.facts.get("nodes", [])
+    bad = [node for node in nodes if node in attempt.bad_nodes]
+    return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
+
+
+def _read(directory: Path, number: int) -> AttemptRecord:
+    ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
+    order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
+    # The cause comes first; other ranks fail a moment later as a consequence.
+    ends.sort(key=lambda end: (order[end["outcome"]], _is_echo(end["message"]), end["time"]))
+    first = ends[0] if ends else {}
+    return AttemptRecord(
+        number=number,
+        facts=_read_advisory(directory / "attempt.json", Facts),
+        outcome=first.get("outcome"),
+        message=first.get("message", ""),
+        detail=first.get("detail", ""),
+        rank=first.get("rank"),
+        bad_nodes=tuple(first.get("bad_nodes", ())),
+        stop_reason=stop_reason(directory),
+        verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
+        heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
+    )
+
+
+ECHOES = (
+    # gloo and sockets, also where NCCL quotes a socket's error
+    "Connection closed by",
+    "Connection reset by peer",
+    "Broken pipe",
+    # NCCL: another process is gone, or this one's communicator was aborted because of that
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+    # torch's store, which rank 0 hosts
+    "Connection was likely closed",
+    "recvValue failed",
+    "sendBytes failed",
+)
+"""Phrases in a rank's error when another rank is gone. An ncclSystemError alone may be caused by the rank itself."""
+
+
+def _is_echo(message: str) -> bool:
+    return any(words in message for words in ECHOES)
+
+
+def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
+    """Read a record that a run can do without: one that cannot be used is ignored with a warning."""
+    try:
+        return read_record(path, shape, RECORD_BYTES >> 6)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        logger.warning("warning: %s", error)
+        return {}
