@@ -91,7 +91,7 @@ def write(
         for chunk in encode_files(parts, encoding, arguments.workers, arguments.chunk_bytes):
             if arguments.on_error == "stop" and (bad := chunk.problems.first()):
                 fix = "repair it, or pass --on-error skip to leave such documents out"
-                raise FileError(bad[0], f"is no document ({bad[1]})", fix)
+                raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
             problems.merge(chunk.problems)
             writer.add(chunk.tokens, chunk.lengths)
             text_bytes += chunk.text_bytes

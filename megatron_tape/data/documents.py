@@ -20,7 +20,6 @@ once."""
 
 _EXAMPLES = 3
 _EMPTY = "empty text"
-_NO_KEY = "no key"
 
 
 @dataclass
@@ -107,9 +106,9 @@ def read_texts(paths: list[str], text_key: str, keep_empty: bool = False) -> Ite
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         if bad := problems.first():
             place, reason = bad
-            others = f" {text_key!r}, but {_other_keys(chunk, text_key)}" if reason == _NO_KEY else ""
+            others = f", but {_other_keys(chunk, text_key)}" if reason == _no_key(text_key) else ""
             fix = "choose another text key, or repair or remove it" if others else "repair or remove it"
-            raise FileError(place, f"is no document ({reason}{others})", fix)
+            raise FileError(place, f"cannot be used: {reason}{others}", fix)
         for text in texts:
             yield text, chunk.position
 
@@ -136,7 +135,7 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if text_key not in record:
-        return "", _NO_KEY
+        return "", _no_key(text_key)
     text = record[text_key]
     if not isinstance(text, str):
         return "", f"the value of {text_key!r} is not a string"
@@ -145,6 +144,10 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     except UnicodeEncodeError:
         return "", "a lone surrogate, which UTF-8 cannot hold"
     return (text, None) if text else ("", _EMPTY)
+
+
+def _no_key(text_key: str) -> str:
+    return f"no key {text_key!r}"
 
 
 def _other_keys(chunk: Chunk, text_key: str) -> str:

@@ -14,7 +14,7 @@ from typing import IO
 from megatron_tape.errors import FileError
 
 _COMPRESSED_BLOCK = 1 << 16
-_SCANNED_BLOCK = 1 << 20
+SCANNED_BLOCK = 1 << 20
 
 
 class UnreadableFile(FileError):
@@ -57,7 +57,7 @@ class Chunk:
     def place(self, number: int) -> str:
         """Name a document of this file for a message."""
         if self.unit == "line":
-            return f"{self.path}:{_lines_before(self.path, self.offset) + number}"
+            return f"{self.path}:{lines_before(self.path, self.offset) + number}"
         return f"{self.path} row {number}" if self.unit == "row" else self.path
 
 
@@ -112,7 +112,7 @@ def _start_of_line(file: IO[bytes], position: int) -> int:
     """Return where the first line at or after `position` begins, or the end of the file if there is none."""
     start = max(position - 1, 0)
     file.seek(start)
-    while position and (block := file.read(_SCANNED_BLOCK)):
+    while position and (block := file.read(SCANNED_BLOCK)):
         if (newline := block.find(b"\n")) >= 0:
             return start + newline + 1
         start += len(block)
@@ -120,11 +120,11 @@ def _start_of_line(file: IO[bytes], position: int) -> int:
 
 
 @functools.lru_cache
-def _lines_before(path: str, offset: int) -> int:
+def lines_before(path: str, offset: int) -> int:
     """Count the lines in the first `offset` bytes of a file, for messages only."""
     lines = 0
     with open(path, "rb") as file:
-        while block := file.read(min(_SCANNED_BLOCK, offset - file.tell())):
+        while block := file.read(min(SCANNED_BLOCK, offset - file.tell())):
             lines += block.count(b"\n")
     return lines
 

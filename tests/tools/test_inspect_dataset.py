@@ -96,9 +96,9 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
     long = write(tmp_path / "long", [161] * 10)
     for options, message in (
         (["--long-documents", 100, 0.5], "--long-documents needs --seq-length"),
-        (["--seq-length", 32, "--past", 32], "--past 32 is not below --seq-length 32"),
+        (["--seq-length", 32, "--past", 32], "not below --seq-length 32"),
         (["--seq-length", 32, "--sequences", 100], "--sequences needs --long-documents"),
-        (["--seq-length", 32, "--plot", "reach.gif"], "--plot reach.gif does not end in one of .png, .pdf, .svg"),
+        (["--seq-length", 32, "--plot", "reach.gif"], "does not end in one of .png, .pdf, .svg"),
         (["--weights", 1, 2], "--weights gives 2 for 1 datasets"),
         (["--seq-length", 32, "--long-documents", 200, 0.5], "documents of at least 200 tokens, but no dataset has"),
         (["--seq-length", 32, "--long-documents", 100, 0.5], "documents of less than 100 tokens, but no dataset has"),

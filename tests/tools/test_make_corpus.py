@@ -47,7 +47,7 @@ def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     output = tmp_path / "out.jsonl"
     options = ["--data-files", tmp_path / "a.jsonl", "--output", output]
     error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=2).stderr
-    assert "does not have a column 'body', only ['text']; set --text-key" in error
+    assert "has only the columns ['text']" in error
     error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=2).stderr
-    assert "error: cannot open json" in error
+    assert "error: json cannot be opened" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tool_runs import read_pair, write_lines
 
-from megatron_tape.data import documents
+from megatron_tape.data import raw_chunks
 from megatron_tape.data.documents import parse_chunk
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
 from megatron_tape.data.raw_chunks import FilePart, read_chunks
@@ -106,7 +106,7 @@ def test_cuts_at_every_byte_keep_every_line_and_its_number(tmp_path):
         whole = read([FilePart(str(path))])
         assert len(whole) == len(lines)
         for cut in range(1, size):
-            documents._lines_before.cache_clear()
+            raw_chunks.lines_before.cache_clear()
             parts = [FilePart(str(path), 0, cut), FilePart(str(path), cut, size)]
             assert read(parts) == whole, cut
 
@@ -121,7 +121,7 @@ def test_line_belongs_to_the_part_in_which_it_begins(tmp_path):
 
 
 def test_random_cuts_of_random_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_SCANNED_BLOCK", 16)
+    monkeypatch.setattr(raw_chunks, "SCANNED_BLOCK", 16)
     draw = random.Random(0)
     for trial in range(60):
         paths = []
@@ -143,7 +143,7 @@ def test_empty_text_file_at_the_end_is_some_shards_error(preprocess, tmp_path):
     write_lines(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.txt").touch()
     preprocess(tmp_path / "*.*", "--shard", "0/2")
-    assert "b.txt: empty text" in preprocess(tmp_path / "[ab].*", "--shard", "1/2", code=2).stderr
+    assert "b.txt cannot be used: empty text" in preprocess(tmp_path / "[ab].*", "--shard", "1/2", code=2).stderr
 
 
 def test_bad_line_of_a_later_shard_is_named_by_its_line_in_the_file(preprocess, tmp_path):
@@ -151,7 +151,7 @@ def test_bad_line_of_a_later_shard_is_named_by_its_line_in_the_file(preprocess, 
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"bad\n")
     error = preprocess(tmp_path / "a.jsonl", "--shard", "2/3", code=2).stderr
-    assert f"error: {tmp_path}/a.jsonl:21: invalid JSON; repair it" in error
+    assert f"error: {tmp_path}/a.jsonl:21 cannot be used: invalid JSON; repair it" in error
     assert names(tmp_path) == []
 
 
@@ -242,7 +242,7 @@ def test_merge_names_what_is_wrong_with_shards(preprocess, merge, two_shards, tm
     preprocess(two_shards, "--shard", "3/5")
     assert "has shards of 2 and of 5" in merge(code=2).stderr
     assert "lacks 4 of its 5 shards" in (error := merge("--count", 5, code=2).stderr)
-    assert "are missing: 0, 1, 2, 4; make them with tools/preprocess_data.py --shard 0/5" in error
+    assert "shards: 0, 1, 2, 4; make them with tools/preprocess_data.py --shard 0/5" in error
     shard = tmp_path / "out.shard-00001-of-00002.bin"
     tokens = shard.read_bytes()
     shard.write_bytes(tokens[:-2])
@@ -265,7 +265,7 @@ def test_user_errors_are_one_sentence(preprocess, run_tool, two_shards, tmp_path
             Shard.parse(text)
     assert "is not a regular file" in preprocess(tmp_path / "pipe.jsonl", "--shard", "0/2", code=2).stderr
     for message, options in {
-        "leave out --output-prefix": ["--shards", tmp_path / "out", "--output-prefix", tmp_path / "other"],
+        "--shards P writes P": ["--shards", tmp_path / "out", "--output-prefix", tmp_path / "other"],
         "needs --output-prefix": ["--input", tmp_path / "out"],
         "a directory; give it a name": ["--input", tmp_path / "out", "--output-prefix", f"{tmp_path}/"],
         "belong to --shards": ["--input", tmp_path / "out", "--output-prefix", tmp_path / "b", "--remove-shards"],

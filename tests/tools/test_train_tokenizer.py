@@ -29,13 +29,13 @@ def test_sampling_takes_other_documents_with_another_seed(tmp_path, corpus, run_
 def test_user_errors_are_one_sentence_and_leave_nothing(tmp_path, corpus, run_tool):
     output = ["--output", tmp_path / "t.model"]
     error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 100000, *output, code=2).stderr
-    assert "error: --vocab-size 100000 is more than these texts yield; give at most" in error
+    assert "error: --vocab-size is 100000, more than these texts yield; give at most" in error
     error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", 50, *output, code=2).stderr
-    assert "error: --vocab-size 50 is too small for the bytes and characters; give more than" in error
+    assert "error: --vocab-size is 50, too small for the bytes and characters; give more than" in error
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t.model").write_text("existing")
     assert "exists; pass --overwrite" in run_tool("train_tokenizer", "--input", corpus, *output, code=2).stderr
     assert (tmp_path / "t.model").read_text() == "existing"
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{\n')
     error = run_tool("train_tokenizer", "--input", tmp_path / "bad.jsonl", *output, "--overwrite", code=2).stderr
-    assert "bad.jsonl:2: invalid JSON" in error
+    assert "bad.jsonl:2 cannot be used: invalid JSON" in error
