@@ -13,29 +13,29 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from megatron_tape.errors import EXIT_RESTART
-
-if TYPE_CHECKING:
-    from pretrain.comparison.plan import Plan
+from megatron_tape.command_line import counted, say, step
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, UserError, refuse
+from megatron_tape.evaluation.comparison import NAME, write_comparison
+from megatron_tape.io.files import write_whole
+from pretrain import report
+from pretrain.comparison.jobs import Jobs
+from pretrain.comparison.plan import Plan, PlannedRun, make_plan
+from pretrain.comparison.programs import Programs, find_gpus
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare, and return the exit status. Mistakes end in one sentence, before anything is trained."""
-    environment = dict(os.environ)
-    # numpy and torch would start threads when they are loaded, and a process with threads cannot be copied.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron_tape.errors import ConfigError
-
     try:
-        return _main(argv, environment)
-    except ConfigError as error:
+        return _main(*read_command(argv))
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_REFUSED
     except OSError as error:
         named = error.strerror and error.filename
         print(f"error: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
@@ -44,12 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        from megatron_tape.errors import ConfigError
-
-        raise ConfigError(message)
+        raise UserError(message)
 
 
-def _parser() -> _Parser:
+def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the settings of the recipe that the command changes."""
     parser = _Parser(
         prog="python -m pretrain.compare",
         usage="%(prog)s --recipe RECIPE.yaml --encodings A,B,... [--seeds N] [--section.key value ...]",
@@ -71,33 +70,27 @@ def _parser() -> _Parser:
     add("--check", action="store_true", help="only check the command, and print the number of runs")
     add("--only", type=int, metavar="K", help="do the K-th run alone, from 0, and make no page (for arrays of jobs)")
     add("--report-only", action="store_true", help="only make the tables and the page of the runs that are finished")
-    return parser
-
-
-def _main(argv: list[str] | None, environment: dict[str, str]) -> int:
-    options, overrides = _parser().parse_known_args(argv)
-    from megatron_tape.command_line import counted, say
-    from megatron_tape.errors import refuse
-    from pretrain.comparison.plan import make_plan
-
+    options, overrides = parser.parse_known_args(argv)
     for text in overrides:
-        refuse(
-            text.startswith("--") and "." not in text.partition("=")[0],
-            f"unknown option {text}; settings of the recipe are given as --section.key value",
-        )
+        unknown = text.startswith("--") and "." not in text.partition("=")[0]
+        refuse(unknown, text, "is no option", "settings of the recipe are given as --section.key value")
+    return options, overrides
+
+
+def _main(options: argparse.Namespace, overrides: list[str]) -> int:
     # DeepSpeed leaves RANK behind; only a launcher says where rank 0 is.
-    launched = {"RANK", "MASTER_ADDR"} <= environment.keys()
-    refuse(launched, "pretrain.compare starts its own processes; run it without torchrun or srun")
-    refuse(options.jobs is not None and options.jobs < 1, f"--jobs is {options.jobs}; give at least 1")
+    launched = {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    refuse(launched, "pretrain.compare", "starts its own processes", "run it without torchrun or srun")
+    refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give at least 1")
     plan = make_plan(options, overrides)
     count, left = len(plan.runs), plan.left
     if options.check:
         print(f"{counted(count, 'run')}, of which {count - len(left)} are finished, in {plan.output}")
         return 0
     if options.only is not None:
-        refuse(not 0 <= options.only < count, f"--only is {options.only}; give a number from 0 to {count - 1}")
+        refuse(not 0 <= options.only < count, "--only", f"is {options.only}", f"give a number from 0 to {count - 1}")
         left = [run for run in left if run is plan.runs[options.only]]
-    failed, stopped = ({}, None) if options.report_only else _do(plan, left, options, environment)
+    failed, stopped = ({}, None) if options.report_only else _do(plan, left, options)
     if options.only is None:
         _conclude(plan)
     for name, reason in failed.items():
@@ -106,57 +99,45 @@ def _main(argv: list[str] | None, environment: dict[str, str]) -> int:
     if missing:
         say(f"{counted(len(missing), 'run')} of {count} not finished; run the same command to continue")
     if stopped is not None:
-        import signal
-
-        return 130 if stopped == signal.SIGINT else EXIT_RESTART
+        return 128 + signal.SIGINT if stopped == signal.SIGINT else EXIT_RESTART
     return 1 if missing else 0
 
 
-def _do(plan: Plan, left: list, options: argparse.Namespace, environment: dict[str, str]) -> tuple[dict, int | None]:
+def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
     """Do the runs that are left; return why some have failed, and the signal that ended the work."""
-    from megatron_tape import command_line
-    from pretrain.comparison import processes
-    from pretrain.comparison.jobs import Jobs
-
     if not left:
-        command_line.say("all runs are finished already")
+        say("all runs are finished already")
         return {}, None
-    gpus, device = processes.find_gpus()
+    gpus, device = find_gpus()
     slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
-    with _alone(plan, options):
-        if gpus:
-            start = processes.Fresh(gpus, environment)
-        else:
-            with command_line.step("loading torch, megatron-core and deepspeed"):
-                alone = processes.load_libraries()
-            start = processes.copy_of_this if alone else processes.Fresh([], {**environment, "OMP_NUM_THREADS": "1"})
 
-        def finish(run, seconds):
-            plan.record(run, seconds, device)
-            if options.only is None:
-                _write(plan)
+    def finish(run: PlannedRun, seconds: float) -> None:
+        plan.record(run, seconds, device)
+        if options.only is None:
+            _write(plan)
 
-        jobs = Jobs(left, slots, start, finish)
+    with _locked(plan, alone=options.only is None):
+        with step("starting processes"):
+            programs = Programs(gpus, plan.output)
+        jobs = Jobs(left, slots, programs, finish)
         jobs.run()
     return jobs.failed, jobs.stopped
 
 
 @contextmanager
-def _alone(plan: Plan, options: argparse.Namespace) -> Iterator[None]:
+def _locked(plan: Plan, alone: bool) -> Iterator[None]:
     """Keep other comparisons out of the output directory; the jobs of an array are told apart by what they do."""
-    from megatron_tape.errors import refuse
-
     plan.output.mkdir(parents=True, exist_ok=True)
-    # Copies of this process inherit the lock: runs that a killed comparison has left behind are waited for.
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            if options.only is None:
+            if alone:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The runs share it, so that those which a killed comparison has left behind are waited for.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            refuse(
-                True, f"another comparison, or a run that one has left behind, is at work in {plan.output}; wait for it"
-            )
+            problem = "is where another comparison, or a run that one has left behind, is at work"
+            refuse(True, str(plan.output), problem, "wait for it")
         except OSError:  # some network file systems have no locks
             pass
         yield
@@ -166,12 +147,10 @@ def _alone(plan: Plan, options: argparse.Namespace) -> Iterator[None]:
 
 def _write(plan: Plan) -> str:
     """Write the results as JSON and as tables; return the tables."""
-    from megatron_tape.evaluation.comparison import NAME, write_comparison
     from megatron_tape.evaluation.report.comparison import markdown
-    from megatron_tape.io.files import write_whole
 
     order = {run.variant.label: number for number, run in reversed([*enumerate(plan.runs)])}
-    plan.known["runs"].sort(key=lambda run: (order.get(run["variant"], len(order)), run["variant"], run["seed"]))
+    plan.known.runs.sort(key=lambda run: (order.get(run.variant, len(order)), run.variant, run.seed))
     write_comparison(plan.output / NAME, plan.known)
     text = markdown(plan.known, [run.name for run in plan.left])
     write_whole(plan.output / "comparison.md", [text.encode()])
@@ -180,14 +159,12 @@ def _write(plan: Plan) -> str:
 
 def _conclude(plan: Plan) -> None:
     """Collect what there is, show the tables and make the page."""
-    from pretrain.report import make
-
     plan.collect()
-    if not plan.known["runs"]:
+    if not plan.known.runs:
         return
     plan.output.mkdir(parents=True, exist_ok=True)
     print(_write(plan))
-    make([plan.output], plan.output / "report.html")
+    report.make([plan.output], plan.output / "report.html")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from megatron_tape.command_line import counted
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import EXIT_REFUSED, UserError, refuse
+from megatron_tape.evaluation.comparison import NAME, read_comparison
 from megatron_tape.io.files import write_whole
 
 
@@ -33,9 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         make(arguments.paths, arguments.output)
-    except ConfigError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_REFUSED
     except OSError as error:
         named = error.strerror and error.filename
         print(f"error: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
@@ -44,31 +45,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make(paths: list[str | Path], output: Path) -> None:
-    """Write a page about runs and results. Raises ConfigError in one sentence for what cannot be shown, and OSError."""
-    refuse(
-        output.suffix.lower() not in (".html", ".htm"),
-        f"--output is {output}; give a name that ends in .html, as a file of that name is replaced",
-    )
-    refuse(output.is_dir(), f"--output is {output}, a directory; name a file in it")
-    from megatron_tape.evaluation.comparison import NAME, read_comparison
-    from megatron_tape.evaluation.report.inputs import read_models
+    """Write a page about runs and results. Raises UserError for what cannot be shown, and OSError."""
+    fix = "give a name that ends in .html, as a file of that name is replaced"
+    refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
+    refuse(output.is_dir(), "--output", f"is {output}, a directory", "name a file in it")
+    from megatron_tape.evaluation.report.models import METRICS, read_models
     from megatron_tape.evaluation.report.page import page
 
-    files = {path: path / NAME if path.is_dir() else path for path in map(Path, paths)}
-    # A run of a comparison has such a file, too, and is shown as a run.
-    files = {path: file for path, file in files.items() if file.name == NAME and not _is_run(path)}
-    comparisons = [read_comparison(file) for file in files.values() if file.is_file()]
-    models = read_models([path for path in map(Path, paths) if not (path in files and files[path].is_file())])
+    comparisons, others = [], []
+    for path in map(Path, paths):
+        file = path / NAME if path.is_dir() else path
+        # A run of a comparison has such a file, too, and is shown as a run.
+        if file.name == NAME and file.is_file() and not (path / METRICS).is_file():
+            comparisons.append(read_comparison(file))
+        else:
+            others.append(path)
+    models = read_models(others)
     content = page(models, comparisons).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
     shown = [counted(len(comparisons), "comparison")] if comparisons else []
     shown += [counted(len(models), "model")] if models or not comparisons else []
     print(f"{output}: {' and '.join(shown)}, {len(content) / 1e6:.1f} MB")
-
-
-def _is_run(path: Path) -> bool:
-    return path.is_dir() and (path / "metrics.jsonl").is_file()
 
 
 if __name__ == "__main__":

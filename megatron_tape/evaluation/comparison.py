@@ -9,75 +9,67 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from megatron_tape.checkpoint.saved_settings import changes, model_differences
+from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differences
 from megatron_tape.config.schema import RunConfig, config_dict, model_dict
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.results import Score, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, paired_t
-from megatron_tape.io.records import read_record, write_record
+from megatron_tape.io.records import write_record
 
 FORMAT = 1
 NAME = "comparison.json"
 TRAINING = "training"
-"""Stands in place of a task for what is known of the training itself."""
+"""The task of scores that describe the training itself."""
 Settings = dict[str, dict[str, Any]]
 
 
-class Value(TypedDict):
-    """One figure of a run; as `evaluation.base.Score`, of the task `task`."""
-
-    task: str
-    metric: str
-    group: str
-    length: int | None
-    value: float
-    better: str
-    unit: str
-
-
-class Run(TypedDict):
+@dataclass(frozen=True)
+class FinishedRun:
     """What a variant came to with one seed, and on what."""
 
     variant: str
     seed: int
-    values: list[Value]
+    scores: list[Score]
     seconds: float
     """Of training and evaluation, without those before an interruption."""
     created: float
     hardware: str
     versions: dict[str, str]
 
+    @property
+    def name(self) -> tuple[str, int]:
+        """What tells it apart from the other runs."""
+        return self.variant, self.seed
 
-class Comparison(TypedDict):
+
+@dataclass(frozen=True)
+class Comparison:
     """The contents of `comparison.json`."""
 
-    format: int
     settings: Settings
     """Those of the recipe, which all variants share but for what their names say."""
     evaluation: Settings
     """Those of each task."""
     baseline: str
     """The variant with which the others are compared."""
-    runs: list[Run]
+    runs: list[FinishedRun] = field(default_factory=list)
+    format: int = FORMAT
 
+    @property
+    def variants(self) -> list[str]:
+        """The variants of all runs, in the order in which they come."""
+        return list(dict.fromkeys(run.variant for run in self.runs))
 
-@dataclass(frozen=True)
-class Metric:
-    """What tables are made of: the figures of one kind."""
-
-    task: str
-    metric: str
-    group: str
-    length: int | None
-    better: str
-    unit: str
+    @property
+    def metrics(self) -> list[Score]:
+        """What all runs have scores of, in the order in which they come; the values are 0."""
+        return list(dict.fromkeys(_without_value(score) for run in self.runs for score in run.scores))
 
 
 @dataclass(frozen=True)
@@ -108,90 +100,89 @@ def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
     settings, evaluation = json.loads(json.dumps([config_dict(base), evaluation]))
     # Where runs lie on this machine concerns nobody else.
     del settings["logging"], settings["checkpoint"]["directory"]
-    return {"format": FORMAT, "settings": settings, "evaluation": evaluation, "baseline": baseline, "runs": []}
+    return Comparison(settings, evaluation, baseline)
 
 
 def read_comparison(path: str | Path) -> Comparison:
-    """Read such a file. Raises ConfigError, in one sentence that names the file, and OSError."""
-    try:
-        found = read_record(path, Comparison)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    refuse(
-        found["format"] != FORMAT,
-        f"{path} cannot be used: it has the format {found['format']}, and this version reads {FORMAT}; update this "
-        "project",
-    )
+    """Read such a file. Raises FileError for another or a damaged file, and OSError."""
+    found = read_dataclass(path, Comparison)
+    if found.format != FORMAT:
+        problem = f"cannot be used: it has the format {found.format}, and this version reads {FORMAT}"
+        raise FileError(str(path), problem, "update this project")
     return found
 
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
-    """Replace the file, whole or not at all."""
-    write_record(path, comparison)
+    """Replace the file, whole or not at all. Of scores, what is not their default is written."""
+    content = dataclasses.asdict(comparison)
+    defaults = {f.name: f.default for f in dataclasses.fields(Score)}
+    for run in content["runs"]:
+        run["scores"] = [{key: v for key, v in score.items() if v != defaults[key]} for score in run["scores"]]
+    write_record(path, content)
 
 
 def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
     """Add the runs of another file that are not in `comparison` yet.
 
-    Raises ConfigError if they were made with other settings.
+    Raises FileError if they were made with other settings.
     """
     other = read_comparison(path)
-    different = [] if not other["runs"] else differences(other, comparison, base)
-    shown = "; ".join(different[:3]) + (f"; and {len(different) - 3} others" if len(different) > 3 else "")
-    refuse(
-        bool(different), f"{path} holds runs with other settings ({shown}); restore these, or choose another --output"
-    )
-    known = {(run["variant"], run["seed"]) for run in comparison["runs"]}
-    comparison["runs"] += [run for run in other["runs"] if (run["variant"], run["seed"]) not in known]
+    if other.runs and (different := differences(other, comparison, base)):
+        problem = f"holds runs with other settings ({first_of(different)})"
+        raise FileError(str(path), problem, "restore these, or choose another --output")
+    known = {run.name for run in comparison.runs}
+    comparison.runs.extend(run for run in other.runs if run.name not in known)
+
+
+def first_of(differences: Sequence[str]) -> str:
+    """Return the first differences as text, and how many others there are."""
+    others = f"; and {len(differences) - 3} others" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + others
 
 
 def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:
-    """Return a sentence for each setting that differs; what has no effect on results is left out."""
-    found = changed_settings(recorded["settings"], base, ("position_encoding",))
-    for task, settings in now["evaluation"].items():
-        before = recorded["evaluation"].get(task)
+    """Describe the settings that differ; what has no effect on results is left out."""
+    found = changed_settings(recorded.settings, base, ("position_encoding",))
+    for task, settings in now.evaluation.items():
+        before = recorded.evaluation.get(task)
         if before is None:
             found.append(f"{task} was not evaluated")
-            continue
-        for key, value in settings.items():
-            if before.get(key, value) != value:
-                found.append(f"{task}.{key}: was {json.dumps(before[key])}, is now {json.dumps(value)}")
+        else:
+            found += _changes(f"{task}.", before, settings)
     return found
 
 
 def changed_settings(saved: Settings, config: RunConfig, apart: Sequence[str] = ()) -> list[str]:
-    """Return a sentence for each setting that is not as it was saved; keys of `model` that `apart` names may differ."""
-    now, free = model_dict(config.model, unread=False), ("attention_backend", *apart)
-    return model_differences(saved.get("model", {}), now, free, ("was", "is now")) + [
-        sentence
-        for sentence in changes(saved, config)
-        if not sentence.startswith("model.") and "the data comes in another order" not in sentence
+    """Describe the settings that are not as they were saved; keys of `model` that `apart` names may differ."""
+    model, free = model_dict(config.model, unread=False), ("attention_backend", *apart)
+    found = model_differences(saved.get("model", {}), model, free, ("was", "is now"))
+    for section, values in json.loads(json.dumps(config_dict(config))).items():
+        if section != "model":
+            found += _changes(f"{section}.", saved.get(section, {}), values)
+    return found
+
+
+def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describe the settings of both that differ and have an effect on results."""
+    return [
+        f"{prefix}{key}: was {json.dumps(before[key])}, is now {json.dumps(value)}"
+        for key, value in now.items()
+        if key in before and before[key] != value and not f"{prefix}{key}".startswith(WITHOUT_EFFECT)
     ]
 
 
-def metrics(comparison: Comparison) -> list[Metric]:
-    """Return the metrics of all runs, in the order in which they come."""
-    found = (
-        Metric(*(value[key] for key in ("task", "metric", "group", "length", "better", "unit")))
-        for run in comparison["runs"]
-        for value in run["values"]
-    )
-    return list(dict.fromkeys(found))
+def _without_value(score: Score) -> Score:
+    return dataclasses.replace(score, value=0.0, low=None, high=None, count=None)
 
 
-def variants(comparison: Comparison) -> list[str]:
-    """Return the variants of all runs, in the order in which they come."""
-    return list(dict.fromkeys(run["variant"] for run in comparison["runs"]))
-
-
-def rows(comparison: Comparison, metric: Metric) -> list[Row]:
-    """Return what each variant came to in a metric."""
+def rows(comparison: Comparison, metric: Score) -> list[Row]:
+    """Return what each variant came to in one of the comparison's metrics."""
     by_variant: dict[str, dict[int, float]] = {}
-    for run in comparison["runs"]:
-        for value in run["values"]:
-            if all(value[key] == item for key, item in dataclasses.asdict(metric).items()):
-                by_variant.setdefault(run["variant"], {})[run["seed"]] = value["value"]
-    baseline = comparison["baseline"]
+    for run in comparison.runs:
+        for score in run.scores:
+            if _without_value(score) == metric:
+                by_variant.setdefault(run.variant, {})[run.seed] = score.value
+    baseline = comparison.baseline
     reference = by_variant.get(baseline, {})
     found = []
     for variant, values in by_variant.items():
@@ -201,51 +192,15 @@ def rows(comparison: Comparison, metric: Metric) -> list[Row]:
     return found
 
 
-def run_values(config: RunConfig, metrics_rows: list[dict[str, Any]], parameters: int) -> list[Value]:
-    """Return the figures of a training, given the rows of its metrics: losses, time and size."""
+def training_scores(config: RunConfig, metrics_rows: list[dict[str, Any]], parameters: int) -> list[Score]:
+    """Return the figures of a training, given the rows of its metrics: loss, time and size."""
     tokens = config.train.global_batch_size * config.model.seq_length
     speeds = [row["tokens_per_second"] for row in metrics_rows if row.get("tokens_per_second")]
     last = [row.get("validation_loss") for row in metrics_rows if row["step"] == config.train.steps]
-    seconds = tokens / statistics.median(speeds) if speeds else None
-    figures = [
-        ("validation loss", last[0] if last else None, "lower", "nats per token"),
-        ("seconds per step", seconds, "lower", "s"),
-        ("parameters", float(parameters), "neither", ""),
-    ]
-    return [
-        {"task": TRAINING, "metric": name, "group": "", "length": None, "value": value, "better": better, "unit": unit}
-        for name, value, better, unit in figures
-        if value is not None
-    ]
-
-
-def score_values(tasks: dict[str, TaskResult], names: Sequence[str]) -> list[Value]:
-    """Return the figures of the tasks `names` of a `results.json`."""
-    return [
-        {
-            "task": name,
-            "metric": score.metric,
-            "group": score.group,
-            "length": score.length,
-            "value": score.value,
-            "better": score.better,
-            "unit": score.unit,
-        }
-        for name in names
-        for score in tasks[name].scores
-    ]
-
-
-def made_run(
-    variant: str, seed: int, values: list[Value], seconds: float, hardware: str, versions: dict[str, str]
-) -> Run:
-    """Return the record of a run that has just ended."""
-    return {
-        "variant": variant,
-        "seed": seed,
-        "values": values,
-        "seconds": seconds,
-        "created": time.time(),
-        "hardware": hardware,
-        "versions": versions,
-    }
+    found = [Score("parameters", float(parameters), "neither", task=TRAINING)]
+    if speeds:
+        seconds = tokens / statistics.median(speeds)
+        found.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
+    if last and last[0] is not None:
+        found.insert(0, Score("validation loss", last[0], "lower", unit="nats per token", task=TRAINING))
+    return found

@@ -83,7 +83,7 @@ def _panels(
         sentences = draw(axes, group)
         axes.set_title(plain(group), fontsize=10)
         axes.set_ylabel(axis)
-        described.append(f"On {group}: {'; '.join(sentences)}.")
+        described.append(f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}.")
     for axes in panels[len(groups) :]:
         axes.set_visible(False)
     legend(figure)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import read_record, write_record
+from megatron_tape.io.records import RECORD_BYTES, read_record, write_record
 
 FORMAT = 1
 NAME = "results.json"
@@ -38,9 +38,11 @@ class Score:
     group: str = ""
     """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
     count: int | None = None
-    """Samples behind it."""
+    """How many samples are behind it."""
     unit: str = ""
     """Such as `nats per token`; nothing for shares between 0 and 1."""
+    counted: str = "sample"
+    """What `count` counts, such as documents or tokens, in the singular."""
     task: str = ""
     """The task that measured it, which the runner enters."""
 
@@ -113,15 +115,8 @@ def results_file(path: str | Path) -> Path:
 
 def read_results(path: str | Path) -> Results:
     """Read a results file, or that of a directory. Raises OSError, or FileError for another or a damaged file."""
-    from pydantic import TypeAdapter, ValidationError
-
     file = results_file(path)
-    try:
-        results = TypeAdapter(Results).validate_python(read_record(file, dict[str, Any], _BYTES))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "it"
-        raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
+    results = read_dataclass(file, Results, _BYTES)
     if results.format != FORMAT:
         problem = f"cannot be used: it has the format {results.format}, and this version reads {FORMAT}"
         raise FileError(str(file), problem, "update this project, or evaluate again")
@@ -130,6 +125,18 @@ def read_results(path: str | Path) -> Results:
         for name, task in results.tasks.items()
     }
     return replace(results, tasks=tasks)
+
+
+def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
+    """Read a JSON file as an object of a dataclass. Raises OSError, or FileError for another or a damaged file."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(read_record(file, dict[str, Any], limit))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise FileError(str(file), f"cannot be used: {place}: {first['msg']}") from None
 
 
 def write_results(directory: Path, results: Results) -> None:

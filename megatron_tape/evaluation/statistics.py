@@ -1,4 +1,7 @@
-"""Intervals in which scores lie with 95 % confidence, and a test of differences between pairs."""
+"""Intervals in which scores lie with 95 % confidence, and a test of differences between pairs.
+
+scipy is loaded by the functions that need it: loading it takes longer than checking a command.
+"""
 
 import math
 import warnings
@@ -19,11 +22,11 @@ def bootstrap_ratio(
 ) -> Interval:
     """Return the percentile interval of sum(`numerators`) / sum(`denominators`) over resampled documents.
 
-    Both have one entry per document, such as nats and tokens, which are drawn together. One document shows no spread,
-    so its interval is (None, None); so is that of documents whose denominators are all 0.
+    Both have one entry per document, such as nats and tokens, which are drawn together. The interval is (None, None)
+    unless at least two documents have a denominator that is not 0: a single one shows no spread.
     """
     pairs = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
-    if len(pairs) < 2 or not pairs[:, 1].any():
+    if np.count_nonzero(pairs[:, 1]) < 2:
         return None, None
     random = np.random.default_rng(seed)
     sums = np.stack([pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)])
@@ -40,7 +43,11 @@ def bootstrap_mean(values: Sequence[float], samples: int = 1000, seed: int = 0) 
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, which also holds near 0 and 1 and for few samples."""
+    """Return Wilson's score interval of a share, which also holds near 0 and 1 and for few samples.
+
+    `successes` need not be whole, as where a sample has several answers of which some are right;
+    `scipy.stats.binomtest` takes whole ones only.
+    """
     if count == 0:
         return 0.0, 1.0
     share, z = successes / count, _NORMAL_QUANTILE
@@ -69,35 +76,19 @@ class PairedTest:
 
 def paired_t(differences: Sequence[float]) -> PairedTest:
     """Test whether the mean of differences, at least one, is zero."""
+    from scipy.stats import ttest_1samp
+
     count, mean = len(differences), float(np.mean(differences))
-    error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else 0.0
     # Differences of equal values differ by rounding alone.
-    if error <= 1e-12 * max(map(abs, differences)):
+    if count < 2 or np.std(differences) <= 1e-12 * max(map(abs, differences)):
         return PairedTest(count, mean)
-    reach = t_quantile(count - 1) * error
-    return PairedTest(count, mean, mean - reach, mean + reach, t_tails(mean / error, count - 1))
-
-
-def t_tails(t: float, freedom: int) -> float:
-    """Return the probability that |T| >= |t| for Student's T with `freedom` degrees of freedom.
-
-    The finite series of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4.
-    """
-    angle = math.atan2(abs(t), math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1.0 - inside))
+    test = ttest_1samp(differences, 0.0)
+    interval = test.confidence_interval()
+    return PairedTest(count, mean, float(interval.low), float(interval.high), float(test.pvalue))
 
 
 def t_quantile(freedom: int) -> float:
     """Return the t between whose two signs Student's T lies with 95 % probability."""
-    low, high = 0.0, 100.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tails(middle, freedom) > 2 * TAIL / 100 else (low, middle)
-    return low
+    from scipy.stats import t
+
+    return float(t.ppf(1 - TAIL / 100, freedom))

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
 
 RECORD_BYTES = 64 << 20
@@ -29,13 +30,13 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
     Raises:
         OSError: if the file does not exist or cannot be read.
-        ValueError: in one sentence that names the file, if it has more than `limit` bytes, is not JSON, or does not
+        FileError: if it has more than `limit` bytes, is not JSON, or does not
             have `shape`.
     """
     try:
         return parse_record(read_small(path, limit), shape)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}") from None
+        raise FileError(str(path), f"cannot be used: {error}") from None
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
@@ -43,7 +44,7 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
     try:
         return parse_yaml(read_small(path, limit), shape)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}") from None
+        raise FileError(str(path), f"cannot be used: {error}") from None
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from megatron_tape import command_line
 from megatron_tape.command_line import counted, duration
-from megatron_tape.errors import ConfigError
-from pretrain.comparison.plan import Run
-from pretrain.comparison.processes import Process, Start
+from megatron_tape.errors import UserError
+from pretrain.comparison.plan import PlannedRun
+from pretrain.comparison.programs import SIGNALS, Process, Start
 
-_PAUSE = 0.2
 _TRAINING = 0.95
 """Share of a run's time that goes into training, for the estimate of the time left."""
 
@@ -22,21 +21,27 @@ _TRAINING = 0.95
 class _Active:
     """A run that is being done."""
 
-    run: Run
+    run: PlannedRun
     process: Process
     stage: int = 0
-    asked: int | None = None
-    """The last signal that asked its process to end."""
+    asked: str = ""
+    """How its process was last asked to end."""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def share(self) -> float:
         return _TRAINING * self.run.share_done() if self.stage == 0 else _TRAINING
 
+    def ask(self, how: str) -> None:
+        """Have the process end, by its method `terminate` or `kill`."""
+        if self.asked != how:
+            getattr(self.process, how)()
+            self.asked = how
+
     def __str__(self) -> str:
-        name, config = self.run.stages[self.stage][0], self.run.config
-        step = round(self.run.share_done() * config.train.steps)
-        return f"{self.run.name} ({f'step {step:,} of {config.train.steps:,}' if self.stage == 0 else name})"
+        name, steps = self.run.stages[self.stage][0], self.run.config.train.steps
+        step = round(self.run.share_done() * steps)
+        return f"{self.run.name} ({f'step {step:,} of {steps:,}' if self.stage == 0 else name})"
 
 
 class Jobs:
@@ -45,102 +50,104 @@ class Jobs:
     A run that fails does not keep the others from being done; `failed` says why, by the run's name.
     """
 
-    def __init__(self, runs: list[Run], slots: int, start: Start, finish: Callable[[Run, float], None]):
-        self._waiting, self._slots, self._start, self._finish = list(runs), slots, start, finish
+    def __init__(
+        self,
+        runs: list[PlannedRun],
+        slots: int,
+        start: Start,
+        finish: Callable[[PlannedRun, float], None],
+        pause: float = 0.2,
+    ):
+        self._waiting, self._slots, self._start, self._finish, self._pause = list(runs), slots, start, finish, pause
         self._active: dict[int, _Active] = {}
         self._total, self._done, self._before = len(runs), 0, {run.name: run.share_done() for run in runs}
+        # Work is counted in shares of runs, of which those of earlier commands are left out.
         self._ended = 0.0
-        self.failed: dict[str, str] = {}
+        self._progress = command_line.Progress(round(1000 * sum(map(self._work, runs))))
         self._signals: list[int] = []
+        self.failed: dict[str, str] = {}
 
     @property
     def stopped(self) -> int | None:
         """The signal that ended the work before its end, if there was one."""
         return self._signals[0] if self._signals else None
 
+    def _work(self, run: PlannedRun) -> float:
+        return 1 - _TRAINING * self._before[run.name]
+
     def run(self) -> None:
         """Do all runs; after a signal such as Ctrl-C, have those that are being done save and end, and return."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        kept = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
-        handlers = {number: signal.signal(number, self._on_signal) for number in kept}
-        # Work is counted in shares of runs, of which those of earlier commands are left out.
-        work = sum(1 - _TRAINING * share for share in self._before.values())
-        progress = command_line.Progress(round(1000 * work))
+        kept = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
+        handlers = {number: signal.signal(number, lambda number, _: self._signals.append(number)) for number in kept}
         try:
             while self._active or (self._waiting and not self._signals):
-                self._fill()
-                self._look(progress)
+                self._start_and_stop()
+                for slot in list(self._active):
+                    self._look_at(slot)
                 gone = sum(active.share - _TRAINING * self._before[active.run.name] for active in self._active.values())
-                progress.update(max(0, round(1000 * (self._ended + gone))), self._line)
-                time.sleep(_PAUSE)
+                self._progress.update(max(0, round(1000 * (self._ended + gone))), self._line)
+                time.sleep(self._pause)
         finally:
-            progress.end()
+            self._progress.end()
             for active in self._active.values():
-                active.process.send_signal(signal.SIGKILL)
+                active.ask("kill")
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._signals.append(number)
-
-    def _fill(self) -> None:
+    def _start_and_stop(self) -> None:
         """Start what there is room for; after a signal ask what runs to save and end, after a second Ctrl-C end it."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
                 _, module, arguments = run.stages[0]
                 self._active[slot] = _Active(run, self._start(module, arguments, run.log, slot))
-        ask = signal.SIGKILL if self._signals.count(signal.SIGINT) > 1 else signal.SIGTERM
-        for active in self._active.values() if self._signals else ():
-            if active.asked != ask:
-                active.process.send_signal(ask)
-                active.asked = ask
+        if self._signals:
+            for active in self._active.values():
+                active.ask("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
 
-    def _look(self, progress: command_line.Progress) -> None:
-        for slot, active in list(self._active.items()):
-            status = active.process.poll()
-            if status is None:
-                continue
-            run, stage = active.run, active.stage + 1
-            if status == 0 and stage < len(run.stages) and self.stopped is None:
-                _, module, arguments = run.stages[stage]
-                active.process = self._start(module, arguments, run.log, slot)
-                active.stage, active.asked = stage, None
-                continue
-            del self._active[slot]
-            self._ended += 1 - _TRAINING * self._before[run.name]
-            if status == 0 and stage == len(run.stages):
-                self._conclude(active, progress)
-            elif self.stopped is None:
-                self._fail(run, f"{run.stages[stage - 1][0]} ended with status {status}{_last_words(run)}", progress)
+    def _look_at(self, slot: int) -> None:
+        """Go on with the run of a slot if its process has ended."""
+        active = self._active[slot]
+        run, status, stage = active.run, active.process.exitcode, active.stage + 1
+        if status is None:
+            return
+        if status == 0 and stage < len(run.stages) and self.stopped is None:
+            _, module, arguments = run.stages[stage]
+            active.process = self._start(module, arguments, run.log, slot)
+            active.stage, active.asked = stage, ""
+            return
+        del self._active[slot]
+        self._ended += self._work(run)
+        if status == 0 and stage == len(run.stages):
+            self._conclude(run, time.monotonic() - active.started)
+        elif self.stopped is None:
+            self._fail(run, f"{run.stages[stage - 1][0]} ended with status {status}{_last_words(run)}")
 
-    def _conclude(self, active: _Active, progress: command_line.Progress) -> None:
-        seconds = time.monotonic() - active.started
+    def _conclude(self, run: PlannedRun, seconds: float) -> None:
         try:
-            self._finish(active.run, seconds)
-        except (ConfigError, OSError) as error:
-            self._fail(active.run, str(error), progress)
+            self._finish(run, seconds)
+        except (UserError, OSError) as error:
+            self._fail(run, str(error))
             return
         self._done += 1
-        progress.end()
-        command_line.say(
-            f"{self._done} of {counted(self._total, 'run')}: {active.run.name}, finished in {duration(seconds)}"
-        )
+        self._progress.end()
+        took = duration(seconds)
+        command_line.say(f"{self._done} of {counted(self._total, 'run')}: {run.name}, finished in {took}")
 
-    def _fail(self, run: Run, reason: str, progress: command_line.Progress) -> None:
+    def _fail(self, run: PlannedRun, reason: str) -> None:
         self.failed[run.name] = f"{reason}; its output is in {run.log}"
-        progress.end()
+        self._progress.end()
         command_line.say(f"failed: {run.name}: {self.failed[run.name]}")
 
     def _line(self, _: float) -> str:
-        running = ", ".join(map(str, self._active.values()))
-        asked = "; they save and end" if running and self.stopped is not None else ""
-        return (
-            f"{self._done} of {counted(self._total, 'run')} finished{'; running: ' if running else ''}{running}{asked}"
-        )
+        line = f"{self._done} of {counted(self._total, 'run')} finished"
+        if self._active:
+            line += f"; running: {', '.join(map(str, self._active.values()))}"
+            line += "; they save and end" if self._signals else ""
+        return line
 
 
-def _last_words(run: Run) -> str:
+def _last_words(run: PlannedRun) -> str:
     """Return the last line of a run's output that reports an error."""
     try:
         with open(run.log, "rb") as file:

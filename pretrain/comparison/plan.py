@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.arguments import read_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
-from megatron_tape.errors import ConfigError, refuse
-from megatron_tape.evaluation import comparison as results
+from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.evaluation import comparison
 from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.comparison import NAME, Comparison
+from megatron_tape.evaluation.comparison import NAME, Comparison, FinishedRun
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.evaluation.report.inputs import METRICS, SETTINGS, read_run
-from megatron_tape.evaluation.report.inputs import Run as Metrics
+from megatron_tape.evaluation.report.models import METRICS, SETTINGS, read_run
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
 from megatron_tape.extension.base import check_command
@@ -35,7 +35,7 @@ MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One variant with one seed: `arguments` are those of pretrain.train, `evaluation` those of pretrain.evaluate."""
 
     variant: Variant
@@ -67,10 +67,6 @@ class Run:
         """The file that says that it is finished."""
         return self.directory / NAME
 
-    def metrics(self) -> Metrics:
-        """Return its metrics as far as they are written."""
-        return read_run(self.directory)
-
     def share_done(self) -> float:
         """Return how much of its training is done, between 0 and 1."""
         try:
@@ -87,99 +83,106 @@ class Plan:
     """All runs of a comparison, and what is known of them by now."""
 
     output: Path
-    runs: list[Run]
+    runs: list[PlannedRun]
     base: RunConfig
     tasks: list[Task]
     known: Comparison
 
     @property
-    def left(self) -> list[Run]:
+    def left(self) -> list[PlannedRun]:
         """The runs that are not finished."""
-        finished = {(run["variant"], run["seed"]) for run in self.known["runs"]}
+        finished = {run.name for run in self.known.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
-    def record(self, run: Run, seconds: float, device: str | None) -> None:
+    def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
         """Add what a run came to, once it has been trained and evaluated; `device` is the GPU's name, if there is one.
 
-        Raises ConfigError if its programs have left no results.
+        Raises FileError if its programs have left no results.
         """
-        values = results.run_values(run.config, run.metrics().rows, parameter_count(run.config.model))
+        rows = read_run(run.directory).rows
+        scores = comparison.training_scores(run.config, rows, parameter_count(run.config.model))
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
-            try:
-                tasks = read_results(newest).tasks
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{run.name} has left no results: {error}") from None
-            values = results.score_values(tasks, [task.name for task in self.tasks]) + values
-        made = results.made_run(
-            run.variant.label, run.seed, values, seconds, device or hardware(None), versions_with_commit()
+            tasks = read_results(newest).tasks
+            scores = [score for task in self.tasks for score in tasks[task.name].scores] + scores
+        made = FinishedRun(
+            run.variant.label, run.seed, scores, seconds, time.time(), device or hardware(None), versions_with_commit()
         )
-        results.write_comparison(run.result, {**self.known, "runs": [made]})
-        self.known["runs"].append(made)
+        comparison.write_comparison(run.result, replace(self.known, runs=[made]))
+        self.known.runs.append(made)
 
     def collect(self) -> None:
         """Add the runs that have finished in the output directory, such as those of other jobs."""
         for run in self.runs:
             if run.result.is_file():
-                results.add_runs(self.known, run.result, self.base)
+                comparison.add_runs(self.known, run.result, self.base)
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     """Return the plan of a command, with `overrides` of the recipe, after checking every configuration in full.
 
-    Raises ConfigError, in one sentence, for what cannot work or does not fit results that exist.
+    Raises UserError for what cannot work or does not fit results that exist.
     """
     variants = parse_variants(options.encodings)
-    refuse(not 1 <= options.seeds <= MOST_SEEDS, f"--seeds is {options.seeds}; give a number from 1 to {MOST_SEEDS}")
+    labels = [variant.label for variant in variants]
+    refuse(not 1 <= options.seeds <= MOST_SEEDS, "--seeds", f"is {options.seeds}", f"give 1 to {MOST_SEEDS}")
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
-    baseline = options.baseline or variants[0].label
-    refuse(
-        baseline not in [variant.label for variant in variants],
-        f"--baseline is {baseline}, which --encodings does not name; choose from "
-        f"{', '.join(variant.label for variant in variants)}",
-    )
+    baseline = options.baseline or labels[0]
+    unknown = f"is {baseline}, which --encodings does not name"
+    refuse(baseline not in labels, "--baseline", unknown, f"choose from {', '.join(labels)}")
     base = _read(options.recipe, overrides, ["--train.seed", "0", "--logging.directory", str(output)])
-    refuse(
-        base.checkpoint.directory != base.default_checkpoint_directory,
-        f"checkpoint.directory is {base.checkpoint.directory}, in which all runs would meet; remove it",
-    )
+    own = base.checkpoint.directory != base.default_checkpoint_directory
+    meets = f"is {base.checkpoint.directory}, in which all runs would meet"
+    refuse(own, "checkpoint.directory", meets, "remove it")
     evaluation = _evaluation(options, base)
     check_directories(base)
     check_data_files(base)
     check_datasets(base)
-    without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
     runs, models = [], {}
     for variant in variants:
-        for seed in range(1, options.seeds + 1):
-            directory = output / variant.directory / f"seed-{seed}"
-            own = [*without, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
-            try:
-                config = _read(options.recipe, overrides, own)
-                same = models.setdefault(variant.label, config.model)
-                if config.model is same:
-                    _check_model(config, evaluation)
-                    twin = next((name for name, model in models.items() if model == same and model is not same), None)
-                    refuse(twin is not None, f"it is the same model as {twin}; remove one")
-                _check_start(directory, config)
-            except ConfigError as error:
-                raise ConfigError(f"{variant.label}: {error}") from None
-            arguments = ["--config", options.recipe, *overrides, *own]
-            evaluated = ["--model", str(directory), "--label", f"{variant.label}, seed {seed}"]
-            evaluated = None if evaluation is None else [*evaluation, *evaluated]
-            runs.append(Run(variant, seed, directory, config, arguments, evaluated))
+        try:
+            runs += _runs_of(variant, options, overrides, base, evaluation, models)
+        except ConfigError as error:
+            raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
     # All variants with the first seed come first: what is done early compares them all.
     runs.sort(key=lambda run: run.seed)
     tasks = [] if evaluation is None else evaluate.read_command([*evaluation, "--model", str(output)])[1]
-    plan = Plan(output, runs, base, tasks, results.empty(base, tasks, baseline))
+    plan = Plan(output, runs, base, tasks, comparison.empty(base, tasks, baseline))
     given = options.results
-    refuse(
-        given is not None and not Path(given).is_file(),
-        f"--results {given} is not a file; give a {NAME} that pretrain.compare wrote, or leave it out",
-    )
+    missing = given is not None and not Path(given).is_file()
+    refuse(missing, "--results", f"{given} is not a file", f"give a {NAME} that pretrain.compare wrote")
     for file in filter(None, (given, output / NAME if (output / NAME).is_file() else None)):
-        results.add_runs(plan.known, Path(file), base)
+        comparison.add_runs(plan.known, Path(file), base)
     plan.collect()
     return plan
+
+
+def _runs_of(
+    variant: Variant,
+    options: argparse.Namespace,
+    overrides: list[str],
+    base: RunConfig,
+    evaluation: list[str] | None,
+    models: dict[str, ModelConfig],
+) -> list[PlannedRun]:
+    """Return the runs of a variant, which is checked; its model is added to those of the others by label."""
+    runs = []
+    without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
+    for seed in range(1, options.seeds + 1):
+        directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
+        own = [*without, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
+        config = _read(options.recipe, overrides, own)
+        if seed == 1:
+            _check_model(config, evaluation)
+            twin = next((label for label, model in models.items() if model == config.model), None)
+            refuse(twin is not None, variant.label, f"is the same model as {twin}", "remove one")
+            models[variant.label] = config.model
+        _check_start(directory, config)
+        arguments = ["--config", options.recipe, *overrides, *own]
+        evaluated = ["--model", str(directory), "--label", f"{variant.label}, seed {seed}"]
+        evaluated = None if evaluation is None else [*evaluation, *evaluated]
+        runs.append(PlannedRun(variant, seed, directory, config, arguments, evaluated))
+    return runs
 
 
 def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
@@ -191,17 +194,13 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     if options.evaluation is not None:
         return ["--config", options.evaluation]
     given = base.evaluation.given()
-    trained = (base.data.generator or {}).get("task")
-    refuse(
-        trained is not None and not given,
-        f"{options.recipe} trains on {trained} and does not say how that is evaluated; add evaluation: "
-        f"{{{trained}: {{every: {base.train.steps}, ...}}}} to it, or give --evaluation FILE",
-    )
-    refuse(
-        not given and base.train.eval_interval is None,
-        "train.eval_interval is null, and no task is evaluated, so that there is nothing to compare; set it, or give "
-        "--evaluation FILE",
-    )
+    if not given and (trained := (base.data.generator or {}).get("task")) is not None:
+        problem = f"is not set, and {options.recipe} trains on {trained}, of which only a task tells what is learned"
+        fix = f"add evaluation: {{{trained}: {{every: {base.train.steps}, ...}}}} to it, or give --evaluation FILE"
+        raise ConfigError("evaluation", problem, fix)
+    if not given and base.train.eval_interval is None:
+        problem = "is null, and no task is evaluated, so that there is nothing to compare"
+        raise ConfigError("train.eval_interval", problem, "set it, or give --evaluation FILE")
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 
@@ -219,26 +218,19 @@ def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
     validate(config, world_size=1)
     check_command(config, extends=False)
     if evaluation is not None:
-        refuse(
-            encoding_of(config.model).exports_to is None,
-            f"model.position_encoding {config.model.position_encoding} cannot be exported, and so not be evaluated; "
-            "leave it out",
-        )
+        encoding = config.model.position_encoding
+        only_here = encoding_of(config.model).exports_to is None
+        problem = f"{encoding} cannot be exported, and so not be evaluated"
+        refuse(only_here, "model.position_encoding", problem, "leave it out")
         evaluate.check_evaluation(evaluation, made_by(config))
 
 
 def _check_start(directory: Path, config: RunConfig) -> None:
-    """Raise ConfigError if a run that has begun there had other settings."""
+    """Raise UserError if a run that has begun there had other settings."""
     if not (directory / SETTINGS).is_file():
         return
-    try:
-        saved = read_yaml(directory / SETTINGS, results.Settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    changed = results.changed_settings(saved, config)
-    refuse(
-        bool(changed),
-        f"{directory} holds a run with other settings ({'; '.join(changed[:3])}); restore these, or choose another "
-        "--output",
-    )
+    saved = read_yaml(directory / SETTINGS, comparison.Settings)
+    if changed := comparison.changed_settings(saved, config):
+        problem = f"holds a run with other settings ({comparison.first_of(changed)})"
+        raise FileError(str(directory), problem, "restore these, or choose another --output")
     check_start(config)

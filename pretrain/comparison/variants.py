@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 
 from megatron_tape.config.schema import ModelConfig, keys_of
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.position import ENCODINGS, setting_names
 
+OPTION = "--encodings"
 _LONGEST_DIRECTORY = 120
 
 
@@ -45,24 +46,20 @@ def parse_variants(text: str) -> list[Variant]:
     """Return the variants that `--encodings` names. Raises ConfigError for one that is unknown or given twice."""
     found = [_parse(item.strip()) for item in text.split(",")]
     for variant in found:
-        refuse(found.count(variant) > 1, f"--encodings names {variant.label} twice; remove one")
+        refuse(found.count(variant) > 1, OPTION, f"names {variant.label} twice", "remove one")
     return found
 
 
 def _parse(text: str) -> Variant:
-    refuse(not text, "--encodings names nothing between two commas; give encodings such as rope,tape")
+    refuse(not text, OPTION, "names nothing between two commas", "give encodings such as rope,tape")
     encoding, *given = text.split("+")
-    refuse(
-        encoding not in ENCODINGS,
-        f"--encodings names {encoding}, which is not an encoding; choose from {', '.join(ENCODINGS)}",
-    )
+    unknown = encoding not in ENCODINGS
+    refuse(unknown, OPTION, f"names {encoding}, which is not an encoding", f"choose from {', '.join(ENCODINGS)}")
     settings: dict[str, str] = {}
     for item in given:
-        key, equals, value = item.partition("=")
-        refuse(
-            not (equals and value), f"--encodings names {text}, where {item!r} sets nothing; write it as setting=value"
-        )
-        refuse(key in settings, f"--encodings names {text}, which sets {key} twice; remove one")
+        key, _, value = item.partition("=")
+        refuse(not value, OPTION, f"names {text}, where {item!r} sets nothing", "write it as setting=value")
+        refuse(key in settings, OPTION, f"names {text}, which sets {key} twice", "remove one")
         _check_key(key, encoding, text)
         settings[key] = value
     return Variant(encoding, tuple(settings.items()))
@@ -70,14 +67,14 @@ def _parse(text: str) -> Variant:
 
 def _check_key(key: str, encoding: str, text: str) -> None:
     keys = {field.name for field in keys_of(ModelConfig)}.union(*map(setting_names, ENCODINGS)) - {"position_encoding"}
-    close = difflib.get_close_matches(key, keys, n=1)
-    refuse(
-        key not in keys,
-        f"--encodings names {text}, but model has no setting {key}; "
-        + (f"did you mean {close[0]}?" if close else "remove it"),
-    )
+    if key not in keys:
+        close = difflib.get_close_matches(key, keys, n=1)
+        fix = f"did you mean {close[0]}?" if close else "remove it"
+        raise ConfigError(OPTION, f"names {text}, but model has no setting {key}", fix)
     owners = [name for name in ENCODINGS if key in setting_names(name)]
     refuse(
         bool(owners) and encoding not in owners,
-        f"--encodings names {text}, but {key} has no effect on {encoding}; remove it",
+        OPTION,
+        f"names {text}, but {key} has no effect on {encoding}",
+        "remove it",
     )

@@ -1,46 +1,54 @@
 """Comparisons as data, tables and pictures."""
 
+import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_tape.checks.arguments import read_run_config
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.comparison import (
-    Metric,
+    Comparison,
+    FinishedRun,
     add_runs,
     empty,
-    metrics,
     read_comparison,
     rows,
     write_comparison,
 )
 from megatron_tape.evaluation.report.comparison import markdown, metric_tables, notes, picture, warnings
 from megatron_tape.evaluation.report.page import page
+from megatron_tape.evaluation.results import Score
 
-ACCURACY = Metric("selective_copy", "accuracy", "IID", None, "higher", "")
+ROOT = Path(__file__).parents[2]
 FOUND = {"rope": {1: 0.5, 2: 0.6, 3: 0.7}, "tape": {1: 0.7, 2: 0.7, 3: 0.9}, "nope<b>": {2: 0.4, 3: 0.4}}
 
 
-def value(number, task="selective_copy", metric="accuracy", group="IID", better="higher"):
-    return {
-        "task": task, "metric": metric, "group": group, "length": None, "value": number, "better": better, "unit": "",
-    }  # fmt: skip
+def score(value, metric="accuracy", group="IID", better="higher"):
+    return Score(metric, value, better, group=group, task="selective_copy")
 
 
-def run(variant, seed, *values, **others):
-    made = {"variant": variant, "seed": seed, "values": list(values), "seconds": 1.0, "created": 1.0}
-    return {**made, "hardware": "CPU x, 2 cores", "versions": {"torch": "2.13.0", "commit": "abc"}, **others}
+def run(variant, seed, *scores):
+    return FinishedRun(variant, seed, list(scores), 1.0, 1.0, "CPU x, 2 cores", {"torch": "2.13.0", "commit": "abc"})
 
 
 def comparison(found=FOUND, baseline="rope"):
-    runs = [run(variant, seed, value(number)) for variant, of in found.items() for seed, number in of.items()]
-    return {"format": 1, "settings": {}, "evaluation": {}, "baseline": baseline, "runs": runs}
+    runs = [run(variant, seed, score(number)) for variant, of in found.items() for seed, number in of.items()]
+    return Comparison({}, {}, baseline, runs)
+
+
+def rows_of(made):
+    return rows(made, made.metrics[0])
+
+
+def cells(table):
+    return {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
 
 
 def test_means_spreads_and_differences_are_over_the_seeds():
-    rope, tape, nope = rows(comparison(), ACCURACY)
+    rope, tape, nope = rows_of(comparison())
     assert rope.mean == pytest.approx(0.6) and rope.spread == pytest.approx(0.1) and rope.difference is None
     assert tape.mean == pytest.approx(2.3 / 3) and tape.spread == pytest.approx(statistics.stdev([0.7, 0.7, 0.9]))
     # Differences 0.2, 0.1 and 0.2: t = 5 with two degrees of freedom.
@@ -50,18 +58,31 @@ def test_means_spreads_and_differences_are_over_the_seeds():
 
 
 def test_a_baseline_is_chosen_and_may_be_missing():
-    assert [row.difference is None for row in rows(comparison(baseline="tape"), ACCURACY)] == [False, True, False]
-    assert all(row.difference is None for row in rows(comparison(baseline="fox"), ACCURACY))
+    assert [row.difference is None for row in rows_of(comparison(baseline="tape"))] == [False, True, False]
+    assert all(row.difference is None for row in rows_of(comparison(baseline="fox")))
 
 
 def test_tables_say_what_is_not_known():
     found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
     (table,) = metric_tables(comparison(found), "selective_copy")
-    shown = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
-    assert shown["rope"] == ["2", "1.0000", "0.0000", "–", "–", "–"]
-    assert shown["tape"] == ["2", "1.0000", "0.0000", "0.0000", "–", "–"]
-    assert shown["nope"] == ["1", "0.5000", "–", "−0.5000", "–", "–"]
+    assert cells(table) == {
+        "rope": ["2", "1.0000", "0.0000", "–", "–", "–"],
+        "tape": ["2", "1.0000", "0.0000", "0.0000", "–", "–"],
+        "nope": ["1", "0.5000", "–", "−0.5000", "–", "–"],
+    }
     assert [column.title for column in table.columns][4] == "difference"
+
+
+def test_a_few_metrics_stand_in_one_table_before_their_own_in_the_order_in_which_they_were_found():
+    made = comparison()
+    for each in made.runs:
+        each.scores.append(score(2 * each.scores[0].value, metric="exact match", better="lower"))
+    assert [metric.metric for metric in made.metrics] == ["accuracy", "exact match"]
+    overview, *others = metric_tables(made, "selective_copy")
+    titles = [column.title for column in overview.columns]
+    assert len(others) == 2 and titles[1:] == ["Accuracy, IID ↑", "Exact match, IID ↓"]
+    shown = {variant: row[0] for variant, row in cells(overview).items()}
+    assert shown == {"rope": "0.600 ± 0.100", "tape": "0.767 ± 0.115*", "nope<b>": "0.400 ± 0.000"}
 
 
 def test_markdown_has_a_row_for_each_variant_and_the_notes():
@@ -73,91 +94,79 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
     assert "Fewer seeds than the others: nope<b> (2)." in text and "Not finished: tape, seed 4." in text
 
 
-def test_one_seed_has_no_test():
+def test_the_notes_say_what_was_trained_and_that_one_seed_has_no_test():
     assert "There is one seed" in notes(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))[2]
-
-
-def test_a_few_metrics_stand_in_one_table_before_their_own():
-    made = comparison()
-    for each in made["runs"]:
-        each["values"].append(value(2 * each["values"][0]["value"], metric="exact match", better="lower"))
-    overview, *others = metric_tables(made, "selective_copy")
-    assert len(others) == 2 and [column.title for column in overview.columns][1:] == [
-        "Accuracy, IID ↑",
-        "Exact match, IID ↓",
-    ]
-    shown = {row[0].text: [cell.text for cell in row[1:]] for row in overview.rows}
-    assert shown["rope"][0] == "0.600 ± 0.100" and shown["tape"][0] == "0.767 ± 0.115*"
-    assert shown["nope<b>"][0] == "0.400 ± 0.000"
-
-
-def test_the_notes_begin_with_what_was_trained():
-    made = comparison() | {"settings": {"model": {"num_layers": 2, "seq_length": 48}, "train": {"steps": 9}}}
-    assert notes(made)[0] == ("3 variants with 3 seeds, 2 layers, 48 tokens, 9 steps; on CPU x, 2 cores, commit abc.")
+    made = replace(comparison(), settings={"model": {"num_layers": 2, "seq_length": 48}, "train": {"steps": 9}})
+    assert notes(made)[0] == "3 variants with 3 seeds, 2 layers, 48 tokens, 9 steps; on CPU x, 2 cores, commit abc."
 
 
 def test_a_warning_says_what_was_not_the_same_for_all_runs():
     mixed = comparison()
     assert warnings(mixed) == []
-    mixed["runs"][0] |= {"hardware": "GPU y", "versions": {"torch": "2.13.0", "commit": "def"}}
+    mixed.runs[0] = replace(mixed.runs[0], hardware="GPU y", versions={"torch": "2.13.0", "commit": "def"})
     assert len(warnings(mixed)) == 2 and "times cannot be compared" in warnings(mixed)[0]
     assert "different versions of commit" in warnings(mixed)[1]
 
 
 def test_the_picture_shows_every_seed_and_the_page_escapes_names():
-    drawn = picture(comparison(), "selective_copy")
-    (axes,) = drawn.figure.axes
+    (axes,) = picture(comparison(), "selective_copy").figure.axes
     points = [sorted(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"]
     assert points == [sorted(of.values()) for of in FOUND.values()]
     content = page([], [comparison(), comparison()])
     assert "nope&lt;b&gt;" in content and "nope<b>" not in content and 'id="comparison-2"' in content
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
-
-
 def base(*others):
-    return read_run_config(["--config", str(RECIPE), "--data.prefix", "x", *others])
+    recipe = ROOT / "tests" / "recipes" / "tiny.yaml"
+    return read_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
 
 
 def test_a_comparison_holds_no_directory_of_the_machine():
-    kept = empty(base("--logging.directory", "/somewhere/here"), [], "rope")
-    assert "somewhere" not in str(kept)
+    assert "somewhere" not in str(empty(base("--logging.directory", "/somewhere/here"), [], "rope"))
+
+
+def test_a_file_holds_what_is_not_a_default_and_is_read_back(tmp_path):
+    write_comparison(tmp_path / "a.json", comparison())
+    assert read_comparison(tmp_path / "a.json") == comparison()
+    first = json.loads((tmp_path / "a.json").read_text())["runs"][0]["scores"][0]
+    assert sorted(first) == ["better", "group", "metric", "task", "value"]
 
 
 def test_runs_of_other_settings_are_refused_and_those_of_other_names_added(tmp_path):
-    first = {**empty(base(), [], "rope"), "runs": [run("rope", 1, value(0.5))]}
+    first = replace(empty(base(), [], "rope"), runs=[run("rope", 1, score(0.5))])
     write_comparison(tmp_path / "a.json", first)
     # Neither the recipe's own encoding nor what is logged has an effect.
     now = base("--model.position_encoding", "nope", "--logging.interval", "7")
-    target = {**empty(now, [], "rope"), "runs": [run("tape", 1, value(0.6)), run("rope", 1, value(0.7))]}
+    target = replace(empty(now, [], "rope"), runs=[run("tape", 1, score(0.6)), run("rope", 1, score(0.7))])
     add_runs(target, tmp_path / "a.json", now)
-    assert [(r["variant"], r["values"][0]["value"]) for r in target["runs"]] == [("tape", 0.6), ("rope", 0.7)]
-    target["runs"].pop()
+    assert [(r.variant, r.scores[0].value) for r in target.runs] == [("tape", 0.6), ("rope", 0.7)]
+    target.runs.pop()
     add_runs(target, tmp_path / "a.json", now)
-    assert [r["variant"] for r in target["runs"]] == ["tape", "rope"]
+    assert [r.variant for r in target.runs] == ["tape", "rope"]
     for change, reported in (
         (["--model.num_layers", "2"], "model.num_layers: was 3, is now 2"),
         (["--optimizer.lr", "0.5"], "optimizer.lr: was 0.01, is now 0.5"),
+        # The order of the data follows from this; only the setting itself is named.
+        (["--train.steps", "11"], "train.steps: was 10, is now 11"),
     ):
-        with pytest.raises(ConfigError, match=f"a.json holds runs with other settings .{reported}"):
+        with pytest.raises(FileError) as error:
             add_runs(empty(base(*change), [], "rope"), tmp_path / "a.json", base(*change))
+        assert error.value.subject == str(tmp_path / "a.json") and f"({reported})" in error.value.problem
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 1}', "[]"])
-def test_a_damaged_file_is_refused_by_name(tmp_path, content):
+OTHER_FORMAT = '{"settings": {}, "evaluation": {}, "baseline": "", "format": 2}'
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 1}', "[]", OTHER_FORMAT])
+def test_a_damaged_file_and_one_of_another_format_are_refused_by_name(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ConfigError, match="a.json cannot be used"):
+    with pytest.raises(FileError) as error:
         read_comparison(tmp_path / "a.json")
+    assert error.value.subject == str(tmp_path / "a.json")
 
 
-def test_a_file_of_another_format_is_refused(tmp_path):
-    write_comparison(tmp_path / "a.json", {**comparison(), "format": 2})
-    with pytest.raises(ConfigError, match="has the format 2, and this version reads 1"):
-        read_comparison(tmp_path / "a.json")
-
-
-def test_metrics_come_in_the_order_in_which_they_were_found():
-    mixed = comparison({})
-    mixed["runs"] = [run("a", 1, value(1.0, group="IID")), run("b", 1, value(1.0, group="dense"), value(1.0))]
-    assert [metric.group for metric in metrics(mixed)] == ["IID", "dense"]
+def test_the_comparisons_of_the_repository_are_read():
+    files = sorted((ROOT / "benchmarks" / "results" / "comparisons").glob("*.json"))
+    found = {file.stem: read_comparison(file) for file in files}
+    assert len(found) == 6 and len(found["grid_navigation_1d"].runs) == 48
+    assert all(score.task for one in found.values() for run in one.runs for score in run.scores)

@@ -14,15 +14,14 @@ from datasets_for_tests import write_all
 
 from megatron_tape.checks.arguments import read_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.comparison import read_comparison
+from megatron_tape.errors import ConfigError, UserError
+from megatron_tape.evaluation.comparison import read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
-from megatron_tape.io.records import write_record
 from megatron_tape.synthetic.settings import generator_of
 from pretrain import compare, evaluate, report
-from pretrain.comparison import processes
 from pretrain.comparison.jobs import Jobs
 from pretrain.comparison.plan import make_plan
+from pretrain.comparison.programs import Programs
 from pretrain.comparison.variants import parse_variants
 
 ROOT = Path(__file__).parents[2]
@@ -53,51 +52,48 @@ def arguments(recipe, output, *others, encodings=VARIANTS, seeds=2):
 
 
 def plan_of(recipe, output, *others, **changes):
-    return make_plan(*compare._parser().parse_known_args(arguments(recipe, output, *others, **changes)))
+    return make_plan(*compare.read_command(arguments(recipe, output, *others, **changes)))
 
 
 @pytest.mark.parametrize(
-    "encodings, reported",
+    "encodings, others, key",
     [
-        ("rope,tapee", "tapee, which is not an encoding"),
-        ("rope,tape,rope", "rope twice"),
-        ("rope,,tape", "nothing between two commas"),
-        ("rope+token_mixing=full", "token_mixing has no effect on rope; remove it"),
-        ("rope,tape+token_miximg=full", "did you mean token_mixing?"),
-        ("rope,tape+token_mixing", "'token_mixing' sets nothing"),
-        ("rope,tape+gate_input=mlp+gate_input=mlp", "sets gate_input twice"),
-        ("rope,tape+gate_input=mpl", "model.gate_input is 'mpl'; choose one of mlp, attention"),
-        ("tape,rope,tape+token_mixing=full", "it is the same model as tape"),
-        ("rope,tape+seq_length=8", "data.generator makes sequences of up to 13 tokens"),
-        ("rope,tape+num_query_groups=3", "model.num_query_groups 3"),
+        ("rope,tapee", (), "--encodings"),
+        ("rope,tape,rope", (), "--encodings"),
+        ("rope,,tape", (), "--encodings"),
+        ("rope+token_mixing=full", (), "--encodings"),  # it has no effect
+        ("rope,tape+token_miximg=full", (), "--encodings"),
+        ("rope,tape+token_mixing", (), "--encodings"),
+        ("rope,tape+gate_input=mlp+gate_input=mlp", (), "--encodings"),
+        ("rope,tape+gate_input=mpl", (), "model.gate_input"),
+        ("tape,rope,tape+token_mixing=full", (), "tape+token_mixing=full"),  # the same model as tape
+        ("rope,tape+seq_length=8", (), "data.generator"),
+        ("rope,tape+num_query_groups=3", (), "model.num_query_groups"),
+        (VARIANTS, ("--baseline", "nope"), "--baseline"),
+        (VARIANTS, ("--seeds", "0"), "--seeds"),
+        (VARIANTS, ("--train.stepz", "3"), "train.stepz"),
+        (VARIANTS, ("--fast",), "--fast"),
+        (VARIANTS, ("--checkpoint.directory", "x"), "checkpoint.directory"),
+        (VARIANTS, ("--evaluation.selective_copy", "null"), "evaluation"),
+        (VARIANTS, ("--evaluation", "missing.yaml"), "missing.yaml"),
+        (VARIANTS, ("--results", "missing.json"), "--results"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, capsys, encodings, reported):
-    assert compare.main(arguments(recipe, tmp_path / "out", encodings=encodings)) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
+def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, encodings, others, key):
+    with pytest.raises((UserError, FileNotFoundError)) as error:
+        plan_of(recipe, tmp_path / "out", *others, encodings=encodings)
+    refused = error.value
+    assert key in (" ".join(refused.subjects) if isinstance(refused, UserError) else refused.filename)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "others, reported",
-    [
-        (["--baseline", "nope"], "--baseline is nope"),
-        (["--seeds", "0"], "--seeds is 0"),
-        (["--jobs", "0"], "--jobs is 0"),
-        (["--only", "4"], "--only is 4; give a number from 0 to 3"),
-        (["--train.stepz", "3"], "did you mean train.steps?"),
-        (["--fast"], "unknown option --fast"),
-        (["--checkpoint.directory", "x"], "in which all runs would meet"),
-        (["--evaluation.selective_copy", "null"], "does not say how that is evaluated"),
-        (["--extension.from", "x"], "run pretrain.extend_context"),
-        (["--parallel.tensor_model_parallel_size", "2"], "tensor_model_parallel_size 2"),
-        (["--evaluation", "missing.yaml"], "missing.yaml"),
-        (["--results", "missing.json"], "missing.json"),
-    ],
-)
+    [(["--jobs", "0"], "--jobs is 0"), (["--only", "4"], "--only is 4; give a number from 0 to 3"),
+     (["--fast"], "--fast is no option"), (["--model.gate_input", "mpl"], "model.gate_input")],
+)  # fmt: skip
 def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
-    assert compare.main(arguments(recipe, tmp_path / "out", *others)) in (1, 2)
+    assert compare.main(arguments(recipe, tmp_path / "out", *others)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
 
@@ -142,23 +138,29 @@ def test_directories_of_variants_are_safe_and_differ():
 class Played:
     """A process that ends with a given status, or when it is asked to."""
 
-    def __init__(self, status, polls):
-        self.status, self.polls, self.signals = status, polls, []
+    def __init__(self, status, looks, asked=lambda process: None):
+        self.status, self.looks, self.signals, self.asked = status, looks, [], asked
 
-    def poll(self):
-        self.polls -= 1
-        return self.status if self.polls < 0 or self.signals else None
+    @property
+    def exitcode(self):
+        self.looks -= 1
+        return self.status if self.looks < 0 else None
 
-    def send_signal(self, number):
-        self.signals.append(number)
-        self.status = 75
+    def terminate(self):
+        self.signals.append("terminate")
+        self.looks, self.status = 0, 75
+        self.asked(self)
+
+    def kill(self):
+        self.signals.append("kill")
+        self.looks, self.status = 0, -9
 
 
 class Stage:
     """Plays the programs of runs, and remembers what was started while what else was running."""
 
-    def __init__(self, statuses=None, polls=2, interrupt_at=None):
-        self.statuses, self.polls, self.interrupt_at = statuses or {}, polls, interrupt_at
+    def __init__(self, statuses=None, looks=2, interrupt_at=None, **played):
+        self.statuses, self.looks, self.interrupt_at, self.played = statuses or {}, looks, interrupt_at, played
         self.started, self.most, self.processes = [], 0, []
 
     def __call__(self, module, arguments, log, slot):
@@ -167,23 +169,24 @@ class Stage:
         self.started.append(key)
         if key in self.statuses:
             log.write_text("step 1\nValueError: it broke\n")
-        self.processes.append(Played(self.statuses.get(key, 0), self.polls))
-        running = [process for process in self.processes if process.polls >= 0]
-        self.most = max(self.most, len(running))
+        self.processes.append(Played(self.statuses.get(key, 0), self.looks, **self.played))
+        self.most = max(self.most, sum(process.looks >= 0 for process in self.processes))
         if len(self.started) == self.interrupt_at:
             signal.raise_signal(signal.SIGTERM)
         return self.processes[-1]
 
 
-@pytest.fixture
-def without_pauses(monkeypatch):
-    monkeypatch.setattr("pretrain.comparison.jobs._PAUSE", 0)
-
-
-def test_each_run_is_trained_and_then_evaluated_so_many_at_a_time(recipe, tmp_path, without_pauses):
-    plan, stage, finished = plan_of(recipe, tmp_path), Stage(), []
-    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
+def done(plan, stage, slots=2):
+    """Do the runs of a plan with programs that are played; return the jobs and the names of the finished runs."""
+    finished = []
+    jobs = Jobs(plan.left, slots, stage, lambda run, seconds: finished.append(run.name), pause=0)
     jobs.run()
+    return jobs, finished
+
+
+def test_each_run_is_trained_and_then_evaluated_so_many_at_a_time(recipe, tmp_path):
+    plan, stage = plan_of(recipe, tmp_path), Stage()
+    jobs, finished = done(plan, stage)
     assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
     for run in plan.runs:
         own = [module for *place, module in stage.started if place == [run.variant.directory, f"seed-{run.seed}"]]
@@ -192,11 +195,9 @@ def test_each_run_is_trained_and_then_evaluated_so_many_at_a_time(recipe, tmp_pa
     assert [run.seed for run in plan.runs] == [1, 1, 2, 2]
 
 
-def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, without_pauses, capsys):
-    plan, finished = plan_of(recipe, tmp_path), []
+def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, capsys):
     stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
-    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
-    jobs.run()
+    jobs, finished = done(plan_of(recipe, tmp_path), stage)
     assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
     assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); its output is")
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
@@ -204,35 +205,29 @@ def test_a_failed_run_does_not_lose_the_others(recipe, tmp_path, without_pauses,
     assert "failed: rope, seed 1" in capsys.readouterr().err
 
 
-def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_path, without_pauses):
-    before = signal.getsignal(signal.SIGTERM)
-    plan, stage, finished = plan_of(recipe, tmp_path), Stage(polls=1000, interrupt_at=1), []
-    jobs = Jobs(plan.left, 2, stage, lambda run, seconds: finished.append(run.name))
-    jobs.run()
+def test_a_signal_asks_what_runs_to_save_and_starts_nothing_more(recipe, tmp_path):
+    before, stage = signal.getsignal(signal.SIGTERM), Stage(looks=1000, interrupt_at=1)
+    jobs, finished = done(plan_of(recipe, tmp_path), stage)
     assert jobs.stopped == signal.SIGTERM and not jobs.failed and not finished
-    assert [process.signals for process in stage.processes] == [[signal.SIGTERM]]
+    assert [process.signals for process in stage.processes] == [["terminate"]]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_a_second_ctrl_c_ends_what_does_not_save(recipe, tmp_path, without_pauses):
-    class Stubborn(Played):
-        def poll(self):
-            if self.signals and self.signals[-1] == signal.SIGTERM:
-                signal.raise_signal(next(others))
-            return -9 if signal.SIGKILL in self.signals else None
-
-        def send_signal(self, number):
-            self.signals.append(number)
-
-    others, process = iter([signal.SIGTERM, signal.SIGINT]), Stubborn(0, 0)
-
-    def start(*_):
+def test_only_a_second_ctrl_c_ends_what_does_not_save(recipe, tmp_path):
+    def refuse_to_end(process):
+        process.looks = 1000
+        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        return process
 
-    jobs = Jobs(plan_of(recipe, tmp_path).left, 1, start, lambda run, seconds: None)
-    jobs.run()
-    assert process.signals == [signal.SIGTERM, signal.SIGKILL] and next(others, None) is None
+    stage = Stage(looks=1000, asked=refuse_to_end)
+    start = stage.__call__
+
+    def interrupted(*given):
+        signal.raise_signal(signal.SIGINT)
+        return start(*given)
+
+    jobs, _ = done(plan_of(recipe, tmp_path), interrupted, slots=1)
+    assert [process.signals for process in stage.processes] == [["terminate", "kill"]]
     assert jobs.stopped == signal.SIGINT and not jobs.failed
 
 
@@ -267,12 +262,12 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     rows[-1]["validation_loss"] = 2.5
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan.record(run, 3.0, "GPU x")
-    (found,) = read_comparison(run.result)["runs"]
-    values = {value["metric"]: value["value"] for value in found["values"]}
+    (found,) = read_comparison(run.result).runs
+    values = {score.metric: score.value for score in found.scores}
     # 4 sequences of 16 tokens in a step.
-    assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found["hardware"] == "GPU x"
+    assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found.hardware == "GPU x"
     assert [other.name for other in plan.left] == ["rope, seed 1"]
-    with pytest.raises(ConfigError, match="nothing to compare"):
+    with pytest.raises(ConfigError, match="^train.eval_interval"):
         plan_of(tiny, tmp_path / "new", "--data.prefix", prefix, "--train.eval_interval", "null", encodings="rope")
 
 
@@ -293,18 +288,16 @@ def compared(recipe, tmp_path_factory):
 def test_a_comparison_holds_what_its_runs_have_found(compared):
     output, done = compared
     found = read_comparison(output / "comparison.json")
-    assert [(run["variant"], run["seed"]) for run in found["runs"]] == [
-        (variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)
-    ]
+    assert [run.name for run in found.runs] == [(variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)]
     losses = set()
-    for run in found["runs"]:
-        directory = output / run["variant"] / f"seed-{run['seed']}"
+    for run in found.runs:
+        directory = output / run.variant / f"seed-{run.seed}"
         scores = read_results(directory / "evaluation" / "step-00000004").tasks["selective_copy"].scores
-        values = {(value["metric"], value["group"]): value["value"] for value in run["values"]}
-        assert {(score.metric, score.group): score.value for score in scores}.items() <= values.items()
+        assert run.scores[: len(scores)] == scores
+        values = {score.metric: score.value for score in run.scores[len(scores) :]}
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
-        assert values["validation loss", ""] == last["validation_loss"] and values["seconds per step", ""] > 0
-        assert values["parameters", ""] > 1000 and run["hardware"].startswith("CPU") and "torch" in run["versions"]
+        assert values["validation loss"] == last["validation_loss"] and values["seconds per step"] > 0
+        assert values["parameters"] > 1000 and run.hardware.startswith("CPU") and "torch" in run.versions
         losses.add(last["validation_loss"])
         assert "step 4/4" in (directory / "log.txt").read_text()
     assert len(losses) == 4  # every run is of another variant or seed
@@ -319,7 +312,7 @@ def test_tables_and_page_show_every_metric(compared):
     for shown in ("Accuracy, IID", "Exact match, dense", "Validation loss, nats per token", "Seconds per step"):
         assert shown in text and shown in html
     assert "tape+token_mixing=per_head" in text and "differences from rope" in text
-    assert "With 2 seeds, a difference gets p &lt; 0.05 only if" in html and "<svg" in html
+    assert "With 2 seeds, a difference gets p &lt; 0.05 only if" in html and "<img" in html
 
 
 def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, recipe, capsys):
@@ -354,8 +347,8 @@ def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, chang
 def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_path, capsys):
     output, _ = compared
     content = read_comparison(output / "comparison.json")
-    content["runs"] = [run for run in content["runs"] if run["seed"] == 1 or run["variant"] == "rope"]
-    write_record(tmp_path / "kept.json", content)
+    content.runs[:] = [run for run in content.runs if run.seed == 1 or run.variant == "rope"]
+    write_comparison(tmp_path / "kept.json", content)
     plan = plan_of(recipe, tmp_path / "new", "--results", tmp_path / "kept.json")
     assert [run.name for run in plan.left] == ["tape+token_mixing=per_head, seed 2"]
     given = arguments(recipe, tmp_path / "new", "--results", tmp_path / "kept.json", "--report-only")
@@ -363,7 +356,7 @@ def test_results_of_another_machine_are_not_made_again(compared, recipe, tmp_pat
     printed = capsys.readouterr()
     assert "Not finished: tape+token_mixing=per_head, seed 2." in printed.out
     assert "1 run of 4 not finished; run the same command to continue" in printed.err
-    assert len(read_comparison(tmp_path / "new" / "comparison.json")["runs"]) == 3
+    assert len(read_comparison(tmp_path / "new" / "comparison.json").runs) == 3
 
 
 def test_a_single_job_of_an_array_records_its_run_alone(compared, recipe, tmp_path, monkeypatch):
@@ -392,7 +385,7 @@ def test_a_run_that_began_with_other_settings_is_not_continued(compared, recipe,
 def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
     """The training gets the signal that the comparison gets, saves, and the same command finishes it."""
     output = tmp_path / "out"
-    long = ["--train.steps", "400", "--train.eval_interval", "400", "--checkpoint.interval", "400", "--jobs", "1"]
+    long = ["--train.steps", "150", "--train.eval_interval", "150", "--checkpoint.interval", "150", "--jobs", "1"]
     given = arguments(recipe, output, *long, encodings="rope", seeds=1)
     command = [sys.executable, "-m", "pretrain.compare", *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -405,11 +398,11 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
     assert process.returncode == 75, error
     assert "1 run of 1 not finished; run the same command to continue" in error
     saved = max((output / "rope" / "seed-1" / "checkpoints").glob("step-*")).name
-    assert 0 < int(saved.removeprefix("step-")) < 400
+    assert 0 < int(saved.removeprefix("step-")) < 150
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     log = (output / "rope" / "seed-1" / "log.txt").read_text()
     assert done.returncode == 0 and f"continuing from {output}/rope/seed-1/checkpoints/{saved}" in log
-    assert len(read_comparison(output / "comparison.json")["runs"]) == 1
+    assert len(read_comparison(output / "comparison.json").runs) == 1
 
 
 def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
@@ -420,20 +413,34 @@ def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
     assert 'id="comparison-1"' in content and 'id="scores"' in content and "rope, seed 1" in content
 
 
-def test_a_fresh_process_runs_a_program_where_this_one_cannot_be_copied(tmp_path):
-    start = processes.Fresh(["GPU-a", "GPU-b"], dict(os.environ))
-    process = start("pretrain.train", ["--config", "missing.yaml"], tmp_path / "x" / "log.txt", 1)
-    process.wait(60)
-    assert process.poll() == 2 and (tmp_path / "x" / "log.txt").read_text().startswith("error: ")
-    # No module of this project hides one of other packages, such as `evaluate`.
+def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "shown.py").write_text(
-        "import os, sys\nfrom importlib.util import find_spec\n"
-        "print(sys.argv[1:], find_spec('report'), sys.path[0], os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "import os, sys\n"
+        "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
     )
-    start = processes.Fresh(["GPU-a", "GPU-b"], {**os.environ, "PYTHONPATH": str(tmp_path)})
-    process = start("shown", ["--x", "1"], tmp_path / "y" / "log.txt", 1)
-    assert process.wait(60) == 0
-    assert (tmp_path / "y" / "log.txt").read_text() == f"['--x', '1'] None {ROOT} GPU-b\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    programs = Programs(["GPU-a", "GPU-b"], tmp_path)
+    for slot, (arguments, status) in enumerate(([["--x", "1"], 2], [[], 0])):
+        process = programs("shown", arguments, tmp_path / "x" / "log.txt", slot)
+        process.join(120)
+        assert process.exitcode == status
+    assert (tmp_path / "x" / "log.txt").read_text() == "['--x', '1'] GPU-a\n[] GPU-b\n"
+
+
+def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
+    """The training of a comparison that is killed saves and ends."""
+    long = ["--train.steps", "2000", "--train.eval_interval", "2000", "--checkpoint.interval", "2000", "--jobs", "1"]
+    command = [sys.executable, "-m", "pretrain.compare"]
+    command += arguments(recipe, tmp_path / "out", *long, encodings="rope", seeds=1)
+    run = tmp_path / "out" / "rope" / "seed-1"
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        while process.poll() is None and not (run / "metrics.jsonl").is_file():
+            time.sleep(0.05)
+        process.kill()
+    deadline = time.monotonic() + 120
+    while not list((run / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 0 < int(min((run / "checkpoints").glob("step-*")).name.removeprefix("step-")) < 2000
 
 
 @pytest.mark.parametrize("name", ["selective_copy", "grid_navigation_1d", "addition", "language"])
@@ -447,7 +454,7 @@ def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path)
         (task,) = evaluate.read_command(["--config", str(evaluation), "--model", "x"])[1]
         assert task.settings.data == config.data.prefix and task.settings.split == config.data.split
         return
-    plan = make_plan(*compare._parser().parse_known_args(arguments(file, tmp_path, encodings="rope,tape", seeds=3)))
+    plan = plan_of(file, tmp_path, encodings="rope,tape", seeds=3)
     assert len(plan.runs) == 6
     (task,) = plan.tasks
     generator = generator_of(config.data.generator)

@@ -7,69 +7,68 @@ from collections.abc import Sequence
 
 from megatron_tape.command_line import counted
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.comparison import TRAINING, Comparison, Metric, Row, metrics, rows, variants
+from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
 from megatron_tape.evaluation.figures import grid_shape, new_figure, plain, shorten, styles
-from megatron_tape.evaluation.report.inputs import clean
-from megatron_tape.evaluation.report.scores import SHARE, capitalized, heading, metric_title
+from megatron_tape.evaluation.report.models import clean
+from megatron_tape.evaluation.report.scores import DECIMALS_OF_SHARES
 from megatron_tape.evaluation.report.tables import (
-    MISSING,
     Cell,
     Column,
     Table,
+    capitalized,
     decimals_for,
     enumerated,
+    heading,
     interval,
+    metric_title,
     number,
     text,
 )
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
 
 _LONGEST_TICK = 36
 _MOST_TOGETHER = 8
 """Metrics that fit into one table."""
 _MARKED = 0.05
-_TESTED = 0.0001
+_SMALLEST_P = 0.0001
 """Smaller p values are shown as less than this."""
+_BETTER, _ARROWS = {"higher": " (higher is better)", "lower": " (lower is better)"}, {"higher": " ↑", "lower": " ↓"}
+_SIZES = (
+    ("model.num_layers", "layers"),
+    ("model.hidden_size", "wide"),
+    ("model.num_attention_heads", "heads"),
+    ("model.seq_length", "tokens"),
+    ("train.steps", "steps"),
+    ("train.global_batch_size", "sequences each"),
+)
 
 
 def tasks_of(comparison: Comparison) -> list[str]:
     """Return the tasks that there are figures of; the training comes last."""
-    found = list(dict.fromkeys(metric.task for metric in metrics(comparison)))
+    found = list(dict.fromkeys(metric.task for metric in comparison.metrics))
     return sorted(found, key=lambda task: task == TRAINING)
-
-
-def task_title(task: str) -> str:
-    """Return the heading of a task, or of the training."""
-    return "Training" if task == TRAINING else heading(clean(task))
 
 
 def metric_tables(comparison: Comparison, task: str) -> list[Table]:
     """Return a table of all metrics of a task if they are few, then one for each, with a row for each variant."""
-    shown = [metric for metric in metrics(comparison) if metric.task == task]
+    shown = [metric for metric in comparison.metrics if metric.task == task]
     compared = [metric for metric in shown if metric.better != "neither"]
     overview = [_overview(comparison, compared)] if 1 < len(compared) <= _MOST_TOGETHER else []
     return [*overview, *(_table(comparison, metric) for metric in shown)]
 
 
-def _overview(comparison: Comparison, shown: Sequence[Metric]) -> Table:
-    cells: dict[str, list[Cell]] = {variant: [text(clean(variant))] for variant in variants(comparison)}
+def _overview(comparison: Comparison, shown: Sequence[Score]) -> Table:
+    cells: dict[str, list[Cell]] = {variant: [text(clean(variant))] for variant in comparison.variants}
     for metric in shown:
         found = {row.variant: row for row in rows(comparison, metric)}
         decimals = _decimals(metric, list(found.values()))
         decimals = decimals and decimals - 1
         for variant, of_variant in cells.items():
-            row = found.get(variant)
-            of_variant.append(Cell(MISSING, kind="number") if row is None else _short(row, decimals))
-    columns = [Column("variant"), *(Column(_short_caption(metric), "number") for metric in shown)]
+            of_variant.append(_short(found[variant], decimals) if variant in found else number(None))
+    columns = [Column("variant"), *(Column(_caption(metric, _ARROWS), "number") for metric in shown)]
     how = f"Mean ± standard deviation over the seeds; * where p < {_MARKED} in the paired test"
     return Table(how, columns, list(cells.values()))
-
-
-def _short_caption(metric: Metric) -> str:
-    caption = _caption(metric)
-    for better, arrow in ((" (higher is better)", " ↑"), (" (lower is better)", " ↓")):
-        caption = caption.replace(better, arrow)
-    return caption
 
 
 def _short(row: Row, decimals: int | None) -> Cell:
@@ -78,68 +77,62 @@ def _short(row: Row, decimals: int | None) -> Cell:
     return Cell(f"{number(row.mean, decimals).text}{spread}{'*' if marked else ''}", row.mean, kind="number")
 
 
-def _table(comparison: Comparison, metric: Metric) -> Table:
+def _table(comparison: Comparison, metric: Score) -> Table:
     found = rows(comparison, metric)
     decimals = _decimals(metric, found)
-    columns = [Column("variant")]
-    titles = ["mean", "deviation", "difference", "95 % interval", "p"]
-    columns += [Column(title, "number") for title in ("seeds", *titles)]
-    caption = f"{_caption(metric)}; differences from {clean(comparison['baseline'])}"
+    titles = ["seeds", "mean", "deviation", "difference", "95 % interval", "p"]
+    columns = [Column("variant"), *(Column(title, "number") for title in titles)]
+    caption = f"{_caption(metric, _BETTER)}; differences from {clean(comparison.baseline)}"
     return Table(caption, columns, [_row(row, decimals) for row in found])
 
 
-def _caption(metric: Metric) -> str:
+def _caption(metric: Score, directions: dict[str, str]) -> str:
     named = capitalized(metric_title(clean(metric.metric), metric.task))
     group = f", {clean(metric.group)}" if metric.group else ""
     length = f", {metric.length:,} tokens" if metric.length is not None else ""
-    better = {"higher": " (higher is better)", "lower": " (lower is better)"}.get(metric.better, "")
-    return named + group + length + (f", {clean(metric.unit)}" if metric.unit else "") + better
+    unit = f", {clean(metric.unit)}" if metric.unit else ""
+    return named + group + length + unit + directions.get(metric.better, "")
 
 
-def _decimals(metric: Metric, found: Sequence[Row]) -> int | None:
+def _decimals(metric: Score, found: Sequence[Row]) -> int | None:
     values = [value for row in found for value in row.values.values()]
     if metric.unit == "" and all(0 <= value <= 1 for value in values):
-        return SHARE + 1
+        return DECIMALS_OF_SHARES + 1
     decimals = decimals_for(values)
     return decimals if decimals in (None, 0) else decimals + 1
 
 
 def _row(row: Row, decimals: int | None) -> list[Cell]:
-    cells = [text(clean(row.variant)), number(len(row.values), 0), number(row.mean, decimals)]
-    cells.append(number(row.spread, decimals))
     test = row.difference
-    if test is None:
-        return [*cells, *[Cell(MISSING, kind="number")] * 3]
-    cells.append(number(test.mean, decimals))
-    if test.p is None:
-        return [*cells, *[Cell(MISSING, kind="number")] * 2]
-    small = test.p < _TESTED
-    p = Cell(f"< {_TESTED}" if small else f"{test.p:.{2 if test.p >= 0.1 else 4}f}", test.p, kind="number")
-    return [*cells, Cell(interval(test.low, test.high, decimals), test.mean, kind="number"), p]
+    cells = [text(clean(row.variant)), number(len(row.values), 0), number(row.mean, decimals)]
+    cells += [number(row.spread, decimals), number(test and test.mean, decimals)]
+    if test is None or test.p is None:
+        return [*cells, number(None), number(None)]
+    shown = f"< {_SMALLEST_P}" if test.p < _SMALLEST_P else f"{test.p:.{2 if test.p >= 0.1 else 4}f}"
+    between = Cell(interval(test.low, test.high, decimals), test.mean, kind="number")
+    return [*cells, between, Cell(shown, test.p, kind="number")]
 
 
 def picture(comparison: Comparison, task: str) -> Picture:
     """Return a picture of a task with a panel for each metric: a point for each seed and a line at the mean."""
-    shown = [metric for metric in metrics(comparison) if metric.task == task and metric.better != "neither"]
-    shown = shown or [metric for metric in metrics(comparison) if metric.task == task]
-    labels = variants(comparison)
+    of_task = [metric for metric in comparison.metrics if metric.task == task]
+    shown = [metric for metric in of_task if metric.better != "neither"] or of_task
+    labels = comparison.variants
     grid = grid_shape(len(shown), 2)
     figure, panels = new_figure(*grid, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
     looks, told = styles(labels), []
     for axes, metric in zip(panels, shown):
         found = rows(comparison, metric)
         for row in found:
-            place, look = labels.index(row.variant), looks[row.variant]
-            values = list(row.values.values())
-            axes.plot(
-                values, [place] * len(values), color=look["color"], marker=look["marker"], linestyle="none", alpha=0.7
-            )
-            axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=look["color"], linewidth=2)
+            place, color = labels.index(row.variant), looks[row.variant]["color"]
+            values, marker = list(row.values.values()), looks[row.variant]["marker"]
+            axes.plot(values, [place] * len(values), color=color, marker=marker, linestyle="none", alpha=0.7)
+            axes.plot([row.mean] * 2, [place - 0.35, place + 0.35], color=color, linewidth=2)
         axes.set_yticks(range(len(labels)), [_tick(clean(label)) for label in labels], fontsize=8)
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlabel(plain(shorten(_caption(metric), 60)), fontsize=9)
+        axes.set_xlabel(plain(shorten(_caption(metric, _BETTER), 60)), fontsize=9)
         means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
-        told.append(f"{_caption(metric)}: {', '.join(means)}")
+        told.append(f"{_caption(metric, _BETTER)}: {', '.join(means)}")
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
@@ -158,8 +151,8 @@ def _tick(label: str) -> str:
 
 def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     """Return what a reader must know before reading the tables; `missing` names runs that are not finished."""
-    by_variant = {label: sum(run["variant"] == label for run in comparison["runs"]) for label in variants(comparison)}
-    most = max(by_variant.values(), default=0)
+    seeds = {label: sum(run.variant == label for run in comparison.runs) for label in comparison.variants}
+    most = max(seeds.values(), default=0)
     found = [
         _setup(comparison),
         "Each point is one run. The (standard) deviation is that over the seeds of a variant. A seed decides the order "
@@ -179,8 +172,7 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
             "The p values are not corrected for their number: of twenty comparisons without any difference, one is "
             "expected below 0.05. Where all differences are equal, as at a score of 1, there is no p."
         )
-    fewer = [f"{clean(label)} ({count})" for label, count in by_variant.items() if count < most]
-    if fewer:
+    if fewer := [f"{clean(label)} ({count})" for label, count in seeds.items() if count < most]:
         found.append(f"Fewer seeds than the others: {enumerated(fewer)}.")
     if missing:
         found.append(f"Not finished: {enumerated([clean(name) for name in missing])}.")
@@ -189,31 +181,31 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
 
 def _setup(comparison: Comparison) -> str:
     """Say what was trained, in one sentence."""
-    model, train, optimizer = (comparison["settings"].get(part, {}) for part in ("model", "train", "optimizer"))
-    seeds = {run["seed"] for run in comparison["runs"]}
-    made = [f"{counted(len(variants(comparison)), 'variant')} with {counted(len(seeds), 'seed')}"]
-    sizes = ((model, "num_layers", "layers"), (model, "hidden_size", "wide"), (model, "num_attention_heads", "heads"))
-    sizes += (
-        (model, "seq_length", "tokens"),
-        (train, "steps", "steps"),
-        (train, "global_batch_size", "sequences each"),
-    )
-    made += [f"{clean(str(part[key]))} {what}" for part, key, what in sizes if part.get(key) is not None]
-    if optimizer.get("lr") is not None:
-        made.append(f"learning rate {clean(str(optimizer['lr']))}")
-    commits = dict.fromkeys(clean(str(run["versions"].get("commit", "unknown"))) for run in comparison["runs"])
-    machines = dict.fromkeys(clean(run["hardware"]) for run in comparison["runs"])
-    return f"{', '.join(made)}; on {enumerated(list(machines))}, commit {enumerated(list(commits))}."
+
+    def value(key: str) -> str | None:
+        section, _, name = key.partition(".")
+        found = comparison.settings.get(section, {}).get(name)
+        return None if found is None else clean(str(found))
+
+    seeds = {run.seed for run in comparison.runs}
+    made = [f"{counted(len(comparison.variants), 'variant')} with {counted(len(seeds), 'seed')}"]
+    made += [f"{value(key)} {what}" for key, what in _SIZES if value(key) is not None]
+    made += [f"learning rate {value('optimizer.lr')}"] if value("optimizer.lr") is not None else []
+    commits = dict.fromkeys(clean(run.versions.get("commit", "unknown")) for run in comparison.runs)
+    return f"{', '.join(made)}; on {enumerated(_machines(comparison))}, commit {enumerated(list(commits))}."
+
+
+def _machines(comparison: Comparison) -> list[str]:
+    return list(dict.fromkeys(clean(run.hardware) for run in comparison.runs))
 
 
 def warnings(comparison: Comparison) -> list[str]:
     """Return a sentence for what was not the same for all runs."""
-    found = []
-    machines = list(dict.fromkeys(clean(run["hardware"]) for run in comparison["runs"]))
+    found, machines = [], _machines(comparison)
     if len(machines) > 1:
         found.append(f"The runs were made on {enumerated(machines)}; their times cannot be compared.")
-    keys = dict.fromkeys(key for run in comparison["runs"] for key in run["versions"])
-    different = [key for key in keys if len({run["versions"].get(key) for run in comparison["runs"]}) > 1]
+    keys = dict.fromkeys(key for run in comparison.runs for key in run.versions)
+    different = [key for key in keys if len({run.versions.get(key) for run in comparison.runs}) > 1]
     if different:
         found.append(f"The runs were made with different versions of {enumerated(list(map(clean, different)))}.")
     return found
@@ -223,7 +215,7 @@ def markdown(comparison: Comparison, missing: Sequence[str] = ()) -> str:
     """Return the tables and notes as Markdown, whose columns are aligned for terminals."""
     lines = ["# Comparison", ""]
     for task in tasks_of(comparison):
-        lines += [f"## {task_title(task)}", ""]
+        lines += [f"## {heading(clean(task))}", ""]
         for table in metric_tables(comparison, task):
             lines += [f"{table.caption}:", "", *_markdown_table(table), ""]
     sentences = warnings(comparison) + notes(comparison, missing)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-import hashlib
+import io
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,21 +15,36 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.comparison import Comparison, variants
-from megatron_tape.evaluation.figures import COLORS, in_order
+from megatron_tape.evaluation.comparison import Comparison
+from megatron_tape.evaluation.figures import COLORS, in_order, without_glyph_warnings
 from megatron_tape.evaluation.report import comparison as comparing
-from megatron_tape.evaluation.report.inputs import Model, clean
-from megatron_tape.evaluation.report.paper import paper_tables
-from megatron_tape.evaluation.report.pictures import Drawing, drawn
-from megatron_tape.evaluation.report.scores import draw_scores, heading, score_tables, task_names, title
-from megatron_tape.evaluation.report.settings import evaluation_differences, setting_tables
-from megatron_tape.evaluation.report.tables import Table, enumerated
-from megatron_tape.evaluation.report.tokens import per_token, token_differences
+from megatron_tape.evaluation.report.differences import comparability, setting_tables, token_differences
+from megatron_tape.evaluation.report.models import Model, clean
+from megatron_tape.evaluation.report.published import published_tables
+from megatron_tape.evaluation.report.scores import draw_scores, score_tables
+from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
 from megatron_tape.evaluation.report.training import curves, evaluation_seconds, runs_table, training_speeds
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 
 HERE = Path(__file__).parent
+PIXELS_PER_INCH = 96
+_VARIABLES = {
+    **{color: f"series-{index}" for index, color in enumerate(COLORS)},
+    **{"#000000": "ink", "#ffffff": "paper", "#b0b0b0": "rule", "#cccccc": "rule"},
+}
+"""The colours of models, and matplotlib's own ones of text, background, grid lines and frames: names in colors.css."""
+_COLOR = re.compile("|".join(_VARIABLES))
+_ILLEGAL_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+@dataclass(frozen=True)
+class EmbeddedPicture:
+    """A picture as an address that holds all of it, and its natural width in pixels of the page."""
+
+    address: str
+    width: int
+    alternative_text: str
 
 
 @dataclass
@@ -37,7 +53,7 @@ class Part:
 
     title: str = ""
     tables: list[Table] = field(default_factory=list)
-    pictures: list[Drawing] = field(default_factory=list)
+    pictures: list[EmbeddedPicture] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
     """Sentences, and the models that they are about, or nothing if they are about all."""
     warnings: list[str] = field(default_factory=list)
@@ -56,47 +72,60 @@ class Section:
 def page(models: Sequence[Model], comparisons: Sequence[Comparison] = ()) -> str:
     """Return the HTML file about these models, whose labels all differ, and about comparisons of variants."""
     compared = [_comparison(comparison, number) for number, comparison in enumerate(comparisons, 1)]
+    sections = [_scores, _training, _tasks, _settings, _speeds, _published]
     with in_order([model.label for model in models]):
-        made = [
-            *compared,
-            _scores(models),
-            _training(models),
-            _tasks(models),
-            _settings(models),
-            _speeds(models),
-            _paper(models),
-        ]
-    sections = [section for section in made if section.parts]
+        made = [*compared, *(section(models) for section in sections)]
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    labels = [model.label for model in models] or [clean(name) for one in comparisons for name in variants(one)]
+    labels = [model.label for model in models] or [clean(name) for one in comparisons for name in one.variants]
     return environment.get_template("page.html").render(
         title=f"{enumerated(labels[:4])}{' and others' if len(labels) > 4 else ''}",
         models=models,
         facts=[_facts(model) for model in models],
-        sections=sections,
+        sections=[section for section in made if section.parts],
         colors=len(COLORS),
-        script=Markup(script),
-        digest=digest,
-        style=Markup(style),
+        script=Markup(_own("page.js")),
+        style=Markup(_own("colors.css") + _own("page.css")),
     )
+
+
+def _own(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def embedded(picture: Picture) -> EmbeddedPicture:
+    """Return a picture as an SVG image, in which no script runs and whose colours follow light and dark pages."""
+    import matplotlib
+
+    content = io.StringIO()
+    # Texts as texts take fonts of the browser; ids depend on the picture only.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}), without_glyph_warnings():
+        picture.figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    svg = _ILLEGAL_IN_XML.sub("\N{REPLACEMENT CHARACTER}", content.getvalue())
+    svg = re.sub(r'style="[^"]*"', _with_variables, svg)
+    style = f"<style>{_own('colors.css')} svg {{ fill: var(--ink); }} text {{ font-family: var(--font) !important; }}"
+    svg = svg.replace("<defs>", f"{style}</style><defs>", 1)
+    address = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+    width = round(picture.figure.get_figwidth() * PIXELS_PER_INCH)
+    return EmbeddedPicture(address, width, clean(picture.alternative_text))
+
+
+def _with_variables(style: re.Match) -> str:
+    return _COLOR.sub(lambda color: f"var(--{_VARIABLES[color[0]]})", style[0])
 
 
 def _facts(model: Model) -> str:
     """Return in a few words what a model is."""
-    found = []
-    if model.facts is not None:
-        found.append(f"{_large(model.facts.parameters)} parameters")
-        if model.facts.trained_length is not None:
-            found.append(f"trained at {model.facts.trained_length:,} tokens")
-    elif (length := model.run.setting("model.seq_length")) is not None:
-        found.append(f"trained at {length:,} tokens" if type(length) is int else "")
+    found, length = [], model.run.setting("model.seq_length") if model.run else None
+    if model.evaluated is not None:
+        found.append(f"{_large(model.evaluated.parameters)} parameters")
+        length = model.evaluated.trained_length
+    if type(length) is int:
+        found.append(f"trained at {length:,} tokens")
     if model.step is not None:
         found.append(f"step {model.step:,}")
-    return ", ".join(filter(None, found))
+    return ", ".join(found)
 
 
 def _large(count: int) -> str:
@@ -107,15 +136,13 @@ def _large(count: int) -> str:
 
 
 def _comparison(comparison: Comparison, number: int) -> Section:
-    section = Section(f"comparison-{number}", "Comparison" if number == 1 else f"Comparison {number}")
     about = Part(warnings=comparing.warnings(comparison), notes=[(note, "") for note in comparing.notes(comparison)])
-    section.parts.append(about)
-    for index, task in enumerate(comparing.tasks_of(comparison)):
-        with in_order(variants(comparison)):
-            pictures = _shown(f"comparison-{number}-{index}", [comparing.picture(comparison, task)])
-        part = Part(comparing.task_title(task), comparing.metric_tables(comparison, task), pictures)
-        section.parts.append(part)
-    return section
+    parts = [about]
+    with in_order(comparison.variants):
+        for task in comparing.tasks_of(comparison):
+            picture = embedded(comparing.picture(comparison, task))
+            parts.append(Part(heading(clean(task)), comparing.metric_tables(comparison, task), [picture]))
+    return Section(f"comparison-{number}", "Comparison" if number == 1 else f"Comparison {number}", parts=parts)
 
 
 def _scores(models: Sequence[Model]) -> Section:
@@ -123,32 +150,19 @@ def _scores(models: Sequence[Model]) -> Section:
         "scores",
         "Scores",
         "The best value of each row is bold, whether or not intervals overlap, unless a warning says that the models "
-        "cannot be compared. Click a column's title to sort by it.",
+        "cannot be compared, or a value has no interval. Click a column's title to sort by it.",
     )
     for task in task_names(models):
-        part = _score_part(models, task)
-        if part.tables:
-            section.parts.append(part)
+        warnings, comparable = comparability(models, task)
+        if tables := score_tables(models, task, comparable):
+            section.parts.append(Part(heading(task), tables, warnings=warnings))
     return section
-
-
-def _score_part(models: Sequence[Model], task: str) -> Part:
-    differences, tokens = evaluation_differences(models, task), token_differences(models, task)
-
-    def comparable(score: Score) -> bool:
-        return differences is None and (tokens is None or not per_token(task, score))
-
-    warnings = [warning for warning in (differences, tokens) if warning is not None]
-    return Part(heading(task), score_tables(models, task, comparable), warnings=warnings)
 
 
 def _training(models: Sequence[Model]) -> Section:
-    section = Section("training", "Training")
     table = runs_table(models)
-    if table is not None:
-        pictures = _shown("training", curves(models))
-        section.parts.append(Part(tables=[table], pictures=pictures))
-    return section
+    parts = [Part(tables=[table], pictures=list(map(embedded, curves(models))))] if table is not None else []
+    return Section("training", "Training", parts=parts)
 
 
 def _tasks(models: Sequence[Model]) -> Section:
@@ -156,18 +170,18 @@ def _tasks(models: Sequence[Model]) -> Section:
     for task in task_names(models):
         results = {model.label: model.tasks[task] for model in models if task in model.tasks}
         part = Part(heading(task))
+        pictures: list[Picture] = []
         if task in TASKS:
-            part.pictures, part.warnings = _drawn_by(task, results)
+            pictures, part.warnings = _drawn_by(task, results)
         else:
             part.warnings.append(f"This version does not know the task {task}, and shows only its scores.")
-        if not part.pictures:
-            part.pictures = _shown(f"task-{task_names(models).index(task)}", draw_scores(task, results))
+        part.pictures = list(map(embedded, pictures or draw_scores(task, results)))
         if part.pictures and (tokens := token_differences(models, task)):
             part.warnings.append(tokens)
         about: dict[str, list[str]] = {}
         for label, result in results.items():
             for note in result.notes:
-                about.setdefault(clean(str(note)), []).append(label)
+                about.setdefault(clean(note), []).append(label)
         everyone = len(results)
         part.notes = [(note, "" if len(which) == everyone else enumerated(which)) for note, which in about.items()]
         if part.pictures or part.notes or part.warnings:
@@ -175,11 +189,11 @@ def _tasks(models: Sequence[Model]) -> Section:
     return section
 
 
-def _drawn_by(task: str, results: dict[str, TaskResult]) -> tuple[list[Drawing], list[str]]:
+def _drawn_by(task: str, results: dict[str, TaskResult]) -> tuple[list[Picture], list[str]]:
     """Return a task's pictures, without the models whose results it cannot draw, and a warning about these."""
     draw = TASKS[task].draw
     try:
-        return _shown(f"task-{task}", draw(results)), []
+        return draw(results), []
     except Exception as error:  # details of another version, or damaged ones
         reason = f"{type(error).__name__}: {error}"
     left = {}
@@ -188,40 +202,28 @@ def _drawn_by(task: str, results: dict[str, TaskResult]) -> tuple[list[Drawing],
             draw({label: result})
             left[label] = result
     without = [label for label in results if label not in left]
-    sentence = clean(f"The pictures of {title(task)} could not be drawn for {enumerated(without)} ({reason}).")
+    sentence = clean(f"The pictures of {task_title(task)} could not be drawn for {enumerated(without)} ({reason}).")
     print(f"warning: {sentence}", file=sys.stderr)
-    return _shown(f"task-{task}", draw(left)) if left and without else [], [sentence]
-
-
-def _shown(prefix: str, pictures: Sequence[Picture]) -> list[Drawing]:
-    return [
-        drawn(picture.figure, f"{prefix}-{index}-", clean(picture.alternative_text))
-        for index, picture in enumerate(pictures, 1)
-    ]
+    return draw(left) if left and without else [], [sentence]
 
 
 def _settings(models: Sequence[Model]) -> Section:
-    section = Section("settings", "Settings that differ", "Settings that are the same for all are left out.")
-    section.parts = [Part(tables=[table]) for table in setting_tables(models)]
-    return section
+    parts = [Part(tables=[table]) for table in setting_tables(models)]
+    return Section("settings", "Settings that differ", "Settings that are the same for all are left out.", parts)
 
 
 def _speeds(models: Sequence[Model]) -> Section:
-    section = Section("speeds", "Speeds")
     tables = [table for table in (training_speeds(models), evaluation_seconds(models)) if table is not None]
     hardware = dict.fromkeys(clean(task.hardware) for model in models for task in model.tasks.values())
-    if tables:
-        section.introduction = f"Evaluated on {enumerated(list(hardware))}." if hardware else ""
-        section.parts = [Part(tables=tables)]
-    return section
+    introduction = f"Evaluated on {enumerated(list(hardware))}." if hardware else ""
+    return Section("speeds", "Speeds", introduction, [Part(tables=tables)] if tables else [])
 
 
-def _paper(models: Sequence[Model]) -> Section:
-    section = Section(
+def _published(models: Sequence[Model]) -> Section:
+    return Section(
         "papers",
         "Beside published figures",
         "Columns marked (paper) hold figures that a paper reports; they were not measured here. They are shown where "
         "task, protocol, data by name, model size and, where it is known, training agree with ours.",
+        [Part(tables=[table]) for table in published_tables(models)],
     )
-    section.parts = [Part(tables=[table]) for table in paper_tables(models)]
-    return section

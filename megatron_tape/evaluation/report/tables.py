@@ -1,4 +1,4 @@
-"""Tables of the report, as data: what a cell shows, and by what it is sorted."""
+"""Tables of the report, as data: what a cell shows, and by what it is sorted; and how tasks and numbers are written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_tape.evaluation.report.inputs import clean
+from megatron_tape.evaluation.report.models import Model, clean
+from megatron_tape.evaluation.tasks import TASKS
 
 MISSING = "\N{EN DASH}"
 LONGEST_VALUE = 120
+_NAMES = {"lm_eval": "lm-evaluation-harness", "ruler": "RULER", "scrolls": "SCROLLS"}
+"""Tasks whose owners write them in another way than our settings do."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,32 @@ def interval(low: float, high: float, decimals: int | None) -> str:
     return f"{shown_number(low, decimals)} \N{EN DASH} {shown_number(high, decimals)}"
 
 
-def duration_text(seconds: float) -> str:
-    """Return 12.3 s, 4 min 5 s or 2 h 3 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
 def enumerated(items: Sequence[str]) -> str:
     """Return `a, b and c`."""
     return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)
+
+
+def task_names(models: Sequence[Model]) -> list[str]:
+    """Return the tasks of all models: known ones in the order of their registry, then others."""
+    found = {name for model in models for name in model.tasks}
+    return [name for name in TASKS if name in found] + sorted(found - TASKS.keys())
+
+
+def task_title(name: str) -> str:
+    """Return the name of a task as it is read."""
+    return _NAMES.get(name, name.replace("_", " "))
+
+
+def heading(name: str) -> str:
+    """Return the name of a task as it is read in a heading."""
+    return _NAMES.get(name) or capitalized(task_title(name))
+
+
+def capitalized(text: str) -> str:
+    """Return a text whose first letter is a capital one."""
+    return text[:1].upper() + text[1:]
+
+
+def metric_title(metric: str, task: str) -> str:
+    """Return the name of a metric as it is read; those of lm-evaluation-harness are known by their identifiers."""
+    return metric if task == "lm_eval" else metric.replace("_", " ")

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_tape.command_line import counted
+from megatron_tape.command_line import counted, duration
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, plain, shorten, styles
-from megatron_tape.evaluation.report.inputs import Model, Run, clean
-from megatron_tape.evaluation.report.scores import task_names, title
-from megatron_tape.evaluation.report.tables import Cell, Column, Table, duration_text, enumerated, number
+from megatron_tape.evaluation.report.models import Model, Run, clean
+from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number, task_names, task_title
 from megatron_tape.evaluation.results import TaskResult
 
 MOST_POINTS = 300
@@ -30,17 +29,16 @@ def curves(models: Sequence[Model]) -> list[Picture]:
     What no run has logged twice is left out.
     """
     runs = {model.label: model.run for model in models if model.run is not None}
-    metrics = [("loss", "training loss (nats per token)"), ("validation_loss", "validation loss (nats per token)")]
     pictures = []
-    for metric, name in metrics:
+    for metric, name in (("loss", "training loss"), ("validation_loss", "validation loss")):
         drawn = {label: run for label, run in runs.items() if run.curve(metric)[0]}
         if not _is_curve(drawn, metric):
             continue
-        pictures.append(_picture(drawn, metric, name, "step", lambda run: 1))
+        pictures.append(_losses(drawn, metric, name, "step", lambda run: 1))
         if all(run.tokens_per_step for run in drawn.values()):
             most = max(run.curve(metric)[0][-1] * run.tokens_per_step for run in drawn.values())
             size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
-            pictures.append(_picture(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
+            pictures.append(_losses(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
     return pictures + _learning_rates(runs) + _evaluations(runs)
 
 
@@ -49,7 +47,7 @@ def _is_curve(runs: dict[str, Run], metric: str) -> bool:
     return any(len(run.curve(metric)[0]) > 1 for run in runs.values())
 
 
-def _picture(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
+def _losses(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
     figure, (axes,) = new_figure()
     look = styles(runs)
     last, tops, highest = [], [], []
@@ -61,38 +59,36 @@ def _picture(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: 
         axes.plot(x * scale(run), y, **style)
         tops.append(y[int(len(y) * _HIDDEN) :].max())
         highest.append(y.max())
-    axes.set(xlabel=x_label, ylabel=plain(name))
+    axes.set(xlabel=x_label, ylabel=f"{name} (nats per token)")
     bottom, top = axes.get_ylim()
-    clipped = max(tops) < bottom + 0.7 * (max(highest) - bottom)
-    if clipped:  # the first steps, at the loss of a random model, would leave no room for the others
+    if max(tops) < bottom + 0.7 * (max(highest) - bottom):
+        # The first steps, at the loss of a random model, would leave no room for the others.
         axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
         axes.set_title("the first steps lie above", fontsize=8, loc="left")
     legend(figure)
-    kind = "tokens" if "token" in x_label else "step"
-    alternative = f"{name} by {kind}; at the end, {enumerated(last)}."
-    return Picture(f"{metric}-by-{kind}", alternative[0].upper() + alternative[1:], figure)
+    by = "tokens" if "token" in x_label else "step"
+    text = f"{name.capitalize()} (nats per token) by {by}; at the end, {enumerated(last)}."
+    return Picture(f"{metric}-by-{by}", text, figure)
 
 
 def _learning_rates(runs: dict[str, Run]) -> list[Picture]:
     """Return a picture of the learning rates, in which runs of the same rates share a curve."""
+    if not _is_curve(runs, "lr"):
+        return []
     shared: dict[tuple, list[str]] = {}
     for label, run in runs.items():
         steps, rates = run.curve("lr")
         if steps:
-            shared.setdefault((*steps, *rates), []).append(label)
-    if not _is_curve(runs, "lr"):
-        return []
+            shared.setdefault((tuple(steps), tuple(rates)), []).append(label)
     figure, (axes,) = new_figure()
-    look = styles(runs)
-    for labels in shared.values():
-        steps, rates = runs[labels[0]].curve("lr")
-        axes.plot(
-            *thinned(steps, rates), **{**look[labels[0]], "marker": "", "label": plain(shorten(enumerated(labels), 48))}
-        )
+    look, highest = styles(runs), []
+    for (steps, rates), labels in shared.items():
+        style = {**look[labels[0]], "marker": "", "label": plain(shorten(enumerated(labels), 48))}
+        axes.plot(*thinned(steps, rates), **style)
+        highest.append(f"{enumerated(labels)} up to {max(rates):.3g}")
     axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     legend(figure)
-    highest = [f"{enumerated(labels)} up to {max(runs[labels[0]].curve('lr')[1]):.3g}" for labels in shared.values()]
     return [Picture("lr-by-step", f"Learning rate by step; {'; '.join(highest)}.", figure)]
 
 
@@ -103,16 +99,15 @@ def _evaluations(runs: dict[str, Run]) -> list[Picture]:
     """
     found: dict[str, list[str]] = {}
     for key in sorted({key for run in runs.values() for row in run.rows for key in row if key.startswith(DURING)}):
-        if not _is_curve(runs, key):
-            continue
-        head, _, tail = key.rpartition("/")
-        found.setdefault(head if tail.isdecimal() else key, []).append(key)
+        if _is_curve(runs, key):
+            head, _, tail = key.rpartition("/")
+            found.setdefault(head if tail.isdecimal() else key, []).append(key)
     pictures = []
     for stem, keys in found.items():
         keys.sort(key=_length_of)
         figure, panels = new_figure(*grid_shape(len(keys)), width=4.2)
         look, last = styles(runs), []
-        name = ", ".join(title(clean(part)) for part in stem.removeprefix(DURING).split("/"))
+        name = ", ".join(task_title(clean(part)) for part in stem.removeprefix(DURING).split("/"))
         for axes, key in zip(panels, keys):
             at = f" at {_length_of(key):,} tokens" if key != stem else ""
             for label, run in runs.items():
@@ -146,11 +141,9 @@ def runs_table(models: Sequence[Model]) -> Table | None:
     """Return a table of how far each run is and how low its losses are."""
     rows = []
     for model, run in _with_rows(models):
-        steps, losses = run.curve("loss")
-        evaluated = run.curve("validation_loss")
-        lowest = min(zip(*reversed(evaluated)), default=None)
-        done = run.rows[-1]["step"]
-        planned = run.setting("train.steps")
+        losses, (steps, evaluated) = run.curve("loss")[1], run.curve("validation_loss")
+        lowest = min(zip(evaluated, steps), default=(None, 0))
+        done, planned = run.rows[-1]["step"], run.setting("train.steps")
         of = f"of {planned:,}" if type(planned) is int and planned != done else ""
         recent = losses[-max(1, len(losses) // 20) :]
         rows.append(
@@ -159,17 +152,12 @@ def runs_table(models: Sequence[Model]) -> Table | None:
                 number(done, 0, of),
                 number(done * run.tokens_per_step if run.tokens_per_step else None, 0),
                 number(statistics.fmean(recent) if recent else None, 4),
-                number(evaluated[1][-1] if evaluated[1] else None, 4),
-                number(lowest[0], 4, f"at step {lowest[1]:,}") if lowest else number(None),
+                number(evaluated[-1] if evaluated else None, 4),
+                number(lowest[0], 4, f"at step {lowest[1]:,}"),
             ]
         )
-    numbers = [
-        "steps",
-        "tokens",
-        "training loss, last 5\N{NO-BREAK SPACE}%",
-        "validation loss, last",
-        "validation loss, lowest",
-    ]
+    last = "training loss, last 5\N{NO-BREAK SPACE}%"
+    numbers = ["steps", "tokens", last, "validation loss, last", "validation loss, lowest"]
     columns = [Column("run"), *(Column(name, "number") for name in numbers)]
     return Table("How far each run is; losses in nats per token", columns, rows) if rows else None
 
@@ -182,11 +170,9 @@ def training_speeds(models: Sequence[Model]) -> Table | None:
     """Return a table of the runs' speeds: medians over the logged steps."""
     rows = []
     for model, run in _with_rows(models):
-        cells = [Cell(model.label, model.label)]
-        for metric in ("tokens_per_second", "tflops_per_second"):
-            values = run.curve(metric)[1]
-            cells.append(number(statistics.median(values) if values else None))
-        rows.append([*cells, number(len(run.curve("tokens_per_second")[1]), 0)])
+        speeds = [run.curve(metric)[1] for metric in ("tokens_per_second", "tflops_per_second")]
+        medians = [number(statistics.median(values) if values else None) for values in speeds]
+        rows.append([Cell(model.label, model.label), *medians, number(len(speeds[0]), 0)])
     columns = [Column("run"), *(Column(name, "number") for name in ("tokens/s", "TFLOP/s", "logged steps"))]
     return Table("Training: medians over logged steps, of all processes together", columns, rows) if rows else None
 
@@ -196,19 +182,15 @@ def evaluation_seconds(models: Sequence[Model]) -> Table | None:
     shown = [(index, model) for index, model in enumerate(models) if model.tasks]
     rows = []
     for name in task_names(models):
-        cells = [Cell(title(name), title(name))]
-        for _, model in shown:
-            task = model.tasks.get(name)
-            cells.append(_seconds(task) if task else number(None))
-        rows.append(cells)
+        cells = [_seconds(model.tasks[name]) if name in model.tasks else number(None) for _, model in shown]
+        rows.append([Cell(task_title(name), task_title(name)), *cells])
     columns = [Column("task"), *(Column(model.label, "number", index) for index, model in shown)]
-    caption = "Evaluation: time taken; below it, processes and precision"
-    return Table(caption, columns, rows) if rows else None
+    return Table("Evaluation: time taken; below it, processes and precision", columns, rows) if rows else None
 
 
 def _seconds(task: TaskResult) -> Cell:
-    processes, seconds = task.processes, task.seconds
-    detail = f"{processes} process{'es' if processes != 1 else ''} \N{MIDDLE DOT} {clean(task.dtype)}"
-    if before := task.parts_before:
-        detail += f" \N{MIDDLE DOT} without {counted(before, 'part')} done before an interruption"
-    return Cell(duration_text(seconds), seconds, detail, "number")
+    detail = f"{counted(task.processes, 'process', 'processes')} \N{MIDDLE DOT} {clean(task.dtype)}"
+    if task.parts_before:
+        detail += f" \N{MIDDLE DOT} without {counted(task.parts_before, 'part')} done before an interruption"
+    shown = f"{task.seconds:.1f} s" if task.seconds < 60 else duration(task.seconds)
+    return Cell(shown, task.seconds, detail, "number")

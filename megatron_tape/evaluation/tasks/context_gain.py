@@ -180,7 +180,7 @@ def _scores(
 
     def score(metric: str, better: str, mean: tuple[float | None, ...], count: int, unit: str = "") -> Score:
         value, low, high = mean
-        return Score(metric, value, better, low, high, length, group, count, unit)
+        return Score(metric, value, better, low, high, length, group, count, unit, counted="token")
 
     gains = [b - a for b, a in zip(before, after)]
     scores = [score("gain", "higher", mean(gains), sum(map(len, gains)), NATS)]

@@ -208,7 +208,7 @@ def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[fl
 
 def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) -> list[Score]:
     nats, tokens = ([value[key] for value in values] for key in ("nats", "tokens"))
-    place = {"length": length, "group": group, "count": len(values)}
+    place = {"length": length, "group": group, "count": len(values), "counted": "document"}
     scores = _losses(sum(nats) / sum(tokens), bootstrap_ratio(nats, tokens), place)
     if all("bytes" in value for value in values):
         bits, sizes = [value / math.log(2) for value in nats], [value["bytes"] for value in values]
@@ -221,7 +221,8 @@ def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) 
 def _scores_of_means(values: list[dict[str, Any]], length: int, group: str, by_document: bool) -> list[Score]:
     sums, counts = [sum(value["means"]) for value in values], [len(value["means"]) for value in values]
     interval = bootstrap_ratio(sums, counts) if by_document else (None, None)
-    return _losses(sum(sums) / sum(counts), interval, {"length": length, "group": group, "count": sum(counts)})
+    place = {"length": length, "group": group, "count": sum(counts), "counted": "window"}
+    return _losses(sum(sums) / sum(counts), interval, place)
 
 
 def _losses(loss: float, interval: tuple[float | None, float | None], place: dict[str, Any]) -> list[Score]:

@@ -161,7 +161,7 @@ class PositionPictures(Task):
         """Return distances and increases of the loss by layer, with intervals over documents."""
         found = [value for key, value in values.items() if key != MAPS]
         length, count = self._length(info), len(found)
-        common = {"length": length, "count": count}
+        common = {"length": length, "count": count, "counted": "document"}
         distance = np.array([one["distance"] for one in found])
         scores = []
         for layer, by_document in enumerate(distance.mean(2).T):

@@ -1,4 +1,4 @@
-"""The figures of papers beside ours, where the settings agree, as `paper.yaml` says. Imports no torch."""
+"""The figures of papers beside ours, where the settings agree, as `published.yaml` says. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.evaluation.report.inputs import Model
-from megatron_tape.evaluation.report.scores import metric_title, ordered, place_columns, place_of
-from megatron_tape.evaluation.report.settings import flat
-from megatron_tape.evaluation.report.tables import Column, Table, decimals_for, number
+from megatron_tape.evaluation.report.differences import flat
+from megatron_tape.evaluation.report.models import Model
+from megatron_tape.evaluation.report.scores import Place, ordered, place_columns, place_of
+from megatron_tape.evaluation.report.tables import Column, Table, decimals_for, metric_title, number
 from megatron_tape.evaluation.results import Score
 
 SHAPE = {
@@ -20,7 +20,6 @@ SHAPE = {
     "mlp": ("ffn_hidden_size", "intermediate_size"),
 }
 """What the entries' `shape` names, and its names in this project's settings and in `config.json`."""
-Place = tuple[str, int | None]
 
 
 @lru_cache(1)
@@ -28,10 +27,10 @@ def entries() -> list[dict[str, Any]]:
     """Return the papers' figures."""
     import yaml
 
-    return yaml.safe_load((Path(__file__).parent / "paper.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
 
 
-def paper_tables(models: Sequence[Model]) -> list[Table]:
+def published_tables(models: Sequence[Model]) -> list[Table]:
     """Return a table for each of the papers' tests whose settings agree with those of one of our evaluations."""
     tables = (_table(entry, models) for entry in entries())
     return [table for table in tables if table is not None]
@@ -40,13 +39,13 @@ def paper_tables(models: Sequence[Model]) -> list[Table]:
 def agrees(entry: Mapping[str, Any], model: Model) -> bool:
     """Return whether a model was trained and evaluated as an entry says, as far as its results tell."""
     task = model.tasks.get(entry["task"])
-    if task is None or model.facts is None:
+    if task is None or model.evaluated is None:
         return False
-    config, settings, run = model.facts.config, flat(task.settings), flat(model.settings)
+    config, settings, run = model.evaluated.config, flat(task.settings), flat(model.settings)
     return (
         all(_same(settings.get(key), value) for key, value in entry.get("settings", {}).items())
         and all(any(config.get(n) == size for n in SHAPE[part]) for part, size in entry.get("shape", {}).items())
-        and entry.get("trained_length") in (None, model.facts.trained_length)
+        and entry.get("trained_length") in (None, model.evaluated.trained_length)
         and (not run or all(_same(run.get(key), value) for key, value in entry.get("run", {}).items()))
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import NAME, EvaluatedModel, Results, TaskResult, read_results
 from megatron_tape.io.records import parse_record, read_yaml
 
@@ -60,20 +60,19 @@ class Model:
 
     label: str
     tasks: dict[str, TaskResult] = field(default_factory=dict)
-    """What `results.json` holds of each task, without examples."""
-    created: dict[str, float] = field(default_factory=dict)
-    """When the results of each task were written."""
-    facts: EvaluatedModel | None = None
+    """Its results by task, without examples."""
+    evaluated: EvaluatedModel | None = None
     """What `results.json` says of the model; None if it was not evaluated."""
     run: Run | None = None
     source: Path = Path()
     """Where the run or the first results lie; tells models of one label apart."""
+    created: dict[str, float] = field(default_factory=dict)
+    """When the results of each task were written."""
 
     @property
     def settings(self) -> Settings:
         """The settings of the run that made the model, as far as they are known."""
-        recorded = self.facts.run or {} if self.facts else {}
-        settings = recorded.get("settings")
+        settings = self._recorded.get("settings")
         if isinstance(settings, dict) and all(isinstance(section, dict) for section in settings.values()):
             return settings
         return self.run.settings if self.run else {}
@@ -81,8 +80,12 @@ class Model:
     @property
     def step(self) -> int | None:
         """The training step of the checkpoint that was evaluated."""
-        step = (self.facts.run or {} if self.facts else {}).get("step")
+        step = self._recorded.get("step")
         return step if type(step) is int else None
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        return self.evaluated.run or {} if self.evaluated else {}
 
 
 def read_models(paths: Iterable[str | Path]) -> list[Model]:
@@ -92,7 +95,7 @@ def read_models(paths: Iterable[str | Path]) -> list[Model]:
     Labels that several models have are told apart by step or directory.
 
     Raises:
-        ConfigError: in one sentence that names the file, if something is neither a run nor results, or is damaged.
+        FileError: if something is neither a run nor results, or is damaged.
         OSError: if a file cannot be read.
     """
     models: list[Model] = []
@@ -107,7 +110,7 @@ def read_models(paths: Iterable[str | Path]) -> list[Model]:
         for file in files:
             if file.resolve() not in seen:
                 seen.add(file.resolve())
-                _add(models, _read(file), file)
+                _add(models, read_results(file), file)
     for run in runs:
         _join(models, run)
     for model, label in zip(models, distinct([(m.label, m.step, m.source) for m in models])):
@@ -143,38 +146,29 @@ def distinct(models: Sequence[tuple[str, int | None, Path]]) -> list[str]:
 
 def _files_of(path: Path) -> tuple[Run | None, list[Path]]:
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a run, a {NAME}, or a directory that holds one")
+        raise FileError(str(path), "does not exist", f"give a run, a {NAME}, or a directory that holds one")
     if path.is_file():
         return None, [path]
     files = [path / NAME] if (path / NAME).is_file() else []
     if any((path / name).is_file() for name in (METRICS, SETTINGS)):
-        files += sorted(path.glob(f"evaluation/*/{NAME}"))
-        return read_run(path), files
+        return read_run(path), files + sorted(path.glob(f"evaluation/*/{NAME}"))
     if not files:
-        raise ConfigError(
-            f"{path} holds neither {METRICS} nor {NAME}; give a training run, or the directory into which "
-            "pretrain.evaluate wrote"
-        )
+        fix = "give a training run, or the directory into which pretrain.evaluate wrote"
+        raise FileError(str(path), f"holds neither {METRICS} nor {NAME}", fix)
     return None, files
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's settings and metrics, as far as they are written; ConfigError or OSError for damaged files."""
-    settings: Settings = {}
-    if (path / SETTINGS).is_file():
-        try:
-            settings = read_yaml(path / SETTINGS, Settings)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+    """Read a run's settings and metrics, as far as they are written; FileError or OSError for damaged files."""
+    settings = read_yaml(path / SETTINGS, Settings) if (path / SETTINGS).is_file() else {}
     file, rows = path / METRICS, []
-    if file.is_file():
-        lines = file.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):  # what follows the last line's end is still being written
-            try:
-                row = parse_record(line, _Row)
-            except ValueError as error:
-                raise ConfigError(f"{file}, line {number}, cannot be used: {error}") from None
-            rows.append({key: value for key, value in row.items() if _is_number(value)})
+    lines = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last line's end is still being written
+        try:
+            row = parse_record(line, _Row)
+        except ValueError as error:
+            raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
+        rows.append({key: value for key, value in row.items() if _is_number(value)})
     return Run(path, settings, rows)
 
 
@@ -182,25 +176,20 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _read(file: Path) -> Results:
-    try:
-        return read_results(file)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(error)) from None
-
-
 def _add(models: list[Model], results: Results, file: Path) -> None:
     """Add results to the model that they are of, or to a new one."""
-    label, facts = clean(results.label), results.model
+    label = clean(results.label)
     tasks = {clean(name): replace(task, examples={}) for name, task in results.tasks.items()}
     for model in models:
-        same = model.facts is not None and (model.label, model.facts.digest) == (label, facts.digest)
+        same = model.evaluated is not None and (model.label, model.evaluated.digest) == (label, results.model.digest)
         if same and all(_comparable(model.tasks[name], tasks[name]) for name in tasks.keys() & model.tasks.keys()):
-            for name, task in tasks.items():
-                if results.created >= model.created.get(name, 0.0):
-                    model.tasks[name], model.created[name] = task, results.created
-            return
-    models.append(Model(label, tasks, dict.fromkeys(tasks, results.created), facts, source=file.resolve().parent))
+            break
+    else:
+        model = Model(label, evaluated=results.model, source=file.resolve().parent)
+        models.append(model)
+    for name, task in tasks.items():
+        if results.created >= model.created.get(name, 0.0):
+            model.tasks[name], model.created[name] = task, results.created
 
 
 def _comparable(one: TaskResult, other: TaskResult) -> bool:
@@ -210,7 +199,7 @@ def _comparable(one: TaskResult, other: TaskResult) -> bool:
 def _join(models: list[Model], run: Run) -> None:
     """Give a run to the newest of the evaluated models that it made, if there are any."""
     root = run.path.resolve()
-    made = [model for model in models if model.facts is not None and model.run is None and _made(root, model)]
+    made = [model for model in models if model.evaluated is not None and model.run is None and _made(root, model)]
     if made:
         newest = max(made, key=lambda model: model.step or 0)
         newest.run = run
@@ -219,5 +208,5 @@ def _join(models: list[Model], run: Run) -> None:
 
 def _made(root: Path, model: Model) -> bool:
     # The path comes from a file: it is compared, and not looked up.
-    weights = Path(os.path.abspath(model.facts.path))
+    weights = Path(os.path.abspath(model.evaluated.path))
     return root in (*model.source.parents, weights, *weights.parents)

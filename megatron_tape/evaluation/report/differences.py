@@ -1,0 +1,204 @@
+"""What differs between models besides their scores: settings, and what keeps scores from being compared. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT
+from megatron_tape.evaluation.report.models import Model, clean
+from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, setting, task_names, task_title
+from megatron_tape.evaluation.results import Score, TaskResult
+
+_UNIMPORTANT = ("transformers_version", "_name_or_path", "auto_map.", "architectures", "dtype", "torch_dtype")
+"""How entries of `config.json` begin that say nothing about the model itself."""
+_WITHOUT_EFFECT_ON_SCORES = ("batch_size", "key_tokens_from")
+"""Settings of tasks that change no score by themselves; which tokens are key tokens is compared directly."""
+_DIGITS = 12
+_PERPLEXITIES = ("perplexity", "key_perplexity")
+_OF_DOCUMENTS = ("perplexity", "context_gain")
+
+
+def setting_tables(models: Sequence[Model]) -> list[Table]:
+    """Return tables of the settings that differ: of runs, of models without a run, and of evaluations."""
+    runs = {
+        index: {key: value for key, value in flat(model.settings).items() if not key.startswith(WITHOUT_EFFECT)}
+        for index, model in enumerate(models)
+        if model.settings
+    }
+    found = [_table("Training runs", models, runs)]
+    described = {
+        index: {key: value for key, value in flat(model.evaluated.config).items() if not key.startswith(_UNIMPORTANT)}
+        for index, model in enumerate(models)
+        if model.evaluated
+    }
+    if not described.keys() <= runs.keys():
+        found.append(_table("Models, by their config.json", models, described))
+    evaluations = {index: _evaluation(model, models) for index, model in enumerate(models) if model.tasks}
+    found.append(_table("Evaluations", models, evaluations))
+    return [table for table in found if table is not None]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{clean(str(key))}"
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{name}."))
+        else:
+            found[name] = value
+    return found
+
+
+def _evaluation(model: Model, models: Sequence[Model]) -> dict[str, Any]:
+    """Return what may make scores differ although the models do not."""
+    found: dict[str, Any] = {}
+    for name in task_names(models):
+        task = model.tasks.get(name)
+        if task is None:
+            continue
+        found |= {f"{name}.{key}": value for key, value in _settings_of(task).items()}
+        found[f"{name}: data"] = enumerated(_data_of(task)) or None
+        found |= {f"{name}: dtype": task.dtype, f"{name}: hardware": task.hardware}
+        found |= {f"{name}: {key}": value for key, value in flat(task.versions).items()}
+    return found
+
+
+def _settings_of(task: TaskResult) -> dict[str, Any]:
+    """Return the settings of a task but the paths of its data, whose digests tell whether they are the same."""
+    return {key: value for key, value in flat(task.settings).items() if key.partition(".")[0] != "data"}
+
+
+def _data_of(task: TaskResult) -> list[str]:
+    """Return the beginnings of the digests of a task's data; where the files lay does not matter."""
+    return sorted(str(digest)[:_DIGITS] for digest in task.data.values())
+
+
+def _table(caption: str, models: Sequence[Model], values: Mapping[int, Mapping[str, Any]]) -> Table | None:
+    """Return the keys whose values differ among the models that have them, None if there are none."""
+    rows = [
+        [Cell(key, key, kind="code"), *(setting(found.get(key), key in found) for found in values.values())]
+        for key in _different(list(values.values()))
+    ]
+    columns = [Column("setting", "code"), *(Column(models[index].label, "code", index) for index in values)]
+    return Table(caption, columns, rows) if rows else None
+
+
+def _different(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that have different values; what another version or kind of model does not have is unknown."""
+    values: dict[str, set[str]] = {}
+    for found in settings:
+        for key, value in found.items():
+            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True, default=str))
+    return [key for key, different in values.items() if len(different) > 1]
+
+
+def comparability(models: Sequence[Model], task: str) -> tuple[list[str], Callable[[Score], bool]]:
+    """Return warnings of what cannot be compared between models in a task, and whether a score can be."""
+    evaluated = [model for model in models if task in model.tasks]
+    found = (
+        (_evaluation_differences(evaluated, task), lambda score: True),
+        (token_differences(evaluated, task), lambda score: _is_per_token(task, score)),
+        (_key_token_differences(evaluated, task), lambda score: score.metric.startswith("key_")),
+    )
+    warnings = [warning for warning, _ in found if warning is not None]
+    return warnings, lambda score: not any(warning is not None and concerns(score) for warning, concerns in found)
+
+
+def _evaluation_differences(models: Sequence[Model], task: str) -> str | None:
+    """Return a warning if a task was not the same for all models."""
+    evaluated = [model.tasks[task] for model in models]
+    different = _different([_settings_of(result) for result in evaluated])
+    different = [key for key in different if key not in _WITHOUT_EFFECT_ON_SCORES]
+    found = []
+    if len({tuple(_data_of(result)) for result in evaluated}) > 1:
+        found.append("different data")
+    if len({result.dtype for result in evaluated}) > 1:
+        found.append("different precision")
+    if different:
+        found.append(f"different settings ({', '.join(different)})")
+    if not found:
+        return None
+    return (
+        f"The models were evaluated with {enumerated(found)}: the scores of {task_title(task)} may not be comparable."
+    )
+
+
+def _is_per_token(task: str, score: Score) -> bool:
+    """Return whether a score is about single tokens, so that its value depends on the tokenizer."""
+    return score.unit == "nats per token" or (task in _OF_DOCUMENTS and score.metric in _PERPLEXITIES)
+
+
+def _key_token_differences(models: Sequence[Model], task: str) -> str | None:
+    """Return a warning if each model chose the key tokens on which it was measured."""
+    chosen = [model.tasks[task].details.get("key_tokens") for model in models]
+    if all(found == chosen[0] for found in chosen):
+        return None
+    return (
+        "The models were measured on different key tokens: figures of key tokens cannot be compared between them. Let "
+        f"one model choose for all ({task}.key_tokens_from)."
+    )
+
+
+def token_differences(models: Sequence[Model], task: str) -> str | None:
+    """Return a warning if the models scored different tokens, and the task has figures per token."""
+    measured = [
+        model for model in models
+        if task in model.tasks and any(_is_per_token(task, score) for score in model.tasks[task].scores)
+    ]  # fmt: skip
+    if all(_same_tokens(measured[0], model, task) for model in measured[1:]):
+        return None
+    sizes = {model.label: _vocabulary(model) for model in measured}
+    cause = "their tokenizers, longest contexts or data differ"
+    if len(set(sizes.values()) - {None}) > 1:
+        known = [f"{size:,} tokens of {label}" for label, size in sizes.items() if size is not None]
+        cause = f"their tokenizers differ (vocabularies: {enumerated(known)})"
+    return (
+        f"The models did not score the same tokens, as {cause}: losses and gains in nats per token, and perplexities, "
+        f"cannot be compared between them. {_comparable_instead(measured, task)}"
+    )
+
+
+def _same_tokens(one: Model, other: Model, task: str) -> bool:
+    """Return whether two models scored the same tokens; of tasks that do not record it, whether vocabularies differ."""
+    digests = [_scored(model.tasks[task], "digest") for model in (one, other)]
+    if shared := digests[0].keys() & digests[1].keys():
+        return all(digests[0][source] == digests[1][source] for source in shared)
+    sizes = _vocabulary(one), _vocabulary(other)
+    return None in sizes or sizes[0] == sizes[1]
+
+
+def _vocabulary(model: Model) -> int | None:
+    size = model.evaluated.config.get("vocab_size") if model.evaluated else None
+    return size if type(size) is int else None
+
+
+def _scored(task: TaskResult, key: str) -> dict[str, Any]:
+    """Return what a task recorded of the tokens that it scored, by source."""
+    scored = task.details.get("scored")
+    found = scored.items() if isinstance(scored, dict) else ()
+    return {source: value[key] for source, value in found if isinstance(value, dict) and key in value}
+
+
+def _comparable_instead(models: Sequence[Model], task: str) -> str:
+    if task not in _OF_DOCUMENTS:
+        return "Scores in other units can."
+    if task != "perplexity":
+        return "Bits per byte, which the task perplexity measures on texts, can."
+    if not all(any(score.metric == "bits_per_byte" for score in model.tasks[task].scores) for model in models):
+        return "Bits per byte could, but not all of them have them; they are measured where perplexity.data is text."
+    sizes = [_scored(model.tasks[task], "bytes") for model in models]
+    texts = []
+    for source in dict.fromkeys(source for size in sizes for source in size):
+        counts = [size.get(source) for size in sizes]
+        if len(set(counts)) > 1:
+            of = [f"{count:,} bytes of {m.label}" for m, count in zip(models, counts) if type(count) is int]
+            texts.append(f"{clean(source)}: {enumerated(of)}")
+    if texts:
+        return (
+            "Bits per byte can, though not to the last digit: scored texts begin and end where tokens do, and are of "
+            f"different sizes ({'; '.join(texts)})."
+        )
+    return "Bits per byte can, as far as the scored texts, which begin and end where tokens do, are the same."
