@@ -6,12 +6,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 
 from megatron_tape import command_line
 from megatron_tape.command_line import counted, duration
 from megatron_tape.errors import UserError
 from pretrain.comparison.plan import PlannedRun
-from pretrain.comparison.programs import SIGNALS, Process, Start
+from pretrain.comparison.programs import SIGNALS, Start
 
 _TRAINING = 0.95
 """Share of a run's time that goes into training, for the estimate of the time left."""
@@ -22,7 +23,7 @@ class _Active:
     """A run that is being done."""
 
     run: PlannedRun
-    process: Process
+    process: BaseProcess
     stage: int = 0
     asked: str = ""
     """How its process was last asked to end."""

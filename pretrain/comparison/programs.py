@@ -12,27 +12,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
 
 
-class Process(Protocol):
-    """A program that has been started: a `multiprocessing.Process`."""
-
-    exitcode: int | None
-    """Its exit status, minus the number of a signal that ended it; None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-
-    def kill(self) -> None:
-        """End it."""
-
-
-Start = Callable[[str, list[str], Path, int], Process]
+Start = Callable[[str, list[str], Path, int], BaseProcess]
 """Starts a module's `main` with arguments; its output is added to a file. The last argument is its slot."""
 
 
@@ -52,7 +39,7 @@ class Programs:
             first.start()
             first.join()
 
-    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> Process:
+    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> BaseProcess:
         """Start a program on the GPU of its slot."""
         gpu = self._gpus[slot % len(self._gpus)] if self._gpus else None
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -155,50 +155,34 @@ def token_differences(models: Sequence[Model], task: str) -> str | None:
     if len(set(sizes.values()) - {None}) > 1:
         known = [f"{size:,} tokens of {label}" for label, size in sizes.items() if size is not None]
         cause = f"their tokenizers differ (vocabularies: {enumerated(known)})"
+    instead = "Scores in other units can."
+    if task in _OF_DOCUMENTS:
+        instead = (
+            "Bits per byte, which the task perplexity measures on texts, can, though not to the last digit: what is "
+            "scored begins and ends where tokens do."
+        )
     return (
         f"The models did not score the same tokens, as {cause}: losses and gains in nats per token, and perplexities, "
-        f"cannot be compared between them. {_comparable_instead(measured, task)}"
+        f"cannot be compared between them. {instead}"
     )
 
 
 def _same_tokens(one: Model, other: Model, task: str) -> bool:
     """Return whether two models scored the same tokens; of tasks that do not record it, whether vocabularies differ."""
-    digests = [_scored(model.tasks[task], "digest") for model in (one, other)]
-    if shared := digests[0].keys() & digests[1].keys():
-        return all(digests[0][source] == digests[1][source] for source in shared)
+    a, b = _digests(one.tasks[task]), _digests(other.tasks[task])
+    if shared := a.keys() & b.keys():
+        return all(a[source] == b[source] for source in shared)
     sizes = _vocabulary(one), _vocabulary(other)
     return None in sizes or sizes[0] == sizes[1]
+
+
+def _digests(task: TaskResult) -> dict[str, Any]:
+    """Return what a task recorded of the tokens that it scored, by source."""
+    scored = task.details.get("scored")
+    found = scored.items() if isinstance(scored, dict) else ()
+    return {source: value["digest"] for source, value in found if isinstance(value, dict) and "digest" in value}
 
 
 def _vocabulary(model: Model) -> int | None:
     size = model.evaluated.config.get("vocab_size") if model.evaluated else None
     return size if type(size) is int else None
-
-
-def _scored(task: TaskResult, key: str) -> dict[str, Any]:
-    """Return what a task recorded of the tokens that it scored, by source."""
-    scored = task.details.get("scored")
-    found = scored.items() if isinstance(scored, dict) else ()
-    return {source: value[key] for source, value in found if isinstance(value, dict) and key in value}
-
-
-def _comparable_instead(models: Sequence[Model], task: str) -> str:
-    if task not in _OF_DOCUMENTS:
-        return "Scores in other units can."
-    if task != "perplexity":
-        return "Bits per byte, which the task perplexity measures on texts, can."
-    if not all(any(score.metric == "bits_per_byte" for score in model.tasks[task].scores) for model in models):
-        return "Bits per byte could, but not all of them have them; they are measured where perplexity.data is text."
-    sizes = [_scored(model.tasks[task], "bytes") for model in models]
-    texts = []
-    for source in dict.fromkeys(source for size in sizes for source in size):
-        counts = [size.get(source) for size in sizes]
-        if len(set(counts)) > 1:
-            of = [f"{count:,} bytes of {m.label}" for m, count in zip(models, counts) if type(count) is int]
-            texts.append(f"{clean(source)}: {enumerated(of)}")
-    if texts:
-        return (
-            "Bits per byte can, though not to the last digit: scored texts begin and end where tokens do, and are of "
-            f"different sizes ({'; '.join(texts)})."
-        )
-    return "Bits per byte can, as far as the scored texts, which begin and end where tokens do, are the same."
