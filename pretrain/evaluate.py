@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
-from megatron_tape.errors import EXIT_RESTART, ConfigError, UserError, refuse
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
@@ -51,50 +51,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    rank = os.environ.get("RANK", "0")
     try:
         options, tasks = read_command(argv)
         source = find_model(options.model, options.label)
         output = Path(options.output) if options.output else source.default_output
+        foreign = source.runs_own_code and not options.trust_remote_code
         refuse(
-            source.runs_own_code and not options.trust_remote_code,
-            f"--model {options.model} includes Python code to run; read it, and pass --trust-remote-code",
+            foreign, "--model", f"{options.model} includes Python code to run", "read it, and pass --trust-remote-code"
         )
         for task in tasks:
             check_task(task, source)
         existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-        refuse(
-            not (existing.is_dir() and os.access(existing, os.W_OK)),
-            f"--output is {output}, but {existing} is not a writable directory; choose another",
-        )
+        writable = existing.is_dir() and os.access(existing, os.W_OK)
+        refuse(not writable, "--output", f"is {output}, but {existing} is not a writable directory", "choose another")
         if not options.check:
             with _no_empty_directory(output):
                 evaluate(options, tasks, source, output)
-    except command_line.Interrupted:
+    except (command_line.Interrupted, KeyboardInterrupt) as error:
         command_line.say("interrupted; run the same command to continue")
-        return EXIT_RESTART
-    except KeyboardInterrupt:
-        command_line.say("interrupted; run the same command to continue")
-        return 130
+        return 130 if isinstance(error, KeyboardInterrupt) else EXIT_RESTART
     except UserError as error:
-        if is_rank_0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        if rank == "0":
+            command_line.say(f"error: {error}")
+        return EXIT_REFUSED
     except (ValueError, OSError) as error:
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        print(
-            f"error{'' if is_rank_0 else ' (rank ' + os.environ['RANK'] + ')'}: {message}", file=sys.stderr, flush=True
-        )
+        command_line.say(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
         return 1
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for every command
             raise
         reason = str(error).split(". ")[0]
-        print(
-            f"error (rank {os.environ.get('RANK', '0')}): the GPU's memory is too small ({reason}); choose shorter "
-            "lengths, a smaller batch_size or --dtype bf16, and run the command again to continue",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        command_line.say(
+            f"error (rank {rank}): the GPU's memory is too small ({reason}); choose shorter lengths, a smaller "
+            "batch_size or --dtype bf16, and run the command again to continue"
+        )
         return 1
     return 0
 
@@ -131,23 +123,26 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     add("--output", metavar="DIR", help="where results go (default: RUN/evaluation/STEP or evaluations/NAME)")
     add("--label", metavar="NAME", help="how results call the model (default: the directory's name)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it computes (default: a GPU, if any)")
-    add("--dtype", choices=("fp32", "bf16"), help="number type of the model (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
     add("--trust-remote-code", action="store_true", help="run Python files in MODEL that this project has not written")
     add("--check", action="store_true", help="only check the command")
     add("--overwrite", action="store_true", help="also evaluate what is finished")
     options, values, places, files = read_settings(parser, sections, argv)
-    refuse(options.model is None, "--model is missing; give a run, a checkpoint, or a directory of transformers")
-    names = options.tasks or [name for name in TASKS if any(key.split(".")[0] == name for key in values)]
-    refuse(not names, f"no task is named; choose some of {', '.join(TASKS)}")
+    refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a directory of transformers")
+    names = list(dict.fromkeys(options.tasks)) or [
+        name for name in TASKS if any(key.split(".")[0] == name for key in values)
+    ]
+    choices = f"choose some of {', '.join(TASKS)}"
+    refuse(not names, "no task", "is named", choices)
     for name in names:
-        refuse(name not in TASKS, f"there is no task {name}; choose some of {', '.join(TASKS)}")
-    names = list(dict.fromkeys(names))
+        refuse(name not in TASKS, name, "is not a task", choices)
     missing = missing_settings({name: sections[name] for name in names}, values)
-    refuse(bool(missing), f"{', '.join(missing)} must be set; give --TASK.setting value, or --config FILE.yaml")
+    fix = "give --TASK.setting value, or --config FILE.yaml"
+    refuse(bool(missing), ", ".join(missing), "must be set", fix)
     try:
         return options, [TASKS[name](build_section(name, sections[name], values)) for name in names]
     except ConfigError as error:
-        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+        raise error.at(places.get(error.key, "").removesuffix(": ")) from None
 
 
 def check_evaluation(arguments: list[str], source: Source) -> None:
@@ -164,10 +159,8 @@ def check_task(task: Task, source: Source) -> None:
         if source.checkpoint
         else "save the one it was trained with into that directory (save_pretrained of transformers)"
     )
-    refuse(
-        task.needs_tokenizer and not source.info.has_tokenizer,
-        f"{task.name} needs a tokenizer, and {source.path} has none; {fix}",
-    )
+    needed = task.needs_tokenizer and not source.info.has_tokenizer
+    refuse(needed, task.name, f"needs a tokenizer, and {source.path} has none", fix)
     check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)

@@ -35,7 +35,7 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
         refuse(setting not in kinds, f"{key}.{setting}", "is no setting of this task", fix)
         values[f"{key}.{setting}"] = accept(f"{key}.{setting}", value, kinds[setting])
     missing = missing_settings({key: settings}, values)
-    refuse(bool(missing), tuple(missing), "must be set", f"add it to {key}")
+    refuse(bool(missing), ", ".join(missing), "must be set", f"add it to {key}")
     return TASKS[name](build_section(key, settings, values), section=key)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import MANIFEST, read_state
 from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict, model_dict
-from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
@@ -173,7 +173,7 @@ def _from_checkpoint(path: Path, label: str | None) -> Source:
     try:
         model = model_config(**state["config"]["model"])
     except TypeError as error:
-        raise ValueError(f"{path} was written by another version ({error})") from None
+        raise CheckpointError(str(path), f"was written by another version ({error})") from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
     own, given = path / "tokenizer", state["config"].get("data", {}).get("tokenizer")

@@ -2,7 +2,7 @@
 
 Every rank appends the value of each unit it has finished to a file of its own in `parts/` of the output directory, so
 that an evaluation that was interrupted continues there, on any number of processes. The files of one task lie in a
-directory that is named by a digest of all that their values depend on: model, settings, data and number type.
+directory that is named by a digest of all that their values depend on: model, settings, data and dtype.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["toy"], "--model is missing"),
         (["--model", "{llama}"], "no task is named"),
         (["passkey", "--model", "{llama}"], "save the one it was trained with into that directory"),
-        (["toys", "--model", "{llama}"], "there is no task toys"),
+        (["toys", "--model", "{llama}"], "toys is not a task"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
         (["toy", "--model", "{tmp}"], "or give a directory in the format of transformers, with config.json"),
         (

@@ -186,7 +186,7 @@ def test_an_unknown_task_is_refused_with_what_was_meant(folder, monkeypatch):
     from megatron_tape.evaluation.tasks import harness
 
     # The harness's whole list takes long to read.
-    monkeypatch.setattr(harness, "_index", lambda include, defaults, read=harness._index: read(include, False))
+    monkeypatch.setattr(harness, "index", lambda include, defaults, read=harness.index: read(include, False))
     with pytest.raises(ConfigError, match="next_wrd, which lm_eval does not know; did you mean next_word"):
         LmEval(settings(folder, tasks=["next_wrd"])).check(info())
 

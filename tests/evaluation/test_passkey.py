@@ -11,7 +11,6 @@ from harness_cases import (
     bpe_tokenizer,
     evaluated,
     finds_the_key,
-    info,
     random_llama,
     sentencepiece_tokenizer,
 )
@@ -162,8 +161,10 @@ def test_the_first_number_counts(answer, right):
     assert is_right(answer, "12345") == right
 
 
-def test_lengths_follow_the_model_if_they_are_not_given():
-    assert [score for score in Passkey(PasskeySettings())._lengths(info(2048))] == [512, 1024, 2048]
+def test_lengths_follow_the_model_if_they_are_not_given(tokenizers):
+    model = Answering(tokenizers["bpe"], finds_the_key, length=2048)
+    keys = [unit.key for unit in Passkey(PasskeySettings(depths=1)).units(model)]
+    assert keys == ["512/0", "1024/0", "2048/0"]
 
 
 def test_a_length_that_no_end_of_the_filler_gives_is_reached_with_another_ending():

@@ -47,6 +47,7 @@ def folder(tmp_path, monkeypatch):
     [
         ("perplexity", {"lengths": [16, 1]}, "lengths"),
         ("perplexity", {"stride": 0}, "stride"),
+        ("perplexity", {"stride": 64, "lengths": [32, 64], "protocol": "yarn"}, "stride"),
         ("perplexity", {"lengths": [64], "minimum_length": 32}, "minimum_length"),
         ("perplexity", {"data": {}}, "data"),
         ("perplexity", {"data": {"a/b": "texts.jsonl"}}, "data"),

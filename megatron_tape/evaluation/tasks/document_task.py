@@ -221,7 +221,7 @@ def window_losses(
     if not np.isfinite(losses).all():
         raise ValueError(
             f"{model.info.label} gives a loss that is infinite or NaN in {document.key}, tokens {window.start:,} to "
-            f"{window.stop:,}; try another number type or a shorter length, or look at the model"
+            f"{window.stop:,}; try another dtype or a shorter length, or look at the model"
         )
     return losses
 

@@ -82,7 +82,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     ConfigError for a name that nobody knows.
     """
     for defaults in (False, True):
-        manager = _index(tuple(include), defaults)
+        manager = index(tuple(include), defaults)
         # A group of one's own may consist of the harness's tasks.
         known = set(manager.all_tasks) - (set() if defaults else set(manager.all_groups))
         unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
@@ -96,7 +96,8 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
 
 
 @lru_cache(maxsize=4)
-def _index(include: tuple[str, ...], defaults: bool) -> TaskManager:
+def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
+    """Return the harness's index of the tasks in directories, and with `defaults` of its own."""
     with quiet():
         return TaskManager(include_path=list(include), include_defaults=defaults)
 

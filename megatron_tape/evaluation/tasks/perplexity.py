@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.statistics import bootstrap_ratio
@@ -89,6 +89,17 @@ class Perplexity(DocumentTask):
         if self._protocol == "documents":
             return super().needed(info)
         return 2 if self._protocol == "longlora" else (self.settings.minimum_length or 1) + 1
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise UserError for sizes that do not fit together, and for bad data by file and line."""
+        stride, shortest = self.settings.stride, self.lengths(info)[0]
+        too_far = self._protocol == "yarn" and stride > shortest
+        keys, fix = (
+            (self.key("stride"), self.key("lengths"), self.key("protocol")),
+            "lower it, or leave that length out",
+        )
+        refuse(too_far, keys, f"is {stride}, more than the shortest of lengths, {shortest}, with yarn", fix)
+        super().check(info)
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
         """Return the work of a source: each document at each length, or some windows of a length with longlora."""
