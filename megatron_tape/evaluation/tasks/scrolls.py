@@ -202,9 +202,9 @@ class Scrolls(Task):
             notes += self._notes(name, found)
         if len(resampled) > 1:
             scores.append(self._mean(scores, resampled, by_dataset, length))
-        return Summary(scores, details, notes + self._left_out())
+        return Summary(scores, details, notes + self.left_out())
 
-    def _left_out(self) -> list[str]:
+    def left_out(self) -> list[str]:
         """Return a note of the files in the directory `data` that were not read since their metric is not known."""
         data, split = self.settings.data, self.settings.split
         if not isinstance(data, str):
