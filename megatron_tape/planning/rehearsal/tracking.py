@@ -264,5 +264,5 @@ def _innermost(frames: list) -> str:
         ((f, n) for f, n in reversed(frames) if not f.f_code.co_filename.startswith(_PASSED_THROUGH)), frames[-1]
     )
     path = Path(frame.f_code.co_filename)
-    root = next((parent for parent in path.parents if parent.name == "site-packages"), Path(__file__).parents[2])
+    root = next((parent for parent in path.parents if parent.name == "site-packages"), Path(__file__).parents[3])
     return f"{path.relative_to(root) if path.is_relative_to(root) else path}:{line}"
