@@ -27,19 +27,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_tape.checkpoint.directories import STATE, checkpointed_step, read_state
+from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import what_to_resume
-from megatron_tape.checkpoint.run_directories import check_directories
-from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.data.inputs import check_data_files, check_datasets
-from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, refuse
-from megatron_tape.evaluation.during_training import check_tasks
 from megatron_tape.evaluation.model_source import made_by
-from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command, with_base_settings
+from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.position import replaced
@@ -47,6 +42,8 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 
+EXTENDING = "pretrain.extend_context"
+"""The module that extends another model."""
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
 
 
@@ -58,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
     add = begin_parser.add_argument
-    add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
+    module = {"default": "pretrain.train", "help": "what each process will run (default: %(default)s)"}
+    add("--module", **module)
     add("--job", required=True, help="the scheduler's id of the job")
     add("--source", required=True, help="directory of the code to copy")
     add("--job-link", required=True, help="where to leave a link to the job's directory, for when it is requeued")
@@ -69,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
     check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
+    check_parser.add_argument("--module", **module)
     check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
     chain_parser = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation if they cannot work")
     chain_parser.add_argument("--scratch", default="", help="as for begin")
@@ -81,9 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.verb == "check":
             config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
-            validate(config, config.parallel.ranks_per_sequence)
-            check_directories(config)
-            check_data_files(config)
+            check(config, Level.FILES, extends=options.module == EXTENDING)
         elif options.verb == "chain":
             print(*check_chain(options.arguments, options.scratch), sep="\n")
         elif options.verb == "decide":
@@ -103,29 +100,28 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     The arguments are those of the run, `--extend`, those of the extension and, if anything is to be evaluated,
     `--evaluate` and its arguments. Raises ConfigError in one sentence.
     """
-    refuse("--extend" not in arguments, "--extend RECIPE is missing; name the recipe of the extension")
+    refuse("--extend" not in arguments, "--extend RECIPE", "is missing", "name the recipe of the extension")
     at, evaluation = arguments.index("--extend"), []
     if "--evaluate" in arguments[at:]:
         end = at + arguments[at:].index("--evaluate")
         arguments, evaluation = arguments[:end], arguments[end + 1 :]
     first = parse_run_config(_arguments(arguments[:at], scratch), with_base_settings)
-    check_command(first, extends=False)
     base = Base.made_by(first)
 
     def completed(values: dict[str, Any]) -> dict[str, Any]:
         given = values.get("extension.from")
-        refuse(given is not None, f"extension.from is {given}, but the chain extends what it pretrains; remove it")
+        problem = f"is {given}, but the chain extends what it pretrains"
+        refuse(given is not None, "extension.from", problem, "remove it")
         return with_base_settings(values | {"extension.from": str(base.path)}, base)
 
     second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
-    for config in (first, second):
-        validate(config, config.parallel.ranks_per_sequence)
-        check_directories(config)
-        check_data_files(config)
-    check_base(second, base)
+    check(first, Level.FILES, extends=False)
+    check(second, Level.FILES, extends=True, base=base)
     refuse(
         Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve(),
-        f"logging.directory is {first.logging.directory} for both pretraining and extension; choose another for one",
+        "logging.directory",
+        f"is {first.logging.directory} for both pretraining and extension",
+        "choose another for one",
     )
     if evaluation:
         check_evaluation(evaluation, made_by(second))
@@ -133,14 +129,11 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Claim the next attempt for a job. Raises ConfigError if there should not be one."""
+    """Claim the next attempt for a job, and print shell variables. Raises ConfigError if there should not be one."""
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
-    if requeued:
-        config = parse_run_config(["--config", str(link.resolve() / "config.yaml")], with_base_settings)
-    else:
-        config = parse_run_config(_arguments(options.arguments, options.scratch), with_base_settings)
-    check_command(config, extends=options.module == "pretrain.extend_context")
+    given = ["--config", str(link.resolve() / "config.yaml")]
+    config = parse_run_config(given if requeued else _arguments(options.arguments, options.scratch), with_base_settings)
     run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
     attempts = read_attempts(run)
     # A new job may always start, since the user submitted it; a requeued job is judged by its own attempts.
@@ -149,34 +142,15 @@ def begin(options: argparse.Namespace) -> None:
     if of_job and checkpointed_step(checkpoints) > of_job[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has passed the checkpoint that it was to start from
     config = replaced(config, {"checkpoint.resume": resume})
-    validate(config, options.processes)
-    check_directories(config)
-    check_data_files(config)
-    check_datasets(config)
-    check_tasks(config)
-    if begins_with_base(config):
-        check_base(config)
-    start = check_start(config)
-    if start is not None and (start / STATE).is_file():
-        state, tokenizer = read_state(start), load_run_tokenizer(config)
-        if tokenizer is not None and state["step"] < config.train.steps:
-            check_same_vocabulary(start, state, tokenizer, config)
-    _check_directories(config)
+    check(config, Level.START, options.processes, extends=options.module == EXTENDING)
+    _make_directories(config)
     _refuse_other_job(run, attempts, options.job)
     if of_job:
-        last = of_job[-1]
-        if loop := crash_loop(of_job, checkpointed_step(checkpoints), options.job):
-            raise ConfigError(f"{loop}; the last: {last_error(last)}")
-        if last.verdict is None:
-            print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
+        _refuse_crash_loop(run, of_job, checkpointed_step(checkpoints), options.job)
     directory = run / "jobs" / options.job
     if not requeued:
         _copy(Path(options.source), directory, config)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        partial = link.with_name(f".{link.name}{SUFFIX}")
-        remove(partial)
-        partial.symlink_to(directory.resolve())
-        os.replace(partial, link)
+        _point(link, directory)
     facts = {
         "job": options.job,
         "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -224,18 +198,16 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     )
     before = []
     if recipe is not None:
-        refuse(
-            not Path(recipe).is_file(),
-            f"recipe {recipe} does not exist in {Path.cwd()}; give its path relative to that, before all settings",
-        )
+        problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
+        refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
         before = ["--config", recipe]
         if scratch:
             before += ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"]
     return [*before, *rest]
 
 
-def _check_directories(config: RunConfig) -> None:
-    """Raise ConfigError, naming the key, if a directory of the run cannot be created."""
+def _make_directories(config: RunConfig) -> None:
+    """Create the run's directories; raises ConfigError, naming the key, if one cannot be created."""
     for key, directory in (
         ("logging.directory", config.logging.directory),
         ("checkpoint.directory", config.checkpoint.directory),
@@ -246,9 +218,8 @@ def _check_directories(config: RunConfig) -> None:
                 Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-                raise ConfigError(
-                    f"{key} is {directory}, which cannot be created ({error.strerror}); choose another"
-                ) from None
+                problem = f"is {directory}, which cannot be created ({error.strerror})"
+                raise ConfigError(key, problem, "choose another") from None
             raise
 
 
@@ -265,9 +236,28 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
         return
     refuse(
         answer.returncode == 0 and answer.stdout.strip() != "",
-        f"{run} belongs to job {other}, which is {answer.stdout.strip().lower()}; cancel that job, or choose another "
         "logging.directory",
+        f"is {run}, which belongs to job {other}, which is {answer.stdout.strip().lower()}",
+        "cancel that job, or choose another directory",
     )
+
+
+def _refuse_crash_loop(run: Path, of_job: list, step: int, job: str) -> None:
+    """Refuse another attempt of a job that does not get on; say how its last one ended if nobody has judged that."""
+    last = of_job[-1]
+    if loop := crash_loop(of_job, step, job):
+        raise ConfigError("logging.directory", f"is {run}, where {loop}; the last: {last_error(last)}")
+    if last.verdict is None:
+        print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
+
+
+def _point(link: Path, directory: Path) -> None:
+    """Let a symbolic link point to a directory, whatever it was before."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    partial = link.with_name(f".{link.name}{SUFFIX}")
+    remove(partial)
+    partial.symlink_to(directory.resolve())
+    os.replace(partial, link)
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.extension.base import begins_with_base, check_base, check_command, with_base_settings
+from megatron_tape.extension.base import with_base_settings
 from pretrain.train import supervised
 
 PURPOSE = (
@@ -22,13 +22,7 @@ PURPOSE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
-    return supervised(parse_run_config(argv, with_base_settings, PURPOSE), _trainer_arguments, _check)
-
-
-def _check(config: RunConfig) -> None:
-    check_command(config, extends=True)
-    if begins_with_base(config):
-        check_base(config)
+    return supervised(parse_run_config(argv, with_base_settings, PURPOSE), _trainer_arguments, extends=True)
 
 
 def _trainer_arguments(config: RunConfig) -> dict[str, Any]:

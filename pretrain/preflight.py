@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     # srun also sends SIGTERM when another rank has failed, so SIGTERM must not be taken for a warning of preemption.
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
-        validate(config, size)
+        check(config, Level.SETTINGS, size)
         _check(config, options, rank, size, attempt)
     except Verdict as verdict:
         if rank == 0:

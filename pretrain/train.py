@@ -9,12 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tape.checkpoint.run_directories import check_directories
-from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import (
     EXIT_RESTART,
     CheckpointError,
@@ -23,8 +20,6 @@ from megatron_tape.errors import (
     UserError,
     refuse,
 )
-from megatron_tape.evaluation.during_training import check_tasks
-from megatron_tape.extension.base import check_command
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import EXIT_STALE, Watch
 
@@ -45,51 +40,41 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
     """
     arguments = {} if trains is None else {"trains": trains}
-    config = parse_run_config(argv, refuse_extension)
-    return supervised(config, lambda _: arguments, lambda config: check_command(config, extends=False))
+    return supervised(parse_run_config(argv, refuse_extension), lambda _: arguments, extends=False)
 
 
 def refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
     """Return the settings given; raises ConfigError if they extend another model."""
     base = values.get("extension.from")
-    refuse(
-        base is not None, f"extension.from is {base}, which pretrain.train does not extend; run pretrain.extend_context"
-    )
+    problem = f"is {base}, which pretrain.train does not extend"
+    refuse(base is not None, "extension.from", problem, "run pretrain.extend_context")
     return values
 
 
 def supervised(
-    config: RunConfig,
-    trainer_arguments: Callable[[RunConfig], dict[str, Any]],
-    check: Callable[[RunConfig], object] = lambda config: None,
+    config: RunConfig, trainer_arguments: Callable[[RunConfig], dict[str, Any]], extends: bool | None = None
 ) -> int:
     """Check and train; return the exit status. Records how the attempt ended.
 
-    `check` may raise ConfigError before torch is imported, on rank 0; `trainer_arguments` is called after that, and
-    returns further arguments of the `Trainer`.
+    `trainer_arguments` is called after all checks, and returns further arguments of the `Trainer`. `extends` says
+    whether the command extends another model (see `checks.check`).
     """
     watch = Watch(config.train.hang_timeout)
     try:
-        return _supervised(config, watch, trainer_arguments, check)
+        return _supervised(config, watch, trainer_arguments, extends)
     finally:
         watch.close()
 
 
-def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, check: Callable) -> int:
+def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, extends: bool | None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     is_rank_0 = rank == 0
     if number := os.environ.get(ATTEMPT_VARIABLE):
         watch.attach(Attempt.open(config.logging.directory, config.checkpoint.directory, int(number)), rank)
     try:
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the other ranks of this node see the same files
-            check_directories(config)
-            check_data_files(config)
-        if is_rank_0:
-            check(config)
-            check_start(config)
-            check_datasets(config)
-            check_tasks(config)
+        first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0  # the others of a node see the same files
+        level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
+        check(config, level, int(os.environ.get("WORLD_SIZE", "1")), extends)
     except UserError as error:
         if is_rank_0:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -46,10 +46,13 @@ fail() {
   exit 1
 }
 
-# check_arguments [RECIPE] [--section.key value ...]: refuse what cannot work before a job is put in the queue.
+# check_arguments MODULE DEFAULT_RECIPE [RECIPE] [--section.key value ...]: refuse what cannot work before a job is put in
+# the queue.
 check_arguments() {
-  [ $# -gt 0 ] && [ "${1#-}" = "$1" ] || return 0
-  run_module pretrain.attempt check -- "$@"
+  local module=$1
+  shift
+  with_recipe "$@"
+  run_module pretrain.attempt check --module "$module" -- "${ARGUMENTS[@]}"
 }
 
 # with_recipe DEFAULT [RECIPE] [--section.key value ...]: put the arguments into ARGUMENTS, with the recipe DEFAULT of this

@@ -23,7 +23,7 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh" && load_site "$root"
-  check_arguments "$@" || exit
+  check_arguments pretrain.extend_context pretrain/recipes/extend/tape.yaml "$@" || exit
   # shellcheck disable=SC2086
   exec sbatch ${TAPE_SBATCH_OPTIONS:-} "$root/slurm/$(basename "$0")" "$@"
 fi

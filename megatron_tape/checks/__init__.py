@@ -1,0 +1,62 @@
+"""The one list of what is checked of a run: its settings, then the files that it reads and writes. Imports no torch."""
+
+from enum import IntEnum
+
+from megatron_tape.checkpoint.directories import STATE, read_state
+from megatron_tape.checkpoint.run_directories import check_directories
+from megatron_tape.checkpoint.saved_settings import check_same_vocabulary, check_start
+from megatron_tape.checks.settings import validate
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.data.inputs import check_data_files, check_datasets
+from megatron_tape.data.tokenizer import load_run_tokenizer
+from megatron_tape.evaluation.during_training import check_tasks
+from megatron_tape.extension.base import Base, begins_with_base, check_base, check_command
+
+
+class Level(IntEnum):
+    """How much is checked. Each level includes those before it."""
+
+    SETTINGS = 0
+    """The settings alone."""
+    FILES = 1
+    """That files exist and directories can be written: before a job is submitted, and on every node that trains."""
+    START = 2
+    """What the files hold: before a job's first process starts, and before a run does."""
+
+
+def check(
+    config: RunConfig, level: Level, processes: int | None = None, extends: bool | None = None, base: Base | None = None
+) -> None:
+    """Raise ConfigError for the first thing that keeps a run from working; OSError if a file system does not answer.
+
+    Args:
+        config: the run's settings.
+        level: how much to check.
+        processes: how many will train; None, if nobody knows yet, for as few as the settings allow.
+        extends: whether the command is the one that extends a model; None if either will do.
+        base: the model to extend, if it does not exist yet.
+    """
+    validate(config, config.parallel.ranks_per_sequence if processes is None else processes)
+    if extends is not None:
+        check_command(config, extends)
+    if level >= Level.FILES:
+        check_directories(config)
+        check_data_files(config)
+    if base is not None:
+        check_base(config, base)
+    if level >= Level.START:
+        if begins_with_base(config):
+            check_base(config)
+        _check_checkpoint(config)
+        check_datasets(config)
+        check_tasks(config)
+
+
+def _check_checkpoint(config: RunConfig) -> None:
+    """Check the checkpoint that the run continues, if there is one."""
+    start = check_start(config)
+    if start is None or not (start / STATE).is_file():
+        return
+    state, tokenizer = read_state(start), load_run_tokenizer(config)
+    if tokenizer is not None and state["step"] < config.train.steps:
+        check_same_vocabulary(start, state, tokenizer, config)

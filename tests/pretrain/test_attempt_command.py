@@ -123,7 +123,13 @@ def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, m
 
 
 def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
-    state = {"step": 5, "optimizer_steps": 5, "progress": {"vocabulary": "0" * 64}, "sharded": {}}
+    state = {
+        "step": 5,
+        "optimizer_steps": 5,
+        "consumed_samples": 20,
+        "progress": {"vocabulary": "0" * 64},
+        "sharded": {},
+    }
     state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1}
     job()
     home = Attempt.open("run", "run/checkpoints", 1).home
@@ -132,9 +138,8 @@ def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
     write_record(staging / "state.json", state | {"config": config_dict(config)})
     found = digest(staging / "state.json")
     directories.publish(staging, "run/checkpoints", 5, {"state.json": found})
-    assert job("--data.tokenizer=tokenizer.json", job="8")[0] == 2
     status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
-    assert status == 2 and "data.tokenizer tokenizer.json has another vocabulary" in err and home.is_dir()
+    assert status == 2 and "data.tokenizer is tokenizer.json" in err and home.is_dir()
     assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
 
 
