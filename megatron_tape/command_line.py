@@ -24,8 +24,8 @@ class Interrupted(BaseException):
         self.number = number
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Run a tool's `main` and exit.
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run a program's `main` and exit with the status that it returns, if any.
 
     A mistake (ValueError) is reported as one sentence on stderr with exit code 2, and what the system refuses (OSError)
     with 1; so is a stdout that is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP
@@ -39,7 +39,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         if output_is_lost:
             raise OSError("stdout is closed; redirect it to a file or to /dev/null")
-        main()
+        status = main()
         _flush_output()
     except Interrupted as interruption:
         _fail(str(interruption), 128 + interruption.number)
@@ -51,7 +51,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         _fail(f"{error.strerror}: {error.filename}" if named else error.strerror or str(error), 1)
     except ValueError as error:
         _fail(str(error), EXIT_REFUSED)
-    sys.exit(0)
+    sys.exit(status or 0)
 
 
 def _open_closed_streams() -> None:

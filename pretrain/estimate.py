@@ -1,11 +1,11 @@
 """Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
@@ -311,11 +311,4 @@ def _advice(plan: Plan, needed: Memory, given: float | None) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output, such as `head`, has closed it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    command_line.run(main)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_tape import command_line
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.command_line import counted
@@ -111,4 +112,4 @@ def report(outcome: "Rehearsal", processes: int, rank: int, rows: "list[Row]") -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -10,6 +10,7 @@ from models import random_tokens, small_model
 
 from megatron_tape.checks.arguments import read_run_config
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
+from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
 from megatron_tape.position import replaced
 
@@ -33,6 +34,11 @@ def of_model(model, batch=1, precision="bf16", recompute="none", extension=None,
     if extension is not None:
         config = dataclasses.replace(config, extension=extension)
     return Plan(config, config.parallel.ranks_per_sequence)
+
+
+def on_cpu(*arguments, **settings):
+    """Bytes that a micro-batch's forward pass is counted to save on a CPU, which has no fused norms."""
+    return activations(of_model(*arguments, **settings), fused_norms=False).saved
 
 
 def middle_model(encoding):

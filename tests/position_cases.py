@@ -5,7 +5,7 @@ import shutil
 
 import torch.distributed as dist
 from models import build, small_model
-from test_costs import counted
+from plans import saved_bytes
 from training_cases import option, run, tp, zero
 
 from megatron_tape.position import ENCODINGS
@@ -51,7 +51,7 @@ def costs(name):
     """What this process holds and saves of a model shared by two."""
     model = small_model(**settings_of(name))
     built, _ = build(model, tp=2)
-    return sum(p.numel() for p in built.parameters()), counted(built, model)
+    return sum(p.numel() for p in built.parameters()), saved_bytes(built, model)
 
 
 def main(folder, data):

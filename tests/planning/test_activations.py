@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import build, small_model
-from plans import middle_model, of_model, recipe, saved_bytes
+from plans import middle_model, of_model, on_cpu, recipe, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
@@ -34,10 +34,6 @@ SHAPES = {
     "repo_in_all_layers_qk_norm": {"position_encoding": "repo", "repo_first_layer": 0, "qk_norm": True},
     "nope_qk_norm_multi_head": {"position_encoding": "nope", "qk_norm": True, "num_query_groups": 4},
 }
-
-
-def on_cpu(*arguments, **settings):
-    return activations(of_model(*arguments, **settings), fused_norms=False).saved
 
 
 def of_layers(model, precision="bf16", recompute="none", tensor_size=1):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import build, random_tokens, small_model
-from test_costs import counted, on_cpu
+from plans import on_cpu, saved_bytes
 from torch.nn.functional import linear
 
 from megatron_tape.errors import ConfigError
@@ -163,7 +163,7 @@ def test_costs_are_those_of_the_model(name):
     model, nope = model_of(name), small_model(position_encoding="nope")
     for recompute in ("none", "selective", "full"):
         built, _ = build(model, recompute=recompute)
-        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
+        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
     assert flops_per_token(model) == flops_per_token(nope) + 6 * added

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import build, random_tokens, reference_config, small_model, whole_weights
-from test_costs import counted, middle_model, on_cpu
+from plans import middle_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.errors import ConfigError
@@ -186,7 +186,7 @@ def test_costs_are_those_of_the_model(case, precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     for recompute in ("none", "full"):
         built, _ = build(model, recompute=recompute, dtype=dtype)
-        assert on_cpu(model, 2, precision, recompute) == pytest.approx(counted(built, model), rel=0.01)
+        assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.01)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     fixed = with_values(model, position_increments="fixed")
     sums = 0 if case == "unit" else 2 if "rope" in case else 1
@@ -200,7 +200,7 @@ def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
         built, _ = build(model)
         extension = ExtensionConfig(trains=trains)
         select_trained(built, trained_by(extension), False)
-        count, estimated = counted(built, model), on_cpu(model, 2, "fp32", extension=extension)
+        count, estimated = saved_bytes(built, model), on_cpu(model, 2, "fp32", extension=extension)
         # Norms that are not trained keep less than is counted, but increments need the gradients of the first layer.
         assert count < estimated * 1.02 and estimated < count * (1.15 if trains == ["tape"] else 1.02)
 
@@ -211,7 +211,7 @@ def test_the_first_layers_attention_is_kept_for_the_encoding_that_it_reads(name)
     built, _ = build(model)
     extension = ExtensionConfig(trains=["tape"])
     select_trained(built, trained_by(extension), False)
-    count, estimated = counted(built, model), on_cpu(model, 2, "fp32", extension=extension)
+    count, estimated = saved_bytes(built, model), on_cpu(model, 2, "fp32", extension=extension)
     # Norms that are not trained keep less than is counted.
     assert count < estimated * 1.02 and estimated < count * 1.15
 

@@ -9,8 +9,8 @@ import torch
 from datasets_for_tests import write_all
 from launch import run_group
 from models import build, random_tokens, small_model
+from plans import on_cpu, saved_bytes
 from position_cases import BUILT_IN, TOYS, register_toys, settings_of
-from test_costs import counted, on_cpu
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
@@ -59,10 +59,10 @@ def test_a_plugged_in_encoding_is_counted(trained, name):
     model = small_model(**settings_of(name))
     held, saved = trained[name]["costs"]
     assert held == parameter_count(model, tensor_size=2)
-    assert on_cpu(model, 2, "fp32", tensor_size=2, sequence_parallel=True) == pytest.approx(saved, rel=0.02)
+    assert on_cpu(model, 2, "fp32", parallel__tensor_model_parallel_size=2) == pytest.approx(saved, rel=0.02)
     for recompute in ("none", "full"):
         built, _ = build(model, recompute=recompute)
-        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(counted(built, model), rel=0.02)
+        assert on_cpu(model, 2, "fp32", recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     nope = small_model(position_encoding="nope")
     added = sum(encoding_of(model).multiply_adds(layer) for layer in range(model.num_layers))
