@@ -184,27 +184,6 @@ def test_a_compiled_step_continues_a_growing_cache(model):
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("exit_layer", [1, 2])
-def test_an_early_exit_drafts_and_changes_no_token(exit_layer, attention):
-    torch.manual_seed(0)
-    model = build(torch.float64, num_hidden_layers=4, attn_implementation=attention)
-    prompt, options = tokens(1, 11), dict(max_new_tokens=24, do_sample=False, pad_token_id=0)
-    expected = model.generate(prompt, **options)
-    assert len(expected[0].unique()) > 8
-    drafted, decode = (
-        [],
-        model.model.layers[exit_layer - 1].register_forward_hook(
-            lambda *_: drafted.append(model.config.num_hidden_layers)
-        ),
-    )
-    assert torch.equal(model.generate(prompt, assistant_early_exit=exit_layer, **options), expected)
-    decode.remove()
-    assert exit_layer in drafted and 4 in drafted
-    assert model.config.num_hidden_layers == 4
-    assert torch.equal(model.generate(prompt, **options), expected)
-
-
 def test_an_early_exit_drafts_what_llama_drafts():
     """With zero matrices a TAPE model drafts and accepts the same tokens as the Llama that it equals."""
     config = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)

@@ -110,16 +110,6 @@ def test_a_request_forks_into_several_sequences(model):
     assert [result.generated_tokens for result in results.values()] == expected
 
 
-def test_generate_with_a_paged_cache_is_continuous_batching(model):
-    prompt = tokens(2, 11)
-    config = GenerationConfig(**GREEDY, max_new_tokens=6, pad_token_id=0)
-    sequences = model.generate(
-        prompt, generation_config=config, cache_implementation="paged", continuous_batching_config=settings()
-    ).view(2, -1)
-    assert torch.equal(sequences[:, :11], prompt)
-    assert sequences[:, 11:].tolist() == [alone(model, row, 6) for row in prompt.tolist()]
-
-
 def test_a_manager_that_is_kept_serves_again(model):
     options = dict(continuous_batching_config=settings(), persistent_manager=True)
     try:

@@ -147,7 +147,7 @@ def _defining(module_name: str, name: str) -> _Module | None:
     if module is None:
         return None
     for node in ast.parse(module.path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and module.path.name == "__init__.py":
+        if isinstance(node, ast.ImportFrom):
             imported = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
             if imported is not None:
                 return _defining(str(node.module), imported)
