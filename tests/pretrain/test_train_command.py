@@ -211,7 +211,7 @@ def test_another_vocabulary_is_refused_or_for_older_checkpoints_warned_about(run
     capfd.readouterr()
     assert run("--train.steps=4", *SHORT, f"--data.tokenizer={other}") == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"data.tokenizer {other} has another vocabulary" in line and str(original) in line
+    assert f"data.tokenizer is {other}, whose vocabulary is another" in line and str(original) in line
     step = run.folder / "checkpoints" / "step-00000002"
     state = json.loads((step / "state.json").read_text())
     del state["progress"]["vocabulary"]
