@@ -14,7 +14,7 @@ def convert(*arguments):
 
 
 def refused(tmp_path, part, *arguments):
-    """The tool must say `part` in one sentence, exit with 1, and leave `tmp_path` as it is."""
+    """The tool must say `part` in one sentence, exit with 2, and leave `tmp_path` as it is."""
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     done = convert(*arguments)
     errors = [line for line in done.stderr.splitlines() if not line.startswith(("checking", "comparing"))]

@@ -246,6 +246,6 @@ def test_a_run_is_evaluated_and_continued(exports, tmp_path, generate, capsys): 
 
     arguments = ["--model", tmp_path / "exported", "--prompt", text[:30], "--max-new-tokens", "5"]
     code, _, line = generate(*arguments)
-    assert code == 1 and "--trust-remote-code" in line
+    assert code == 2 and "--trust-remote-code" in line
     code, out, line = generate(*arguments, "--trust-remote-code")
     assert code == 0 and out.startswith(text[:30]) and len(out) > 31, line

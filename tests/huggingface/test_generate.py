@@ -51,7 +51,7 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
     for count in (128, 150):
         text, length = prompt(count)
         code, out, line = generate("--model", made.directory, "--prompt", text)
-        assert code == 1 and not out and line.startswith(f"error: --prompt has {length} tokens, and the model ")
+        assert code == 2 and not out and line.startswith(f"error: --prompt has {length} tokens, and the model ")
         assert "contexts of 128" in line
     text, length = prompt(120)
     assert 108 < length < 128
@@ -74,8 +74,8 @@ def test_mistakes_are_one_sentence(exports, generate, tmp_path):
         ([tape, "--prompt", "a", "--max-new-tokens", "0", "--trust-remote-code"], "--max-new-tokens"),
     ):
         code, out, line = generate("--model", *arguments)
-        assert code == 1 and not out and line.startswith("error: ") and refusal in line
+        assert code == 2 and not out and line.startswith("error: ") and refusal in line
     shutil.copytree(exports["rope"].directory, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 5000)
     code, _, line = generate("--model", tmp_path / "broken", "--prompt", "a")
-    assert code == 1 and line.startswith(f"error: {tmp_path / 'broken'} cannot be loaded: ")
+    assert code == 2 and line.startswith(f"error: {tmp_path / 'broken'} cannot be loaded: ")

@@ -182,7 +182,7 @@ def test_an_existing_output_is_refused_before_anything_is_asked(hub, command, tm
 def test_a_failed_upload_leaves_the_export_and_says_how_to_go_on(hub, command, tmp_path):
     hub.refuses_commits = True
     done = convert(*command, "lab/model")
-    assert done.returncode == 1 and hub.commits == []
+    assert done.returncode == 2 and hub.commits == []
     error = done.stderr.splitlines()[-1]
     assert error.startswith("error: ") and f"hf upload lab/model {tmp_path / 'out'}" in error and "507" in error
     assert (tmp_path / "out" / "model.safetensors").is_file()
