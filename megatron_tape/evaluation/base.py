@@ -108,6 +108,9 @@ class HuggingFaceModel(LanguageModel, Protocol):
     """The `PreTrainedModel`, in evaluation mode."""
     device: Any
 
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
+        """Return what it generates greedily in at most `count` tokens, and whether it ended by itself."""
+
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
 

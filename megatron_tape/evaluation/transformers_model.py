@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +133,26 @@ class HFModel:
         """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
         self.forget_lengths()
         return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
+
+    @torch.inference_mode()
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
+        """Return what it generates greedily in at most `count` tokens, and whether it ended by itself."""
+        from transformers import GenerationConfig
+
+        own = self.model.generation_config.eos_token_id
+        ends = set(own if isinstance(own, list) else [own]) | {self.tokenizer.eos_token_id}
+        ends = sorted(end for end in ends if end is not None)
+        # A model's own settings may say to sample, or to discourage repetition.
+        settings = GenerationConfig(
+            max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0,
+            eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
+        )  # fmt: skip
+        ids = torch.tensor([prompt], device=self.device)
+        output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        answer = output[0, len(prompt) :].tolist()
+        ended = bool(answer) and answer[-1] in ends
+        text = self.tokenizer.decode(answer[:-1] if ended else answer, skip_special_tokens=True)
+        return text.strip(), ended
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""

@@ -202,11 +202,14 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
     """
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     given = {**defaults, **options}
-    draw, size, length = function.__globals__["generate_input_output"], given["incremental"], given["max_seq_length"]
+    module, size, length = function.__globals__, given["incremental"], given["max_seq_length"]
+    draw = module["generate_input_output"]
     example, room = given.get("icl_example"), length - given["tokens_to_generate"]
     if example is not None:
         room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
-    with seeded("the smallest samples"):
+    # The samples themselves must not depend on these draws.
+    own = {"RNG": random.Random(0)} if "RNG" in module else {}
+    with seeded("the smallest samples"), mock.patch.dict(module, own):
         for _ in range(_DRAWS):
             if "num_chains" in given:  # vt
                 text, _ = draw(size, given["num_chains"], given["num_hops"], is_icl=example is None)

@@ -172,7 +172,7 @@ class Scrolls(Task):
             found |= {"nats": float(losses.sum()), "tokens": len(cut.target)}
         if settings.generate:
             count = self._target_tokens(example.dataset, self._length(model.info))
-            answer, ended = _generate(model, cut.prompt, count)
+            answer, ended = model.answer(cut.prompt, count)
             parts = score(self._metric(example.dataset), answer, example.targets)
             found |= {"answer": answer, "ended": ended, "scores": parts}
         return found
@@ -263,31 +263,6 @@ def _is_file(path: str) -> bool:
         return Path(path).is_file()
     except OSError:
         return False
-
-
-def _generate(model: HuggingFaceModel, prompt: Sequence[int], count: int) -> tuple[str, bool]:
-    """Return what the model answers greedily in at most `count` tokens, and whether it ended by itself."""
-    import torch
-    from transformers import GenerationConfig
-
-    own = model.model.generation_config.eos_token_id
-    ends = set(own if isinstance(own, list) else [own]) | {model.tokenizer.eos_token_id}
-    ends = sorted(end for end in ends if end is not None)
-    ids = torch.tensor([prompt], device=model.device)
-    # A model's own settings may say to sample, or to discourage repetition.
-    settings = GenerationConfig(
-        max_new_tokens=count,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    with torch.inference_mode():
-        output = model.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    answer = output[0, len(prompt) :].tolist()
-    ended = bool(answer) and answer[-1] in ends
-    return model.tokenizer.decode(answer[:-1] if ended else answer, skip_special_tokens=True).strip(), ended
 
 
 def _resample(parts: np.ndarray) -> np.ndarray:
