@@ -49,20 +49,16 @@ def read_run_config(
     values["logging.directory"] = values.get("logging.directory") or f"runs/{name}"
     try:
         missing = missing_settings(sections, completed := complete(values))
-        refuse(
-            bool(missing) and not files,
-            "settings without a default are missing; give --config RECIPE.yaml, such as "
-            "pretrain/recipes/tape_demo.yaml",
-        )
-        refuse(
-            bool(missing), f"{', '.join(missing)} must be set; add to {' or '.join(files)}, or give --section.key value"
-        )
+        fix = f"add to {' or '.join(files)}, or give --section.key value"
+        if not files:
+            fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
+        refuse(bool(missing), tuple(missing) or "", "must be set", fix)
         built = {name: build_section(name, sections[name], completed) for name in sections if name != "model"}
         config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source
         config = with_directories(config, name)
     except ConfigError as error:
-        raise ConfigError(f"{places.get(str(error).split()[0], '')}{error}") from None
+        raise error.at(next((places[key] for key in error.subjects if key in places), "")) from None
     return config, arguments.print_config
 
 
@@ -89,25 +85,26 @@ def read_settings(
 ) -> tuple[argparse.Namespace, dict[str, Any], dict[str, str], list[str]]:
     """Read a command line that `settings_parser` has made the parser of.
 
-    Returns the arguments; the settings given, by `section.key`; where each was given, as messages begin; and the files.
-    Raises ConfigError in one sentence.
+    Returns the arguments; the settings given, by `section.key`; in which file and line each was given, if it was in
+    one; and the files. Raises ConfigError.
     """
     kinds = _kinds(sections)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
-        refuse(not name.startswith("--"), f"unexpected argument {name!r}; give settings as --section.key value")
+        refuse(not name.startswith("--"), f"unexpected argument {name!r}", fix="give settings as --section.key value")
         raise _unknown_key(name.removeprefix("--"), kinds)
     values, places, files = {}, {}, []
     for key, text in arguments.given:
         if key != "config":
             # Text is taken as it stands: YAML would end it at a #, or take its quotes and spaces away.
             readings = [*(value for value in _as_yaml(text) if not isinstance(value, str)), text]
-            values[key], places[key] = _first_accepted(key, readings, kinds[key]), ""
+            values[key] = _first_accepted(key, readings, kinds[key])
+            places.pop(key, None)
             continue
         files.append(text)
         for given in read_recipe(text):
-            values[given.key], places[given.key] = _from_recipe(given, kinds, sections), f"{given.place}: "
+            values[given.key], places[given.key] = _from_recipe(given, kinds, sections), given.place
     return arguments, values, places, files
 
 
@@ -137,10 +134,10 @@ def _from_recipe(given: Given, kinds: dict[str, Any], sections: Sections) -> Any
             return _first_accepted(given.key, [given.value, *_as_yaml(given.value)], kinds[given.key])
         if given.key not in sections:
             raise _unknown_key(given.key, kinds)
-        wrong = given.value != {}
-        refuse(wrong, f"{given.key} is {shown(given.value)}; give it keys, or remove it to use the defaults")
+        fix = "give it keys, or remove it to use the defaults"
+        refuse(given.value != {}, given.key, f"is {shown(given.value)}", fix)
     except ConfigError as error:
-        raise ConfigError(f"{given.place}: {error}") from None
+        raise error.at(given.place) from None
 
 
 def _as_yaml(text: Any) -> list[Any]:
@@ -181,13 +178,12 @@ def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
     """Return the error for a key that does not exist, with the existing key that is spelled most similarly."""
     tasks = [known.partition(".")[2] for known in kinds if known.startswith("evaluation.")]
     if key.startswith("evaluation.") and tasks:
-        return ConfigError(
-            f"unknown key {key}; a run evaluates {', '.join(tasks)} while it trains, and python -m pretrain.evaluate "
-            "does the other tasks, such as those that generate text"
-        )
+        others = "python -m pretrain.evaluate does the other tasks, such as those that generate text"
+        fix = f"a run evaluates {', '.join(tasks)} while it trains, and {others}"
+        return ConfigError(key, "is an unknown key", fix)
     same_name = [known for known in kinds if known.rpartition(".")[2] == key.rpartition(".")[2]]
     close = same_name or difflib.get_close_matches(key, [*kinds, "print_config"], n=1)
-    return ConfigError(f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "correct or remove it"))
+    return ConfigError(key, "is an unknown key", f"did you mean {close[0]}?" if close else "correct or remove it")
 
 
 class _Parser(argparse.ArgumentParser):

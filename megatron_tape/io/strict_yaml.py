@@ -103,15 +103,15 @@ def read_recipe(path: str) -> list[Given]:
         loader = _Loader(_text(path))
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: a recipe holds sections such as model: and data:, each with keys; add them")
+            raise ConfigError(path, "must hold sections such as model: and data:, each with keys", "add them")
         return list(_settings(loader, root, path))
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: cannot be read: {' '.join(str(error.problem).split())}") from None
+        raise ConfigError(f"{path}{line}", f"cannot be read: {' '.join(str(error.problem).split())}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(path, f"cannot be read: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply for a recipe; correct it") from None
+        raise ConfigError(path, "is nested too deeply for a recipe", "correct it") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -122,21 +122,21 @@ def _text(path: str) -> str:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_BYTES:,} bytes, so it is not a recipe; correct --config")
+            raise ConfigError(path, f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe", "correct --config")
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the recipe as UTF-8") from None
+        raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
     except OSError as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"--config {path} {reason}; give the path of a YAML file") from None
+        raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
 
 
 def _settings(loader: _Loader, root: yaml.MappingNode, path: str) -> Iterator[Given]:
     for section, keys in root.value:
         place = f"{path}:{section.start_mark.line + 1}"
         if "." in section.value:
-            raise ConfigError(f"{place}: {section.value} is not a section; write a recipe's keys below their section")
+            raise ConfigError(section.value, "is not a section", "write a recipe's keys below their section", place)
         if not isinstance(keys, yaml.MappingNode) or not keys.value:
             yield Given(section.value, _constructed(loader, keys, place), place)
             continue
@@ -152,4 +152,4 @@ def _constructed(loader: _Loader, node: yaml.Node, place: str) -> Any:
         raise
     except _MISREAD as error:
         reason = error if isinstance(error, ValueError) else f"{node.value!r} is not what its tag {node.tag} says"
-        raise ConfigError(f"{place}: {reason}") from None
+        raise ConfigError(place, str(reason)) from None
