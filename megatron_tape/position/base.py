@@ -103,7 +103,8 @@ SCALING = frozenset({"rope_scaling_type", "rope_scaling_factor"})
 class PositionEncoding:
     """Base class, which encodes nothing; encodings override its methods. Each model has one object.
 
-    Nothing outside this package asks which encoding it is.
+    Nothing outside this package asks which encoding it is, but `huggingface/`, where TAPE's and RoPE's models have
+    formats of their own.
     """
 
     name: ClassVar[str]
