@@ -54,6 +54,12 @@ class Score:
         return f"{self.value:.4g} {self.unit}".rstrip()
 
     @property
+    def error_bar(self) -> tuple[float, float]:
+        """How far the interval reaches below and above the value; 0 if it is not known."""
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return max(0.0, self.value - low), max(0.0, high - self.value)
+
+    @property
     def shown_interval(self) -> str:
         """The interval as text; nothing if it is not known."""
         return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"

@@ -15,6 +15,8 @@ from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.tasks.lm_eval_changes import NORMAL_QUANTILE, changes, described, metric_name
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
+CHANGE = ", change"
+"""How metrics end that are changes of others."""
 _SHOWN = 30
 """Rows of a picture at most."""
 
@@ -122,7 +124,7 @@ class LmEval(Task):
             label, before = self._compared()
             details |= {"before": label, "changes": changes(before, outcomes)}
             scores += [
-                Score(f"{row['metric']}, change", row["change"], row["better"], row["low"], row["high"],
+                Score(f"{row['metric']}{CHANGE}", row["change"], row["better"], row["low"], row["high"],
                       group=row["task"], count=row["count"])
                 for row in details["changes"]
             ]  # fmt: skip
@@ -132,25 +134,17 @@ class LmEval(Task):
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         """Return the shares that models score in each task, side by side, and the changes where there are any."""
-        rows: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
-        changed: dict[tuple[str, str], dict[str, tuple[float, float | None, float | None]]] = {}
+        shares: dict[str, dict[str, Score]] = {}
+        changed: dict[str, dict[str, Score]] = {}
         for label, result in results.items():
             for score in result.scores:
-                place = rows
-                if score.metric.endswith(", change"):
-                    place = changed
-                elif not 0 <= score.value <= 1 or score.better == "lower":
-                    continue
-                key = (score.group, score.metric.removesuffix(", change"))
-                place.setdefault(key, {})[label] = (score.value, score.low, score.high)
-        pictures = []
-        for name, table, title in (
-            ("lm_eval", rows, "Scores in tasks of lm_eval"),
-            ("lm_eval-changes", changed, "Changes of scores in tasks of lm_eval since the results before"),
-        ):
-            if table:
-                pictures.append(_drawn(name, table, title, list(results)))
-        return pictures
+                is_change = score.metric.endswith(CHANGE)
+                if is_change or (0 <= score.value <= 1 and score.better != "lower"):
+                    row = f"{score.group} {score.metric.removesuffix(CHANGE)}"
+                    (changed if is_change else shares).setdefault(row, {})[label] = score
+        pictures = [_drawn("lm_eval", shares, "Scores in tasks of lm_eval", list(results))] if shares else []
+        title = "Changes of scores in tasks of lm_eval since the results before"
+        return pictures + ([_drawn("lm_eval-changes", changed, title, list(results))] if changed else [])
 
     @property
     def _include(self) -> tuple[str, ...]:
@@ -226,7 +220,7 @@ def _interval(metric: dict[str, Any], values: list[float] | None) -> tuple[float
     return metric["value"] - spread, metric["value"] + spread
 
 
-def _drawn(name: str, table: dict[tuple[str, str], dict[str, Any]], title: str, labels: list[str]) -> Picture:
+def _drawn(name: str, table: dict[str, dict[str, Score]], title: str, labels: list[str]) -> Picture:
     """Return a picture with one row for each task and metric, and one point with its interval for each model."""
     from megatron_tape.evaluation.figures import legend, new_figure, plain, styles
 
@@ -237,22 +231,15 @@ def _drawn(name: str, table: dict[tuple[str, str], dict[str, Any]], title: str, 
     for number, label in enumerate(labels):
         offset = (number - (len(labels) - 1) / 2) * 0.7 / max(2, len(labels))
         look = {**looks[label], "linestyle": "none"}
-        places, values, spreads = [], [], []
-        for row, (_, cells) in enumerate(rows):
-            if label in cells:
-                value, low, high = cells[label]
-                places.append(row + offset)
-                values.append(value)
-                spreads.append(
-                    [max(0, value - (value if low is None else low)), max(0, (value if high is None else high) - value)]
-                )
-        if not values:
+        found = [(row + offset, what, cells[label]) for row, (what, cells) in enumerate(rows) if label in cells]
+        if not found:
             continue
+        places, names, scores = zip(*found)
+        values, spreads = [score.value for score in scores], [score.error_bar for score in scores]
         axes.plot(values, places, **look)
         axes.errorbar(values, places, xerr=list(zip(*spreads)), fmt="none", ecolor=look["color"], elinewidth=1)
-        means = ", ".join(f"{cells[label][0]:.3f} {task} {metric}" for (task, metric), cells in rows if label in cells)
-        said.append(f"{label}: {means}.")
-    axes.set_yticks(range(len(rows)), [plain(f"{task} {metric}") for (task, metric), _ in rows])
+        said.append(f"{label}: {', '.join(f'{value:.3f} {what}' for value, what in zip(values, names))}.")
+    axes.set_yticks(range(len(rows)), [plain(what) for what, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     if name.endswith("changes"):
         axes.axvline(0, linewidth=1, alpha=0.6)

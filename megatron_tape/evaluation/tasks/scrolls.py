@@ -290,13 +290,9 @@ def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], lab
     width, said = 0.8 / len(drawn), []
     for index, (model, style) in enumerate(styles(drawn).items()):
         at = [groups.index(score.group or "SCROLLS") + (index - (len(drawn) - 1) / 2) * width for score in drawn[model]]
-        values = np.array([score.value for score in drawn[model]])
-        ends = [
-            [value if end is None else end for value, end in zip(values, some)]
-            for some in ([score.low for score in drawn[model]], [score.high for score in drawn[model]])
-        ]
-        spread = np.clip([values - ends[0], ends[1] - values], 0, None)
-        axes.bar(at, values, width * 0.9, yerr=spread, color=style["color"], label=style["label"], capsize=2)
+        values = [score.value for score in drawn[model]]
+        spread = list(zip(*(score.error_bar for score in drawn[model])))
+        axes.bar(at, values, width * 0.9, yerr=spread or None, color=style["color"], label=style["label"], capsize=2)
         said.append(f"{model}: " + ", ".join(f"{s.group or 'SCROLLS'} {s.value:.3g}" for s in drawn[model]))
     axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     axes.set_ylabel(label)
