@@ -14,8 +14,8 @@ from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfi
 from megatron_tape.data.tokenizer import load_run_tokenizer, load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
 from megatron_tape.huggingface.imports.config_json import (
+    errors_of_settings,
     model_settings,
-    one_sentence,
     padded_vocabulary,
     read_settings,
 )
@@ -77,7 +77,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     """Add the settings of the model that a run extends, by default `extension.from`, to those that are given.
 
     A run as the model to extend becomes its newest complete checkpoint, so that the configuration names the weights
-    themselves. Nothing is read if the model is described completely. Raises ConfigError in one sentence.
+    themselves. Nothing is read if the model is described completely. Raises ConfigError.
     """
     described = values.keys() >= _REQUIRED
     refuse(
@@ -105,7 +105,7 @@ def find_base(given: str, run: str | None = None) -> Base:
     """Return the model to extend: a run's newest checkpoint, one checkpoint, or a directory of transformers.
 
     If such a directory is gone, that is its import in the directory `run` of a run that has begun. Looks at the sizes
-    of a checkpoint's files, not at their bytes. Raises ConfigError, in one sentence, for what is damaged, incomplete or
+    of a checkpoint's files, not at their bytes. Raises ConfigError for what is damaged, incomplete or
     cannot be extended.
     """
     path = Path(given)
@@ -146,7 +146,7 @@ def _imported_by(run: Path, source: Path) -> Base | None:
 
 def _from_transformers(path: Path) -> Base:
     settings = read_settings(path / "config.json")
-    with one_sentence(path / "config.json"):
+    with errors_of_settings(path / "config.json"):
         model = model_settings(settings, path / "config.json")
     try:
         check_directory(path, model)

@@ -25,7 +25,7 @@ def repository_of(name: str) -> str:
         validate_repo_id(name)
     except ValueError as error:
         raise UserError("--push-to-hub", f"is {name!r}, which cannot be a model's name: {error}") from None
-    with _one_sentence("--push-to-hub needs a login to the Hugging Face Hub"):
+    with _errors_of_hub("--push-to-hub needs a login to the Hugging Face Hub"):
         user = HfApi().whoami()
     owners = [user["name"], *(organization["name"] for organization in user.get("orgs", ()))]
     owner, _, rest = name.rpartition("/")
@@ -46,7 +46,7 @@ def upload(directory: str | Path, repository: str, private: bool) -> None:
     directory stays as it is.
     """
     again = f"{directory} is complete, but was not uploaded; try again with: hf upload {repository} {directory}"
-    with _one_sentence(again), command_line.step(f"uploading {directory} to {repository}"):
+    with _errors_of_hub(again), command_line.step(f"uploading {directory} to {repository}"):
         api = HfApi()
         url = api.create_repo(repository, private=private, exist_ok=True)
         # Weights of an earlier upload could be read in place of the new ones.
@@ -60,7 +60,7 @@ def upload(directory: str | Path, repository: str, private: bool) -> None:
 
 
 @contextmanager
-def _one_sentence(failed: str) -> Iterator[None]:
+def _errors_of_hub(failed: str) -> Iterator[None]:
     """Turn what goes wrong between here and the Hub into a UserError that says what `failed`."""
     try:
         yield

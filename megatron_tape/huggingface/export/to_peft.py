@@ -22,7 +22,7 @@ from megatron_tape.huggingface.export.to_transformers import (
     write_json,
     write_model,
 )
-from megatron_tape.huggingface.imports.config_json import Changes, model_settings, one_sentence, read_settings
+from megatron_tape.huggingface.imports.config_json import Changes, errors_of_settings, model_settings, read_settings
 from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import on_meta
 from megatron_tape.io.files import atomic_directory, sync_directory
@@ -91,7 +91,7 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
     path, model = base / "config.json", saved.model
     settings = read_settings(path)
     mixing = model_dict(model).get("token_mixing", "full")
-    with one_sentence(path):
+    with errors_of_settings(path):
         found = model_settings(settings, path, Changes(token_mixing=mixing))
     ours, theirs = (model_dict(either, unread=False) for either in (model, found))
     fix = "leave out --base to export the model that the adapter adds to"

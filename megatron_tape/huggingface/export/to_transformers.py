@@ -68,7 +68,7 @@ def export(
     LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
     shows the evaluation `results` in these directories (default: those beside the run's checkpoints), and loads the
     model from `repository`, its name on the Hub, if that is given. Raises
-    ValueError or OSError, in one sentence, and leaves nothing behind, if the checkpoint is damaged or has an
+    UserError or OSError and leaves nothing behind, if the checkpoint is damaged or has an
     architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
     """
     name = Path(repository or output).resolve().name

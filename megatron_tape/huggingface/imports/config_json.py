@@ -69,7 +69,7 @@ SIZES = (
 
 
 @contextmanager
-def one_sentence(path: Path) -> Iterator[None]:
+def errors_of_settings(path: Path) -> Iterator[None]:
     """Turn errors caused by the settings in `path` into one that names the file."""
     try:
         yield

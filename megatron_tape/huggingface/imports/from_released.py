@@ -12,7 +12,7 @@ from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     cannot_import,
     check_sizes,
-    one_sentence,
+    errors_of_settings,
     padded_vocabulary,
     read_settings,
 )
@@ -52,10 +52,10 @@ def import_released(
 ) -> None:
     """Write the released checkpoint `weights`, whose settings are the JSON file `config`, as the checkpoint `output`.
 
-    Raises ValueError or OSError, in one sentence, if they do not fit together or this project has no such model.
+    Raises UserError or OSError if they do not fit together or this project has no such model.
     """
     settings = read_settings(Path(config))
-    with one_sentence(Path(config)):
+    with errors_of_settings(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
     found = {float(released[key]) for key in released if key.endswith(_THRESHOLD)}

@@ -12,8 +12,8 @@ from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     ENCODED,
     Changes,
+    errors_of_settings,
     model_settings,
-    one_sentence,
     read_settings,
 )
 from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
@@ -46,7 +46,7 @@ def import_model(
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
         raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
     gguf, path = (None, source / "config.json") if path is None else (path, path)
-    with one_sentence(path):
+    with errors_of_settings(path):
         weights = None if gguf is None else GgufFile(gguf)
         settings = read_settings(path) if weights is None else weights.settings()
         if position_encoding is None and settings.get("model_type") != ENCODED:
