@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron_tape.command_line import counted, say, step
-from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, UserError, refuse
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, FileError, UserError, refuse
 from megatron_tape.evaluation.comparison import NAME, write_comparison
 from megatron_tape.io.files import write_whole
 from pretrain import report
@@ -137,7 +137,7 @@ def _locked(plan: Plan, alone: bool) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             problem = "is where another comparison, or a run that one has left behind, is at work"
-            refuse(True, str(plan.output), problem, "wait for it")
+            raise FileError(str(plan.output), problem, "wait for it") from None
         except OSError:  # some network file systems have no locks
             pass
         yield

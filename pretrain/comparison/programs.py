@@ -34,7 +34,7 @@ class Programs:
         self._context = multiprocessing.get_context("spawn" if gpus else "forkserver")
         if not gpus:
             os.environ["OMP_NUM_THREADS"] = "1"
-            self._context.set_forkserver_preload(["pretrain.comparison.libraries"])
+            self._context.set_forkserver_preload(["pretrain.comparison.libraries", "pretrain.compare"])
             first = self._context.Process(target=os.getpid)
             first.start()
             first.join()

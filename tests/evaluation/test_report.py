@@ -179,12 +179,6 @@ def test_scores_are_shown_by_length_and_model_with_interval_and_count(parsed):
     assert best[1][1:] == ["0.900", "0.800"] and "lower is better" in parsed.sections["scores"]
 
 
-def test_the_best_value_of_a_row_is_marked(compared):
-    content = compared.read_text(encoding="utf-8")
-    marked = re.findall(r"<strong>(.*?)</strong>", content)
-    assert marked == ["0.800"]  # not of shiny, whose settings differ
-
-
 def test_a_single_group_is_named_once_and_what_judges_nothing_has_no_best_value(tmp_path):
     files = []
     for label, value in (("x", 1.5), ("y", 2.5)):

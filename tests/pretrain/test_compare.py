@@ -382,6 +382,13 @@ def test_a_run_that_began_with_other_settings_is_not_continued(compared, recipe,
     assert "holds a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
 
 
+def wait_for_a_step(process, run):
+    """Wait until a run of a comparison has logged a step."""
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
+        time.sleep(0.05)
+
+
 def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
     """The training gets the signal that the comparison gets, saves, and the same command finishes it."""
     output = tmp_path / "out"
@@ -390,9 +397,7 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
     command = [sys.executable, "-m", "pretrain.compare", *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        metrics = output / "rope" / "seed-1" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
-            time.sleep(0.05)
+        wait_for_a_step(process, output / "rope" / "seed-1")
         process.send_signal(signal.SIGTERM)
         error = process.communicate(timeout=120)[1]
     assert process.returncode == 75, error
@@ -434,8 +439,7 @@ def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
     command += arguments(recipe, tmp_path / "out", *long, encodings="rope", seeds=1)
     run = tmp_path / "out" / "rope" / "seed-1"
     with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
-        while process.poll() is None and not (run / "metrics.jsonl").is_file():
-            time.sleep(0.05)
+        wait_for_a_step(process, run)
         process.kill()
     deadline = time.monotonic() + 120
     while not list((run / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
