@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from megatron_tape.command_line import counted
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import RECORD_BYTES, read_record, write_record
 
@@ -58,6 +59,11 @@ class Score:
         """How far the interval reaches below and above the value; 0 if it is not known."""
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return max(0.0, self.value - low), max(0.0, high - self.value)
+
+    @property
+    def shown_count(self) -> str:
+        """What the value is measured on, such as `32 documents`; nothing if it is not known."""
+        return "" if self.count is None else counted(self.count, self.counted)
 
     @property
     def shown_interval(self) -> str:

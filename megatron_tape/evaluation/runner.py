@@ -218,9 +218,8 @@ def shown_scores(scores: Iterable[Score]) -> list[str]:
     rows = []
     for score in scores:
         length = "" if score.length is None else f"{score.length:,}"
-        count = "" if score.count is None else command_line.counted(score.count, score.counted)
         value = f"{score.value:.4g}"
-        rows.append([score.metric, score.group, length, value, score.unit, score.shown_interval, count])
+        rows.append([score.metric, score.group, length, value, score.unit, score.shown_interval, score.shown_count])
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = ["<", "<", ">", ">", "<", "<", "<"]
     return [

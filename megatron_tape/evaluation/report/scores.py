@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_tape.command_line import counted
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.pictures_of_losses import by_length
 from megatron_tape.evaluation.report.models import Model, clean
@@ -105,9 +104,7 @@ def _best(row: Sequence[Score], comparable: Callable[[Score], bool]) -> float | 
 
 
 def _count(score: Score) -> str:
-    """Return how many of what a score is about, such as `32 documents`."""
-    of = "" if score.count is None else counted(score.count, clean(score.counted))
-    return of.replace(" ", "\N{NO-BREAK SPACE}")
+    return clean(score.shown_count).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _cell(score: Score | None, decimals: int | None, with_count: bool, best: float | None) -> Cell:
@@ -115,7 +112,7 @@ def _cell(score: Score | None, decimals: int | None, with_count: bool, best: flo
         return number(None)
     known = score.low is not None and score.high is not None
     details = [interval(score.low, score.high, decimals)] if known else []
-    details += [_count(score)] if with_count and score.count is not None else []
+    details += [_count(score)] if with_count and score.shown_count else []
     return number(score.value, decimals, " \N{MIDDLE DOT} ".join(details), score.value == best)
 
 

@@ -47,8 +47,9 @@ def rows_of(several: Sequence[Results]) -> list[list[str]]:
     """Return the cells of a card's table, a row for each score."""
     rows = []
     for score in (score for results in several for task in results.tasks.values() for score in task.scores):
-        length, count = (f"{number:,}" if number else "" for number in (score.length, score.count))
-        cells = [score.task, score.group, length, score.metric, score.shown_value, score.shown_interval, count]
+        length = f"{score.length:,}" if score.length else ""
+        shown = (score.shown_value, score.shown_interval, score.shown_count)
+        cells = [score.task, score.group, length, score.metric, *shown]
         rows.append([cell.replace("|", "&#124;") for cell in cells])
     return rows
 
