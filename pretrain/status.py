@@ -15,7 +15,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.command_line import duration

@@ -1,9 +1,10 @@
 """Records: a value that was read has the requested shape, or one sentence says why not."""
 
 import os
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import pytest
+from typing_extensions import TypedDict
 
 from megatron_tape.io.records import parse_record, read_record, read_yaml, write_record
 
@@ -33,17 +34,18 @@ def test_a_value_of_the_shape_comes_back_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("[1, 2]", "it is a list, where an object belongs"),
+        ("[1, 2]", "it is a list"),
         ('{"sizes": {}}', "step is missing"),
-        ('{"step": "3", "sizes": {}}', "step is '3', where a whole number belongs"),
-        ('{"step": true, "sizes": {}}', "step is True, where a whole number belongs"),
-        ('{"step": 3.0, "sizes": {}}', "step is 3.0, where a whole number belongs"),
-        ('{"step": 99999999999999999999, "sizes": {}}', "step is 99999999999999999999, where a whole number belongs"),
-        ('{"step": 3, "sizes": {"a": [1, null]}}', r"sizes.a\[1\] is None, where a whole number belongs"),
-        ('{"step": 3, "sizes": {"a": 1}}', "sizes.a is 1, where a list belongs"),
-        ('{"step": 3, "sizes": {}, "seconds": NaN}', "seconds is nan, where a number or null belongs"),
-        ('{"step": 3, "sizes": {}, "seconds": 1e999}', "seconds is inf, where a number or null belongs"),
-        ('{"step": 3, "sizes": {}, "outcome": "odd"}', "outcome is 'odd', where one of failed, finished belongs"),
+        ('{"step": "3", "sizes": {}}', "step is '3'"),
+        ('{"step": true, "sizes": {}}', "step is True"),
+        ('{"step": 3.0, "sizes": {}}', "step is 3.0"),
+        ('{"step": 3, "sizes": {"a": [1, null]}}', r"sizes.a\[1\] is None"),
+        ('{"step": 3, "sizes": {"a": 1}}', "sizes.a is 1"),
+        ('{"step": 3, "sizes": {}, "seconds": true}', "seconds is True"),
+        ('{"step": 3, "sizes": {}, "outcome": "odd"}', "outcome is 'odd'"),
+        ('{"step": 99999999999999999999, "sizes": {}}', "it is not JSON .*64 bits"),
+        ('{"step": 3, "sizes": {}, "seconds": NaN}', "it is not JSON .*finite"),
+        ('{"step": 3, "sizes": {}, "seconds": 1e999}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes"', "it is not JSON"),
         ("", "it is not JSON"),
         (b"\xff\xfe\xfa", "it is not JSON"),
@@ -84,10 +86,10 @@ BOMB = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b 
         ("step: 3", "sizes is missing"),
         ("step: [3\n", "it is not YAML"),
         ("\0", "it is not YAML"),
-        ("step: 2001-99-99", "month must be in"),
-        ("[" * 5000, "it is nested too deeply"),
-        (BOMB, "it has aliases"),
-        ("&a [*a]", "it has aliases"),
+        ("step: 2001-99-99\nsizes: {}", "step is '2001-99-99'"),
+        ("[" * 5000, "it is not YAML"),
+        (BOMB, "it is not YAML .*aliases"),
+        ("&a [*a]", "it is not YAML .*aliases"),
     ],
 )
 def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):

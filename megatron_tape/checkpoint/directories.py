@@ -16,7 +16,9 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest, remove, sync_directory

@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from megatron_tape.io.records import read_record
 from megatron_tape.io.safetensors import Place

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.directories import MANIFEST, Source, State

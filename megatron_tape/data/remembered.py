@@ -5,7 +5,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_record, write_record

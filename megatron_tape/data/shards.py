@@ -10,7 +10,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.data.indexed_dataset import dataset_paths, origin_path
 from megatron_tape.data.preprocessing import Encoding

@@ -16,7 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape.errors import FileError
 

@@ -4,14 +4,15 @@ A record may be truncated, edited by hand, written by another version, or a diff
 used before its size and shape have been checked. torch is not imported, and PyYAML only when a YAML file is read.
 """
 
+import functools
 import json
 import math
 import os
 import stat
-import types
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
@@ -30,8 +31,7 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
     Raises:
         OSError: if the file does not exist or cannot be read.
-        FileError: if it has more than `limit` bytes, is not JSON, or does not
-            have `shape`.
+        FileError: if it has more than `limit` bytes, is not JSON, or does not have `shape`.
     """
     try:
         return parse_record(read_small(path, limit), shape)
@@ -40,7 +40,7 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
-    """Return the YAML value in a file that `yaml.safe_dump` wrote; like `read_record`, and aliases are refused."""
+    """Return the YAML value in a file, read as strictly as a recipe, and checked as `read_record` checks JSON."""
     try:
         return parse_yaml(read_small(path, limit), shape)
     except ValueError as error:
@@ -48,21 +48,12 @@ def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:
-    """Parse YAML without aliases and check its shape, as `parse_record` does with JSON."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few nested aliases can stand for billions of nodes.
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("it has aliases")
-            return super().compose_node(parent, index)
+    """Parse YAML as `io.strict_yaml` does, and check its shape, as `parse_record` does with JSON."""
+    from megatron_tape.io.strict_yaml import parse_value
 
     try:
-        value = yaml.load(text, Loader)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except yaml.YAMLError as error:
+        value = parse_value(text)
+    except ValueError as error:
         raise ValueError(f"it is not YAML ({' '.join(str(error).split())})") from None
     check_shape(value, shape)
     return value
@@ -82,11 +73,12 @@ def read_small(path: str | Path, limit: int) -> bytes:
 def parse_record(text: str | bytes, shape: Any) -> Any:
     """Parse JSON and check its shape. Raises ValueError that says what is wrong.
 
-    `shape` is a type: a TypedDict (other keys are allowed too), `dict[str, T]`, `list[T]`, a union, a Literal, `int`
-    (64 bits), `float` (any finite number), `str`, `bool`, `None` or `Any`.
+    `shape` is a type that pydantic checks, strictly: a TypedDict (other keys are allowed too), `dict[str, T]`,
+    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers are finite, and whole ones
+    have 64 bits.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
@@ -95,59 +87,43 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     return value
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{text} does not fit into 64 bits")
+    return value
+
+
+@functools.cache
+def _adapter(shape: Any) -> TypeAdapter:
+    return TypeAdapter(shape)
+
+
 def check_shape(value: Any, shape: Any, place: str = "") -> None:
     """Raise ValueError if `value`, as parsed from JSON or YAML, does not have `shape` (see `parse_record`)."""
-    arguments = get_args(shape)
-    inside = f"{place}." if place else ""
-    if is_typeddict(shape) and isinstance(value, dict):
-        for key in sorted(shape.__required_keys__ - value.keys()):
-            raise ValueError(f"{inside}{key} is missing")
-        for key, kind in get_type_hints(shape).items():
-            if key in value:
-                check_shape(value[key], kind, f"{inside}{key}")
-    elif get_origin(shape) is dict and isinstance(value, dict):
-        for key, item in value.items():
-            check_shape(key, arguments[0], f"{inside}{str(key)[:40]}")
-            check_shape(item, arguments[1], f"{inside}{str(key)[:40]}")
-    elif get_origin(shape) is list and isinstance(value, list):
-        for index, item in enumerate(value):
-            check_shape(item, arguments[0], f"{place}[{index}]")
-    elif get_origin(shape) in (Union, types.UnionType) and _is_one_of(value, arguments):
-        pass
-    elif not _is_plain(value, shape):
-        raise ValueError(f"{place or 'it'} is {_shown(value)}, where {_kind(shape)} belongs")
+    try:
+        _adapter(shape).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = _place(value, first["loc"], place)
+        if first["type"] == "missing":
+            raise ValueError(f"{where} is missing") from None
+        shown = {dict: "an object", list: "a list"}.get(type(first["input"])) or repr(first["input"])[:40]
+        raise ValueError(f"{where or 'it'} is {shown}: {first['msg']}") from None
 
 
-def _is_one_of(value: Any, shapes: tuple) -> bool:
-    for shape in shapes:
-        with suppress(ValueError):
-            check_shape(value, shape)
-            return True
-    return False
-
-
-def _is_plain(value: Any, shape: Any) -> bool:
-    if get_origin(shape) is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(shape))
-    if shape in (int, float):
-        number = type(value) is int or (shape is float and type(value) is float and math.isfinite(value))
-        return number and -(2**63) <= value < 2**63
-    if shape in (None, types.NoneType):
-        return value is None
-    return shape is Any or (shape in (str, bool, dict, list) and isinstance(value, shape))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    shown = repr(value)
-    return shown if len(shown) <= 40 else shown[:37] + "..."
-
-
-def _kind(shape: Any) -> str:
-    if get_origin(shape) is Literal:
-        return "one of " + ", ".join(map(str, get_args(shape)))
-    if get_origin(shape) in (Union, types.UnionType):
-        return " or ".join(_kind(member) for member in get_args(shape))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
-    return names.get(get_origin(shape) or shape, "null" if shape in (None, types.NoneType) else "an object")
+def _place(value: Any, parts: tuple[int | str, ...], place: str) -> str:
+    """Return where in `value` pydantic found something wrong; its names of a union's members are left out."""
+    for index, part in enumerate(parts):
+        if isinstance(value, list) and isinstance(part, int):
+            place, value = f"{place}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or index == len(parts) - 1):
+            place, value = f"{place}.{str(part)[:40]}" if place else str(part)[:40], value.get(part)
+    return place

@@ -12,7 +12,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
+
+from typing_extensions import TypedDict
 
 from megatron_tape.errors import UserError
 from megatron_tape.io.files import FileDigest

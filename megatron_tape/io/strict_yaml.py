@@ -83,7 +83,7 @@ for _name, (_pattern, _number) in _NUMBERS.items():
     _Loader.add_constructor(_tag, lambda loader, node, number=_number: number(loader.construct_scalar(node)))
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str | bytes) -> Any:
     """Return `text` read as YAML; raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)

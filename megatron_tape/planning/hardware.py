@@ -8,7 +8,8 @@ import dataclasses
 from dataclasses import dataclass
 from math import ceil, log2
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import is_positive
 from megatron_tape.errors import FileError

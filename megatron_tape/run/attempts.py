@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import StaleAttempt

@@ -14,9 +14,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypedDict
 
 from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
+from typing_extensions import TypedDict
 
 from megatron_tape.command_line import duration
 from megatron_tape.io.records import parse_record

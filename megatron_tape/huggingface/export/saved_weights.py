@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import tensor_files

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Collection
 from math import isfinite, prod
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import STATE
 from megatron_tape.config.schema import blend

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.errors import UserError

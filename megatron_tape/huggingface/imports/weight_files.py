@@ -9,9 +9,10 @@ import dataclasses
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError
