@@ -49,6 +49,28 @@ class Measurements:
         left = max(0.0, self.deadline - now) / 60
         print(f"{now - self.started:6.1f} s, {left:.1f} min left: {line}", file=sys.stderr, flush=True)
 
+    def run_all(
+        self, work: Callable[..., None], combinations: dict[str, Any], *arguments: Any, write: Callable, show: Callable
+    ) -> None:
+        """Run `work` with every combination, by name, for which there is time.
+
+        `write` is given all results whenever there are more, and `show` each combination's name and its last result.
+        """
+        results: list[dict] = []
+
+        def keep(result: dict) -> None:
+            results[-1] = result
+            write(results)
+
+        for done, (name, combination) in enumerate(combinations.items()):
+            if self.over:
+                self.say(f"no time for {', '.join(list(combinations)[done:])}; --minutes gives more")
+                break
+            self.say(f"{done + 1} of {len(combinations)}: {name}")
+            results.append({})
+            self.run(work, combination, *arguments, keep=keep)
+            show(name, results[-1])
+
     def run(self, work: Callable[..., None], *arguments: Any, keep: Callable[[dict], None]) -> None:
         """Run `work(tell, deadline, faulty, *arguments)`; `keep` is given its results whenever there are more.
 

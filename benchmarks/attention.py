@@ -35,7 +35,7 @@ from benchmarks.attention_candidates import (
     with_backend,
     with_phases,
 )
-from benchmarks.environment import positive, recorder
+from benchmarks.environment import positive, writer
 from benchmarks.timing import DTYPES, add_arguments, matmul_peak, reason, timed
 from megatron_tape.ops.parity import inexact
 
@@ -196,13 +196,13 @@ def relate(result: dict, direction: str) -> None:
         result["of_rope"] = {"ratio": timings[ours]["ratio"], "tape": ours, "rope": against}
 
 
-def show(shape: str, length: int, result: dict) -> None:
+def show(name: str, result: dict) -> None:
     """Print the table of one combination, and which candidates have no figures and why."""
     for what, measured in result.items():
         if not isinstance(measured, dict) or "timings" not in measured:
             continue
         against = f", against {measured['against']}" if measured["against"] else ""
-        print(f"\n{shape}, {length:,} tokens, batch {result['batch']}, {what}{against}")
+        print(f"\n{name} tokens, batch {result['batch']}, {what}{against}")
         for name, timing in sorted(measured["timings"].items(), key=lambda item: item[1].get("seconds", 0)):
             if "seconds" not in timing:
                 print(f"  {name:24} interpreted here: exact, not timed")
@@ -243,27 +243,6 @@ def combinations_of(arguments: argparse.Namespace, on_gpu: bool) -> list[Combina
     return [(shape, length) for length in sorted(lengths) for shape in shapes]
 
 
-def measure_all(arguments: argparse.Namespace, combinations: list[Combination], device: torch.device, apart: bool):
-    """Measure every combination for which there is time; print and record the results."""
-    record, results = recorder("attention", arguments), []
-    measurements = Measurements(arguments.minutes, apart)
-
-    def keep(result: dict) -> None:
-        results[-1] = result
-        if record:
-            record.write({"precision": arguments.precision, "results": results})
-
-    for done, (shape, length) in enumerate(combinations):
-        if measurements.over:
-            left = ", ".join(f"{shape} at {length}" for shape, length in combinations[done:])
-            measurements.say(f"no time for {left}; --minutes gives more")
-            break
-        measurements.say(f"{done + 1} of {len(combinations)}: {shape}, {length} tokens")
-        results.append({})
-        measurements.run(measure, (shape, length), arguments, device, keep=keep)
-        show(shape, length, results[-1])
-
-
 def main() -> None:
     """Print tables; `--record` or `--output` also writes them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -289,7 +268,14 @@ def main() -> None:
         if unknown := set(arguments.only) - known:
             names = ", ".join(sorted(known))
             parser.error(f"--only {' '.join(sorted(unknown))}: not among the candidates here, {names}")
-    measure_all(arguments, combinations_of(arguments, on_gpu), device, apart=on_gpu)
+    record = writer("attention", arguments)
+
+    def write(results: list[dict]) -> None:
+        record({"precision": arguments.precision, "results": results})
+
+    combinations = {f"{shape} at {length}": (shape, length) for shape, length in combinations_of(arguments, on_gpu)}
+    measurements = Measurements(arguments.minutes, apart=on_gpu)
+    measurements.run_all(measure, combinations, arguments, device, write=write, show=show)
 
 
 if __name__ == "__main__":

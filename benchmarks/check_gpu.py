@@ -19,11 +19,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +36,7 @@ from benchmarks.machine import (
     look_at_machine,
     other_versions,
     program_variables,
+    run,
 )
 from benchmarks.report import table
 from benchmarks.wheels import install
@@ -53,8 +51,6 @@ SHORTEST = 1.0
 """Minutes below which no slice is started; behind another one it must have those that it asks for."""
 RESERVE = 45.0
 """Seconds before the limit at which pytest begins no further test, so that it can write its report."""
-GRACE = 20.0
-"""Seconds that a program has to end after it is interrupted."""
 LAST_LINES = 40
 """Lines of a program's output that are kept if it fails."""
 
@@ -187,52 +183,6 @@ class Check:
         because = f" ({ended.reason}; see {shown(log)})" if ended.reason else ""
         print(f"=== {part.name}: {ended.status} after {ended.seconds:.0f} s{because}", flush=True)
         return ended.status
-
-
-def run(command: list[str], variables: dict[str, str], log: Path, limit: float) -> int | None:
-    """Run a program, show its output and write it to `log`; whatever ends this process also ends the program.
-
-    Returns its exit status, or None if it took more than `limit` seconds and was ended.
-    """
-
-    def copy(lines: Iterable[str]) -> None:
-        with open(log, "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(line)
-                file.flush()
-                print(f"    {line}", end="", flush=True)
-
-    program = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=os.setpgrp,  # of the same session, which some launchers end as a whole
-    )
-    copier = threading.Thread(target=copy, args=(program.stdout,), daemon=True)
-    copier.start()
-    try:
-        return program.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(program)
-        copier.join(GRACE)
-
-
-def _end(program: subprocess.Popen) -> None:
-    """End what is left of a program and its children: first by an interruption, at which pytest writes its report."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(program.pid, number)
-            program.wait(GRACE)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def code_digest() -> str:

@@ -21,17 +21,16 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import add_record_arguments, positive, recorder
+from benchmarks.environment import add_record_arguments, positive, writer
+from benchmarks.generate import cached_seconds
 from benchmarks.measured_model import MeasuredModel, dtype_of
 from benchmarks.shapes import SHAPES, run_config
 from benchmarks.step_comparison import EQUAL
@@ -73,7 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(arguments.threads)
     layout = initialize_distributed(1)
-    record = recorder("encodings", arguments)
     configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
     result: dict = {
         "shape": dataclasses.asdict(SHAPES[arguments.shape]),
@@ -82,13 +80,10 @@ def main(argv: list[str] | None = None) -> int:
         "encodings": {},
     }
 
-    def keep() -> None:
-        if record is not None:
-            record.write(result)
-
+    write = writer("encodings", arguments)
     result["encodings"] = {name: facts(config, configs[BASELINE]) for name, config in configs.items()}
     for measure in (steps, decoding):
-        measure(configs, arguments, layout, result, keep)
+        measure(configs, arguments, layout, result, lambda: write(result))
     print("\n".join(table(result)))
     return 0
 
@@ -187,7 +182,7 @@ def built(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     measured.use(backend)
     allowed = EQUAL if dtype is torch.float32 else 0.1
     if not difference <= allowed:
-        raise ConfigError(f"losses of a token differ by {difference:.2g} from those of plain attention")
+        raise ConfigError("losses of a token", f"differ by {difference:.2g} from those of plain attention")
     return measured
 
 
@@ -199,53 +194,38 @@ def decoding(
     keep: Callable[[], None],
 ) -> None:
     """Measure the time per token of each exported model in turn with a Llama's."""
-    llama = Decoder(configs[BASELINE].model, dtype_of(configs[BASELINE]), layout.device)
+    plain = configs[BASELINE]
+    llama = decoder(plain.model, dtype_of(plain), layout.device)
+    text = torch.randint(plain.model.vocab_size, (1, plain.model.seq_length), device=layout.device)
     for name in arguments.only:
         print(f"decoding: {name}", flush=True)
         row = result["encodings"][name]
         try:
-            other = Decoder(configs[name].model, dtype_of(configs[name]), layout.device)
+            other = decoder(configs[name].model, dtype_of(plain), layout.device)
         except (ConfigError, NotImplementedError, ValueError) as error:
             row["decoding_failed"] = reason(error)
             continue
-        pairs = llama.beside(other, min(arguments.context, configs[name].model.seq_length), arguments.tokens)
+        prompt = text[:, : min(arguments.context, text.shape[1]) - arguments.tokens - 1]
+        with torch.inference_mode():
+            taken = cached_seconds({"llama": llama, "other": other}, "dynamic", prompt, 1 + arguments.tokens)
+        pairs = list(zip(taken["llama"], taken["other"]))[1:]
         row["seconds_per_token"] = statistics.median(b for _, b in pairs)
         row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
         print(f"  {row['decoding_over_rope']:.2f} times a Llama's token", flush=True)
         keep()
 
 
-class Decoder:
-    """An exported model with random weights. Raises ConfigError if a cache changes what it computes."""
-
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device):
-        self.model = random_model(model).to(device, dtype).eval()
-        self.text = torch.randint(model.vocab_size, (1, model.seq_length), device=device)
-        self._check()
-
-    @torch.inference_mode()
-    def _check(self) -> None:
-        text = self.text[:, :24]
-        whole = self.model(text, use_cache=False).logits.float()
-        cache = DynamicCache(config=self.model.config)
-        parts = [self.model(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
-        difference = ((torch.cat(parts, 1) - whole).abs().max() / whole.std()).item()
-        allowed = CLOSE if self.model.dtype is torch.float32 else 10 * CLOSE
-        if not difference <= allowed:
-            raise ConfigError(f"logits with a cache differ by {difference:.2g} of their spread from those without")
-
-    @torch.inference_mode()
-    def beside(self, other: "Decoder", context: int, tokens: int) -> list[tuple[float, float]]:
-        """Return the seconds of both for each of `tokens` tokens, with a cache that ends with `context` tokens."""
-        prompt = self.text[:, : context - tokens - 1]
-        caches = [DynamicCache(config=one.model.config) for one in (self, other)]
-        for one, cache in zip((self, other), caches):
-            one.model(prompt, past_key_values=cache, logits_to_keep=1)
-        taken = []
-        for i in range(1 + tokens):
-            token = self.text[:, i, None]
-            taken.append(tuple(_seconds(one.model, token, cache) for one, cache in zip((self, other), caches)))
-        return taken[1:]
+@torch.inference_mode()
+def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return an exported model with random weights. Raises ConfigError if a cache changes what it computes."""
+    made = random_model(model).to(device, dtype).eval()
+    text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=made.config)
+    whole = made(text, use_cache=False).logits.float()
+    parts = [made(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+    difference = ((torch.cat(parts, 1) - whole).abs().max() / whole.std()).item()
+    if not difference <= (CLOSE if dtype is torch.float32 else 10 * CLOSE):
+        raise ConfigError("logits with a cache", f"differ by {difference:.2g} of their spread from those without")
+    return made
 
 
 def random_model(model: ModelConfig) -> PreTrainedModel:
@@ -265,16 +245,6 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
             if ".position." in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return made
-
-
-def _seconds(model: PreTrainedModel, token: Tensor, cache: DynamicCache) -> float:
-    if token.is_cuda:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    model(token, past_key_values=cache)
-    if token.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def table(result: dict) -> list[str]:

@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def settings(arguments: argparse.Namespace) -> dict:
     """Return a command line's options, ready for JSON."""
     plain = (str, int, float, bool, list, type(None))
     return {name: value if isinstance(value, plain) else str(value) for name, value in vars(arguments).items()}
+
+
+def writer(name: str, arguments: argparse.Namespace) -> Callable[[dict], None]:
+    """Return a function that writes results with the options; it does nothing if no record was requested."""
+    record, options = recorder(name, arguments), settings(arguments)
+    return lambda result: None if record is None else record.write({"arguments": options, **result})
 
 
 def positive(text: str) -> int:

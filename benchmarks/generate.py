@@ -20,8 +20,8 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from benchmarks.apart import Measurements
-from benchmarks.environment import recorder, settings
-from benchmarks.timing import DTYPES, add_time_arguments, reason
+from benchmarks.environment import writer
+from benchmarks.timing import DTYPES, add_time_arguments, reason, seconds
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
@@ -89,17 +89,6 @@ def check_parity(arguments: argparse.Namespace, prompt: torch.Tensor) -> None:
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
     """Return an empty transformers cache with room for `length` tokens."""
     return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
-
-
-def seconds(call, device: torch.device) -> float:
-    """Return how long `call` takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def cached_seconds(
@@ -250,15 +239,8 @@ def main() -> None:
         arguments.cached_tokens = 8
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    record = recorder("generate", arguments)
-    options = settings(arguments) | {"threads": torch.get_num_threads()}
-
-    def keep(result: dict) -> None:
-        if record:
-            record.write({"arguments": options, **result})
-
     with torch.no_grad():
-        measure(arguments, Measurements(arguments.minutes, apart=False), keep)
+        measure(arguments, Measurements(arguments.minutes, apart=False), writer("generate", arguments))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The machine that `benchmarks.check_gpu` runs on, and how a slice's program ended there. Imports no torch."""
+"""The machine that `benchmarks.check_gpu` runs on, and a program that runs there. Imports no torch."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from benchmarks.goals import Slice
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
+GRACE = 20.0
+"""Seconds that a program has to end after it is interrupted."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +102,49 @@ def other_versions(packages: dict[str, str]) -> list[str]:
         for name, here in packages.items()
         if name in wanted and here.partition("+")[0] != wanted[name]
     ]
+
+
+def run(command: list[str], variables: dict[str, str], log: Path, limit: float) -> int | None:
+    """Run a program, show its output and write it to `log`; whatever ends this process also ends the program.
+
+    Returns its exit status, or None if it took more than `limit` seconds and was ended.
+    """
+
+    def copy(lines: Iterable[str]) -> None:
+        with open(log, "w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(line)
+                file.flush()
+                print(f"    {line}", end="", flush=True)
+
+    program = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=os.setpgrp,  # of the same session, which some launchers end as a whole
+    )
+    copier = threading.Thread(target=copy, args=(program.stdout,), daemon=True)
+    copier.start()
+    try:
+        return program.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(program)
+        copier.join(GRACE)
+
+
+def _end(program: subprocess.Popen) -> None:
+    """End what is left of a program and its children: first by an interruption, at which pytest writes its report."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(program.pid, number)
+            program.wait(GRACE)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue

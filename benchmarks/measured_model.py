@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.step_results import PHASES
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
@@ -32,7 +33,6 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine
 
-PHASES = ("forward", "backward", "optimizer")
 LEARNING_RATE = 1e-4
 COMPARED = 1024
 """Tokens of a sequence whose losses are compared; later ones change none of them."""

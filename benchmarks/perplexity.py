@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.environment import positive, recorder, settings
+from benchmarks.environment import positive, writer
 from benchmarks.timing import DTYPES, add_time_arguments
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
@@ -83,7 +83,7 @@ def main() -> None:
         arguments.vocab_size, arguments.repetitions = 200, 3
     if arguments.device.type == "cpu":
         torch.set_num_threads(1)
-    record = recorder("perplexity", arguments)
+    write = writer("perplexity", arguments)
     model = build(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
@@ -97,10 +97,10 @@ def main() -> None:
             values = [task.evaluate(unit, model) for unit in units]
             return sum(value["nats"] for value in values) / sum(value["tokens"] for value in values)
 
-        measure(arguments, {"task": by_task, "loop": lambda: bare_loop(model, task)}, record)
+        measure(arguments, {"task": by_task, "loop": lambda: bare_loop(model, task)}, write)
 
 
-def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], float]], record: object) -> None:
+def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], float]], write: Callable) -> None:
     """Check that both give the same loss, then time them in turns."""
     losses = {name: function() for name, function in functions.items()}
     if abs(losses["task"] - losses["loop"]) > TOLERANCE:
@@ -124,16 +124,7 @@ def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], flo
         f"perplexity at {arguments.length:,} tokens: the task takes {seconds['task']:.3f} s, a bare loop "
         f"{seconds['loop']:.3f} s; ratio {ratio:.3f}, the median of {len(taken['loop'])} pairs"
     )
-    if record:
-        options = settings(arguments) | {"threads": torch.get_num_threads()}
-        record.write(
-            {
-                "arguments": options,
-                "seconds": seconds,
-                "task_over_loop": ratio,
-                "pairs": taken,
-            }
-        )
+    write({"seconds": seconds, "task_over_loop": ratio, "pairs": taken})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.apart import Measurements, Tell
-from benchmarks.environment import recorder
+from benchmarks.environment import writer
 from benchmarks.timing import DTYPES, add_arguments, reason, timed
 from megatron_tape.ops.attention import unsupported
 from megatron_tape.ops.parity import inexact
@@ -118,9 +118,15 @@ def updates_for(shape: tuple[int, int, int, int], dtype, device: torch.device) -
 
 
 def measure(
-    tell: Tell, deadline: float, faulty: dict[str, str], name: str, state: str, arguments: argparse.Namespace, device
+    tell: Tell,
+    deadline: float,
+    faulty: dict[str, str],
+    combination: tuple[str, str],
+    arguments: argparse.Namespace,
+    device: torch.device,
 ) -> None:
     """Time every implementation at one shape; `tell` is given the names of what runs, and then the results."""
+    name, state = combination
     shape, dtype = (SHAPES | TOY)[name], DTYPES[arguments.precision]
     bandwidth = copy_bandwidth(device)
     updates, rejected = updates_for(shape, dtype, device)
@@ -152,7 +158,7 @@ def measure(
         tell(result)
 
 
-def show(result: dict) -> None:
+def show(_: str, result: dict) -> None:
     """Print the timings of one shape, and which implementations have no figures and why."""
     for what, measured in result.items():
         if not isinstance(measured, dict) or "timings" not in measured:
@@ -168,28 +174,6 @@ def show(result: dict) -> None:
     sys.stdout.flush()
 
 
-def measure_all(arguments: argparse.Namespace, device: torch.device, apart: bool) -> None:
-    """Measure every shape for which there is time; print and record the results."""
-    record, results = recorder("position_update", arguments), []
-    measurements = Measurements(arguments.minutes, apart)
-
-    def keep(result: dict) -> None:
-        results[-1] = result
-        if record:
-            record.write({"precision": arguments.precision, "tokens": arguments.tokens, "results": results})
-
-    states = dict.fromkeys(("fp32", arguments.precision))
-    combinations = [(name, state) for state in states for name in (TOY if arguments.toy else SHAPES)]
-    for name, state in combinations:
-        if measurements.over:
-            measurements.say(f"no time for {name} with a state in {state} and what follows; --minutes gives more")
-            break
-        measurements.say(f"{name}, state in {state}")
-        results.append({})
-        measurements.run(measure, name, state, arguments, device, keep=keep)
-        show(results[-1])
-
-
 def main() -> None:
     """Print a table; `--record` or `--output` also writes it to a file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -198,7 +182,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.tokens, arguments.repetitions = 64, 1
-    measure_all(arguments, device, apart=device.type == "cuda")
+    record = writer("position_update", arguments)
+
+    def write(results: list[dict]) -> None:
+        record({"precision": arguments.precision, "tokens": arguments.tokens, "results": results})
+
+    states = dict.fromkeys(("fp32", arguments.precision))
+    shapes = TOY if arguments.toy else SHAPES
+    combinations = {f"{name} with a state in {state}": (name, state) for state in states for name in shapes}
+    measurements = Measurements(arguments.minutes, apart=device.type == "cuda")
+    measurements.run_all(measure, combinations, arguments, device, write=write, show=show)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.apart import Measurements
-from benchmarks.environment import positive, recorder, settings
-from benchmarks.generate import PARITY_LAYERS, build, new_cache, randomize, seconds, summarize
-from benchmarks.timing import DTYPES, add_time_arguments, reason
+from benchmarks.environment import positive, writer
+from benchmarks.generate import PARITY_LAYERS, build, new_cache, randomize, summarize
+from benchmarks.timing import DTYPES, add_time_arguments, reason, seconds
 
 SHAPES = {
     "smollm2-135m": dict(layers=30, heads=9, groups=3, head_dim=64, ffn=1536, vocab_size=49152),
@@ -126,15 +126,8 @@ def main() -> None:
         arguments.lengths = [64]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    record = recorder("prefill", arguments)
-    options = settings(arguments) | {"threads": torch.get_num_threads()}
-
-    def keep(result: dict) -> None:
-        if record:
-            record.write({"arguments": options, **result})
-
     with torch.no_grad():
-        measure(arguments, Measurements(arguments.minutes, apart=False), keep)
+        measure(arguments, Measurements(arguments.minutes, apart=False), writer("prefill", arguments))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.environment import recorder, settings
-from benchmarks.measured_model import PHASES, MeasuredModel, Step, candidates, dtype_of, free_memory, training_backend
+from benchmarks.measured_model import MeasuredModel, Step, candidates, dtype_of, free_memory, training_backend
 from benchmarks.shapes import ENCODINGS, Shape, run_config
 from benchmarks.step_profile import profiled
+from benchmarks.step_results import PHASES, peak_flops, summarize
 from benchmarks.timing import matmul_peak, reason
-from benchmarks.utilization import peak_flops, utilization
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.memory import memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
@@ -62,7 +61,7 @@ class Comparison:
                 why = reason(error)
             if self.layout.world_size > 1:
                 # The other ranks may be waiting for this one anywhere.
-                raise ConfigError(f"{self._out_of_memory(why)}; start again with a smaller --micro-batch")
+                raise ConfigError("--micro-batch", self._out_of_memory(why), "start again with a smaller one")
             self._halve(self._out_of_memory(why))
         if self.arguments.profile:
             self._profile()
@@ -78,8 +77,6 @@ class Comparison:
         if self.layout.rank == 0:
             print(text, flush=True)
 
-    # The size of a micro-batch.
-
     def fit_estimate(self) -> None:
         """Make micro-batches smaller until the estimate of memory fits the GPU."""
         if not self.on_gpu:
@@ -89,23 +86,23 @@ class Comparison:
             needed = max(memory(Plan(self.config(name), self.layout.world_size)).peak for name in ENCODINGS)
             if ROOM * needed <= total:
                 return
-            self._halve(f"{needed / 2**30:.1f} GiB estimated, and the GPU has {total / 2**30:.1f} GiB")
+            gib = f"{needed / 2**30:.1f} GiB estimated, and the GPU has {total / 2**30:.1f} GiB"
+            self._halve(f"of {self.shape.micro_batch} is too large: {gib}")
 
     def _out_of_memory(self, why: str) -> str:
-        return f"memory ran out with micro-batches of {self.shape.micro_batch} ({why})"
+        return f"of {self.shape.micro_batch} is too large: memory ran out ({why})"
 
     def _halve(self, why: str) -> None:
         """Train on the same sequences in smaller micro-batches; ConfigError if they already are as small as can be."""
         before, sequences = self.shape.micro_batch, self.shape.micro_batch * self.shape.accumulate
         if before == 1:
-            raise ConfigError(f"{why}; try --recompute selective or full, fewer --layers or a shorter --seq-length")
+            fix = "try --recompute selective or full, fewer --layers or a shorter --seq-length"
+            raise ConfigError("--micro-batch", why, fix)
         size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
         self.too_large.append({"micro_batch": before, "why": why})
         self.shape = dataclasses.replace(self.shape, micro_batch=size, accumulate=sequences // size)
-        self.say(f"micro-batches of {size} instead of {before}, for both: {why}")
+        self.say(f"micro-batches of {size} for both, as one {why}")
         free_memory()
-
-    # The measurements.
 
     def _begin(self) -> None:
         self.first_losses: dict[str, torch.Tensor] = {}
@@ -270,8 +267,6 @@ class Comparison:
                 found[encoding] = {"failed": reason(error)}
             self._write()
 
-    # The results.
-
     def _new_block(self, measured: MeasuredModel) -> dict:
         block = {
             "encoding": measured.config.model.position_encoding,
@@ -286,41 +281,8 @@ class Comparison:
 
     def _summarize(self) -> None:
         """Calculate what the blocks so far say, and write it."""
-        result, blocks = self.result, self.result["blocks"]
-        for encoding in ENCODINGS:
-            if own := [block for block in blocks if block["encoding"] == encoding and block["seconds"]]:
-                result["encodings"][encoding] = self._summary(encoding, own)
-        rope, tape = (result["encodings"].get(encoding) for encoding in ENCODINGS)
-        if rope and tape:
-            tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
-            result["ratio_time"] = tape["seconds_per_step"] / rope["seconds_per_step"]
-            if self.arguments.order == "alternate":
-                pairs = zip(*(block["seconds"] for block in blocks))
-                result["ratio_time"] = statistics.median(t / r for r, t in pairs)
-            if rope["memory"] and tape["memory"]:
-                result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
+        summarize(self.result, {encoding: self.config(encoding).model for encoding in ENCODINGS})
         self._write()
-
-    def _summary(self, encoding: str, blocks: list[dict]) -> dict:
-        model = self.config(encoding).model
-        all_seconds = [seconds for block in blocks for seconds in block["seconds"]]
-        seconds = statistics.median(all_seconds)
-        phases = {phase: [x for block in blocks for x in block["phases"][phase]] for phase in PHASES}
-        phases["other"] = [whole - sum(parts) for whole, *parts in zip(all_seconds, *phases.values())]
-        speed = self.result["run"]["tokens_per_step"] / seconds
-        medians = [statistics.median(block["seconds"]) for block in blocks]
-        memory = [block["memory"] for block in blocks if block["memory"]]
-        return {
-            **{key: value for key, value in blocks[0].items() if isinstance(value, str) and key != "encoding"},
-            "seconds_per_step": seconds,
-            "seconds_by_block": medians,
-            "tokens_per_second": speed,
-            **utilization(flops_per_token(model), speed, self.layout.world_size, self.peak, self.matmul),
-            "phases": {phase: statistics.median(taken) for phase, taken in phases.items()},
-            "memory": {key: max(peaks[key] for peaks in memory) for key in memory[0]} if memory else {},
-            "parameters": parameter_count(model),
-            "flops_per_token": flops_per_token(model),
-        }
 
     def _write(self) -> None:
         if self.record:

@@ -48,6 +48,17 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return how long `call` takes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
 def timed(
     functions: dict[str, Callable[[], None]],
     repetitions: int,
@@ -64,20 +75,17 @@ def timed(
     on_gpu = device.type == "cuda"
 
     def once(name: str, calls: int) -> float:
+        def repeat() -> None:
+            for _ in range(calls):
+                functions[name]()
+
         tell(name)
-        if on_gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            functions[name]()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - started) / calls
+        return seconds(repeat, device) / calls
 
     memory: dict[str, int | None] = {}
     calls: dict[str, int] = {}
     failed: dict[str, str] = {}
-    seconds: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for name in functions:
         try:
             once(name, 1)
@@ -92,9 +100,9 @@ def timed(
             continue
         memory[name] = torch.cuda.max_memory_allocated() - before if on_gpu else None
         calls[name] = max(1, int(0.02 / first)) if on_gpu else 1
-        seconds[name] = []
+        times[name] = []
     for _ in range(repetitions):
-        for name, taken in seconds.items():
+        for name, taken in times.items():
             if name in failed or (len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS):
                 continue
             try:
@@ -103,7 +111,7 @@ def timed(
                 failed[name] = reason(error)
     timings = {
         name: {"seconds": statistics.median(values), "memory_bytes": memory[name], "repetitions": len(values)}
-        for name, values in seconds.items()
+        for name, values in times.items()
         if name not in failed
     }
     return timings | {name: {"interpreted": True} for name in functions if name in interpreted - failed.keys()}, failed

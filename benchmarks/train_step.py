@@ -13,7 +13,7 @@ backend that can train it and keeps the fastest. No figure appears unless both m
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
 update. MFU is model FLOP/s per GPU divided by the data sheet's bf16 peak, and is given for GPUs that are listed in
-benchmarks/utilization.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE does
+benchmarks/step_results.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE does
 not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
 
 On a GPU memory is what torch allocated at the peak, beside the estimate's. On a CPU it is added up from the tensors:
@@ -28,7 +28,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 
 import torch
 
@@ -46,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         if missing := [name for name in ("megatron", "deepspeed") if importlib.util.find_spec(name) is None]:
-            raise ConfigError(f"{' and '.join(missing)} cannot be imported; install requirements.txt")
+            raise ConfigError(" and ".join(missing), "cannot be imported", "install requirements.txt")
         for encoding in ENCODINGS:
             validate(run_config(encoding, shape, world_size, arguments), world_size)
     except ConfigError as error:
@@ -55,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     _prepare_libraries(arguments, on_gpu, rank)
     from benchmarks.step_comparison import Comparison
+    from benchmarks.step_results import table
     from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
 
     try:
@@ -136,57 +136,6 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     if arguments.zero_stage is None:
         arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments, changed
-
-
-def table(result: dict) -> list[str]:
-    """Return the lines of the table of a record, as `benchmarks.step_comparison` makes it."""
-    return list(_lines(result))
-
-
-def _lines(result: dict) -> Iterator[str]:
-    shape, run, encodings = result["shape"], result["run"], result["encodings"]
-    yield (
-        f"\n{shape['name']}: {shape['layers']} layers, {shape['heads']} heads x {shape['head_dim']}, "
-        f"{shape['seq_length']} tokens, vocabulary {shape['vocab_size']}; {run['precision']}, "
-        f"ZeRO {run['zero_stage']}, micro-batch {shape['micro_batch']} x {shape['accumulate']}, {run['device']}; "
-        f"{run['processes']} process{'' if run['processes'] == 1 else 'es'}, {run['tensor_parallel']} tensor parallel"
-    )
-    yield f"{'':5}{'step':>11}{'tokens/s':>11}{'TFLOP/s':>9}{'MFU':>7}{'of matmul':>11}{'memory (estimate)':>22}"
-    for name in ENCODINGS:
-        one = encodings[name]
-        memory = f"{_gib(one['memory']['peak'])} ({_gib(one['memory']['estimated_peak'])})"
-        yield (
-            f"{name:5}{one['seconds_per_step']:9.4f} s{one['tokens_per_second']:11,.0f}{one['tflops']:9.2f}"
-            f"{_percent(one['mfu']):>7}{_percent(one['of_matmul']):>11}{memory:>22}"
-        )
-    for name in ENCODINGS:
-        one = encodings[name]
-        phases = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in one["phases"].items())
-        how = f"attention by {one['attention']}, rotation {one['rotation']}"
-        if "position_update" in one:
-            how += f", position update by {one['position_update']}"
-        yield f"{name}: {phases}; {how}"
-    rope, tape = (encodings[name]["seconds_by_block"] for name in ENCODINGS)
-    if len(rope) > 1:
-        blocks = ", ".join(f"{t / r:.3f}" for r, t in zip(rope, tape))
-        yield f"pairs of blocks: {blocks}; RoPE's last block divided by its first: {rope[-1] / rope[0]:.3f}"
-    ratios = f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}"
-    strict = encodings["tape"]["mfu_of_rope_flops"]
-    yield ratios if strict is None else f"{ratios}; TAPE's MFU by RoPE's FLOPs: {strict:.1%}"
-    if "fell_back" in result:
-        yield f"WARNING: TAPE was not measured with its fused kernels: {result['fell_back']}"
-    for name, found in result.get("profile", {}).items():
-        parts = sorted(found.get("by_part", {}).items(), key=lambda item: -item[1])
-        listed = ", ".join(f"{part} {seconds:.4f} s" for part, seconds in parts)
-        yield f"{name}, one profiled step: {listed or found['failed']}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _prepare_libraries(arguments: argparse.Namespace, on_gpu: bool, rank: int) -> None:

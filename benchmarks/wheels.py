@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_directory, remove
 
 CARRIED = (
@@ -55,13 +56,13 @@ INSTALLED = "installed-wheels.txt"
 def collect(directory: Path, python: str) -> list[Path]:
     """Fill `directory`, which must not exist yet, with a wheel of every package in `CARRIED`; return their paths.
 
-    `python` is the version of Python on the GPU machine, such as 3.12. Raises ValueError if a package is not installed
+    `python` is the version of Python on the GPU machine, such as 3.12. Raises FileError if a package is not installed
     here, if there is no wheel for that Python, or if the wheels have more than `LARGEST` bytes.
     """
     try:
         wanted = {name: f"{name}=={importlib.metadata.version(name)}" for name in CARRIED}
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed here; run this in the project's environment") from None
+        raise FileError(error.name, "is not installed here", "run this in the project's environment") from None
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
@@ -77,21 +78,21 @@ def collect(directory: Path, python: str) -> list[Path]:
                 shutil.move(wheel, partial)
         size = sum(wheel.stat().st_size for wheel in partial.iterdir())
         if size > LARGEST:
-            raise ValueError(
-                f"the wheels have {size / 2**20:.1f} MiB, more than {LARGEST // 2**20}; nothing was written"
-            )
+            raise FileError(str(directory), f"would hold {size / 2**20:.1f} MiB, more than {LARGEST // 2**20}")
     return sorted(directory.iterdir())
 
 
 def install(directory: Path, site: Path) -> Path:
     """Install the wheels in `directory` into `site`, for PYTHONPATH; return `site`.
 
-    Does nothing if `site` already holds these wheels. Raises ValueError if there are none, or if pip is missing or
-    refuses them, as wheels for another Python; FileExistsError if `site` holds anything else.
+    Does nothing if `site` already holds these wheels. Raises FileError if there are none, if pip is missing or
+    refuses them, as wheels for another Python, or if `site` holds anything else.
     """
     wheels = sorted(directory.glob("*.whl"))
     if not wheels:
-        raise ValueError(f"{directory} holds no wheels; collect them with: python -m benchmarks.wheels {directory}")
+        raise FileError(
+            str(directory), "holds no wheels", f"collect them with: python -m benchmarks.wheels {directory}"
+        )
     listing = "".join(f"{wheel.name} {wheel.stat().st_size}\n" for wheel in wheels)
     mark = site / INSTALLED
     if mark.is_file():
@@ -111,7 +112,7 @@ def _pip(*arguments: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip() or f"exit status {done.returncode}"
-        raise ValueError(f"pip {arguments[0]} failed:\n{said}")
+        raise FileError(f"pip {arguments[0]}", f"failed:\n{said}")
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """On a GPU, as many workers as its memory has room for; most of their time they compile."""
     if not ON_GPU:

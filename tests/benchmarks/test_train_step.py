@@ -15,7 +15,7 @@ from benchmarks import step_comparison, step_profile, train_step
 from benchmarks.measured_model import MeasuredModel
 from benchmarks.shapes import ENCODINGS, SHAPES, run_config
 from benchmarks.step_comparison import BLOCKS, Comparison
-from benchmarks.utilization import peak_flops, utilization
+from benchmarks.step_results import peak_flops, utilization
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position.tape import TapePosition
@@ -148,7 +148,7 @@ def test_micro_batches_are_halved_until_they_fit(tmp_path, monkeypatch):
 def test_a_single_sequence_that_does_not_fit_ends_with_a_sentence(tmp_path, monkeypatch, capsys):
     out_of_memory_above(monkeypatch, 0)
     assert train_step.main([TOY, f"--output={tmp_path / 'record.json'}"]) == 1
-    assert "memory ran out with micro-batches of 1" in capsys.readouterr().err
+    assert "--micro-batch of 1 is too large: memory ran out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from plans import GIB, of_recipe
 
-from benchmarks.utilization import peak_flops
+from benchmarks.step_results import peak_flops
 from megatron_tape.checks.settings import validate
 from megatron_tape.errors import FileError
 from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL

@@ -1,0 +1,130 @@
+"""What measured training steps say: medians, utilization of the GPU, ratios, and the table. Imports no torch."""
+
+import re
+import statistics
+from collections.abc import Iterator
+
+from benchmarks.shapes import ENCODINGS
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
+
+PHASES = ("forward", "backward", "optimizer")
+"""Of a step; the backward pass includes averaging gradients over ranks, and the optimizer clipping."""
+
+# Dense bf16 FLOP/s of the tensor cores with fp32 accumulation, from NVIDIA's documents, half of what they state with
+# sparsity. H100 SXM and PCIe: "NVIDIA H100 Tensor Core GPU Architecture"; H100 NVL, H200, H200 NVL, GH200, A100 and
+# L40S: their data sheets; B200: "NVIDIA Blackwell Architecture Technical Brief".
+_PEAKS = (
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\bH100 (SXM|80GB HBM3\b)", 989.4e12),
+    (r"\bH200 NVL\b", 835e12),
+    (r"\bG?H200\b", 989.4e12),
+    (r"\bA100\b", 312e12),
+    (r"\bL40S\b", 362e12),
+    (r"(?<!G)\bB200\b", 2250e12),
+)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if the name is not known."""
+    if "MIG" in gpu:  # a part of a GPU
+        return None
+    return next((peak for pattern, peak in _PEAKS if re.search(pattern, gpu)), None)
+
+
+def utilization(
+    flops_per_token: int, tokens_per_second: float, gpus: int, peak: float | None, matmul: float
+) -> dict[str, float | None]:
+    """Return model FLOP/s per GPU in TFLOP/s, and as shares of the GPU's peak (MFU) and of a large matmul's speed."""
+    flops = flops_per_token * tokens_per_second / gpus
+    return {"tflops": flops / 1e12, "mfu": None if peak is None else flops / peak, "of_matmul": flops / matmul}
+
+
+def summarize(result: dict, models: dict[str, ModelConfig]) -> None:
+    """Add to a record what its blocks of steps so far say: a summary of each encoding, and ratios."""
+    blocks = result["blocks"]
+    for encoding, model in models.items():
+        if own := [block for block in blocks if block["encoding"] == encoding and block["seconds"]]:
+            result["encodings"][encoding] = _summary(result, model, own)
+    rope, tape = (result["encodings"].get(encoding) for encoding in ENCODINGS)
+    if rope and tape:
+        tape["mfu_of_rope_flops"] = tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
+        result["ratio_time"] = tape["seconds_per_step"] / rope["seconds_per_step"]
+        if result["run"]["order"] == "alternate":
+            pairs = zip(*(block["seconds"] for block in blocks))
+            result["ratio_time"] = statistics.median(t / r for r, t in pairs)
+        if rope["memory"] and tape["memory"]:
+            result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
+
+
+def _summary(result: dict, model: ModelConfig, blocks: list[dict]) -> dict:
+    all_seconds = [seconds for block in blocks for seconds in block["seconds"]]
+    seconds, run = statistics.median(all_seconds), result["run"]
+    phases = {phase: [x for block in blocks for x in block["phases"][phase]] for phase in PHASES}
+    phases["other"] = [whole - sum(parts) for whole, *parts in zip(all_seconds, *phases.values())]
+    speed, flops = run["tokens_per_step"] / seconds, flops_per_token(model)
+    memory = [block["memory"] for block in blocks if block["memory"]]
+    return {
+        **{key: value for key, value in blocks[0].items() if isinstance(value, str) and key != "encoding"},
+        "seconds_per_step": seconds,
+        "seconds_by_block": [statistics.median(block["seconds"]) for block in blocks],
+        "tokens_per_second": speed,
+        **utilization(flops, speed, run["processes"], result["peak_flops"], result["matmul_flops"]),
+        "phases": {phase: statistics.median(taken) for phase, taken in phases.items()},
+        "memory": {key: max(peaks[key] for peaks in memory) for key in memory[0]} if memory else {},
+        "parameters": parameter_count(model),
+        "flops_per_token": flops,
+    }
+
+
+def table(result: dict) -> list[str]:
+    """Return the lines of the table of a record, as `benchmarks.step_comparison` makes it."""
+    return list(_lines(result))
+
+
+def _lines(result: dict) -> Iterator[str]:
+    shape, run, encodings = result["shape"], result["run"], result["encodings"]
+    yield (
+        f"\n{shape['name']}: {shape['layers']} layers, {shape['heads']} heads x {shape['head_dim']}, "
+        f"{shape['seq_length']} tokens, vocabulary {shape['vocab_size']}; {run['precision']}, "
+        f"ZeRO {run['zero_stage']}, micro-batch {shape['micro_batch']} x {shape['accumulate']}, {run['device']}; "
+        f"{run['processes']} process{'' if run['processes'] == 1 else 'es'}, {run['tensor_parallel']} tensor parallel"
+    )
+    yield f"{'':5}{'step':>11}{'tokens/s':>11}{'TFLOP/s':>9}{'MFU':>7}{'of matmul':>11}{'memory (estimate)':>22}"
+    for name in ENCODINGS:
+        one = encodings[name]
+        memory = f"{_gib(one['memory']['peak'])} ({_gib(one['memory']['estimated_peak'])})"
+        yield (
+            f"{name:5}{one['seconds_per_step']:9.4f} s{one['tokens_per_second']:11,.0f}{one['tflops']:9.2f}"
+            f"{_percent(one['mfu']):>7}{_percent(one['of_matmul']):>11}{memory:>22}"
+        )
+    for name in ENCODINGS:
+        one = encodings[name]
+        phases = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in one["phases"].items())
+        how = f"attention by {one['attention']}, rotation {one['rotation']}"
+        if "position_update" in one:
+            how += f", position update by {one['position_update']}"
+        yield f"{name}: {phases}; {how}"
+    rope, tape = (encodings[name]["seconds_by_block"] for name in ENCODINGS)
+    if len(rope) > 1:
+        blocks = ", ".join(f"{t / r:.3f}" for r, t in zip(rope, tape))
+        yield f"pairs of blocks: {blocks}; RoPE's last block divided by its first: {rope[-1] / rope[0]:.3f}"
+    ratios = f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}"
+    strict = encodings["tape"]["mfu_of_rope_flops"]
+    yield ratios if strict is None else f"{ratios}; TAPE's MFU by RoPE's FLOPs: {strict:.1%}"
+    if "fell_back" in result:
+        yield f"WARNING: TAPE was not measured with its fused kernels: {result['fell_back']}"
+    for name, found in result.get("profile", {}).items():
+        parts = sorted(found.get("by_part", {}).items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{part} {seconds:.4f} s" for part, seconds in parts)
+        yield f"{name}, one profiled step: {listed or found['failed']}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
