@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
     add = begin_parser.add_argument
-    module = {"default": "pretrain.train", "help": "what each process will run (default: %(default)s)"}
-    add("--module", **module)
+    add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
     add("--job", required=True, help="the scheduler's id of the job")
     add("--source", required=True, help="directory of the code to copy")
     add("--job-link", required=True, help="where to leave a link to the job's directory, for when it is requeued")
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
     check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
-    check_parser.add_argument("--module", **module)
+    check_parser.add_argument("--module", help="what each process will run, if that is known")
     check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
     chain_parser = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation if they cannot work")
     chain_parser.add_argument("--scratch", default="", help="as for begin")
@@ -80,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.verb == "check":
             config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
-            check(config, Level.FILES, extends=options.module == EXTENDING)
+            check(config, Level.FILES, extends=options.module and options.module == EXTENDING)
         elif options.verb == "chain":
             print(*check_chain(options.arguments, options.scratch), sep="\n")
         elif options.verb == "decide":

@@ -141,7 +141,7 @@ def test_what_fits_is_no_warning(run, arguments, name):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["--processes", "3"], "the number of processes, 3"),
+        (["--processes", "3"], "the number of processes is 3"),
         (["--processes", "many"], "--processes"),
         (["--processes", "0"], "--processes is 0; give 1 or more"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1.0"),
