@@ -80,10 +80,12 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     Raises ConfigError for runs in fp32 and with an optimizer on the host, whose rates `hardware` does not have.
     """
     refuse(plan.width != 2, "train.precision", "is fp32; step times are only predicted for bf16, so set it to that")
+    refuse(plan.width != 2, "train.precision", "is fp32", "step times are only predicted for bf16, so set it to that")
     refuse(
         plan.config.deepspeed.offload_optimizer,
         "deepspeed.offload_optimizer",
-        "is true; step times are not predicted with the optimizer on the host, so set it to false",
+        "is true",
+        "step times are not predicted with the optimizer on the host, so set it to false",
     )
     seconds = {phase: _seconds(phase, load, hardware) for phase, load in loads(plan).items()}
     seconds["loss"] = seconds["loss"][0], seconds["loss"][1] + _bytes_of_chunks(plan) / hardware.memory_bandwidth
