@@ -184,7 +184,7 @@ class Scrolls(Task):
             by_dataset[key.rpartition("/")[0]].append(value)
         scores, notes, details, resampled = [], [], {"parts": {}}, []
         for name, found in by_dataset.items():
-            common = {"length": length, "count": len(found), "group": name}
+            common = {"length": length, "count": len(found), "counted": "example", "group": name}
             if self.settings.generate:
                 metric = self._metric(name)
                 parts = np.array([one["scores"] for one in found])
