@@ -66,7 +66,7 @@ def check_of(name, shapes, dtype):
         return found[name]
 
     def attends(backend, rotate=True, prepare=lambda x: x):
-        return lambda *tensors: attention(*map(prepare, tensors), True, None, backend, rotate)
+        return lambda *tensors: attention(*map(prepare, tensors), True, None, backend, rotate=rotate)
 
     inputs = found["attention"].inputs
     if name == "attention of inputs that are not contiguous":
