@@ -129,7 +129,7 @@ def test_what_was_left_out_of_checkpoints_cannot_be_trained_on(alone, capfd):
 
 def test_leaving_frozen_parameters_out_needs_a_checkpoint_that_keeps_them(run, capfd):
     sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION))
-    assert "give one as checkpoint.resume or extension.from, or set checkpoint.frozen to true" in sentence
+    assert "give one as checkpoint.resume or extension.from" in sentence
     assert run("part", trains=POSITION, steps=1) == 0
     assert "outside checkpoint.directory" in refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION))
     assert run("all", "--checkpoint.frozen=false") == 0
