@@ -247,7 +247,7 @@ def test_a_validation_share_too_small_is_refused(run, capfd):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(run, data, capfd):
     assert run("--model.vocab_size=60", *packed(data)) == 2
-    assert "model.vocab_size 60" in capfd.readouterr().err
+    assert "model.vocab_size is 60" in capfd.readouterr().err
 
 
 def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
