@@ -52,3 +52,22 @@ def test_links_and_paths_lead_somewhere(page):
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+def prose(page):
+    """Return the words of a page without its code and tables."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return " ".join(line for line in text.splitlines() if not line.startswith(("    ", "|", "#"))).split()
+
+
+def test_no_passage_stands_twice():
+    """Thirty words in a row stand in one place only; another page links to it."""
+    places, repeated = {}, []
+    for page in PAGES:
+        words = prose(page)
+        for start in range(len(words) - 29):
+            passage = " ".join(words[start : start + 30])
+            first = places.setdefault(passage, (page.name, start))
+            if first != (page.name, start) and (not repeated or start > repeated[-1][2] + 30):
+                repeated.append((first[0], page.name, start, passage))
+    assert repeated == []
