@@ -18,7 +18,7 @@ from megatron_tape.checkpoint.saved_settings import WITHOUT_EFFECT, model_differ
 from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Task
-from megatron_tape.evaluation.results import Score, read_dataclass
+from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, paired_t
 from megatron_tape.io.records import write_record
 
@@ -34,11 +34,11 @@ class FinishedRun:
     """What a variant came to with one seed, and on what."""
 
     variant: str
-    seed: int
+    seed: Whole
     scores: list[Score]
-    seconds: float
+    seconds: Number
     """Of training and evaluation, without those before an interruption."""
-    created: float
+    created: Number
     hardware: str
     versions: dict[str, str]
 
@@ -59,7 +59,7 @@ class Comparison:
     baseline: str
     """The variant with which the others are compared."""
     runs: list[FinishedRun] = field(default_factory=list)
-    format: int = FORMAT
+    format: Whole = FORMAT
 
     @property
     def variants(self) -> list[str]:

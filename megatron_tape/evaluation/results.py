@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Strict, TypeAdapter, ValidationError
 
 from megatron_tape.command_line import counted
 from megatron_tape.errors import FileError
@@ -20,6 +22,9 @@ from megatron_tape.io.records import RECORD_BYTES, read_record, write_record
 FORMAT = 1
 NAME = "results.json"
 _BYTES = 1 << 30
+Number = Annotated[float, Strict()]
+Whole = Annotated[int, Strict()]
+"""Of a file neither texts nor truth values are taken for numbers."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,17 @@ class Score:
 
     metric: str
     """What it is, in the field's terms, such as `perplexity` or `accuracy`."""
-    value: float
+    value: Number
     better: Literal["lower", "higher", "neither"]
     """neither for what describes a model without judging it."""
-    low: float | None = None
+    low: Number | None = None
     """The interval in which the value lies with 95 % confidence."""
-    high: float | None = None
-    length: int | None = None
+    high: Number | None = None
+    length: Whole | None = None
     """Tokens of context that it is about; None if it is not about one length."""
     group: str = ""
     """What tells it apart from the task's other scores of this metric, such as the name of a dataset or subtask."""
-    count: int | None = None
+    count: Whole | None = None
     """How many samples are behind it."""
     unit: str = ""
     """Such as `nats per token`; nothing for shares between 0 and 1."""
@@ -46,8 +51,6 @@ class Score:
     """What `count` counts, such as documents or tokens, in the singular."""
     task: str = ""
     """The task that measured it, which the runner enters."""
-
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
 
     @property
     def shown_value(self) -> str:
@@ -77,8 +80,8 @@ class EvaluatedModel:
 
     path: str
     digest: str
-    parameters: int
-    trained_length: int | None
+    parameters: Whole
+    trained_length: Whole | None
     config: dict[str, Any]
     run: dict[str, Any] | None = None
     """The settings and the step of a checkpoint."""
@@ -91,8 +94,8 @@ class TaskResult:
     settings: dict[str, Any]
     data: dict[str, str]
     """The digests of the files that were read."""
-    seconds: float
-    processes: int
+    seconds: Number
+    processes: Whole
     scores: list[Score]
     details: dict[str, Any]
     notes: list[str]
@@ -103,7 +106,7 @@ class TaskResult:
     versions: dict[str, str]
     identity: str = ""
     """A digest of all that the values depend on."""
-    parts_before: int = 0
+    parts_before: Whole = 0
     """Parts that were done before an interruption, whose time is not in `seconds`."""
 
 
@@ -113,10 +116,10 @@ class Results:
 
     label: str
     model: EvaluatedModel
-    created: float
+    created: Number
     """When the last task was finished, in seconds since 1970."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
-    format: int = FORMAT
+    format: Whole = FORMAT
 
 
 def results_file(path: str | Path) -> Path:
@@ -141,8 +144,6 @@ def read_results(path: str | Path) -> Results:
 
 def read_dataclass(file: str | Path, kind: type, limit: int = RECORD_BYTES) -> Any:
     """Read a JSON file as an object of a dataclass. Raises OSError, or FileError for another or a damaged file."""
-    from pydantic import TypeAdapter, ValidationError
-
     try:
         return TypeAdapter(kind).validate_python(read_record(file, dict[str, Any], limit))
     except ValidationError as error:

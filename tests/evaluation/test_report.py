@@ -429,7 +429,8 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
         (json.dumps({**results(), "format": 2}).encode(), "results.json cannot be used: it has the format 2"),
         (json.dumps({**results(), "tasks": {"x": {"settings": {}}}}).encode(), "tasks.x.data: "),
         (json.dumps(results(tasks={"x": task([score(value="one")])})).encode(), "tasks.x.scores.0.value: "),
-        (json.dumps(results()).replace("10.0", "NaN").encode(), "tasks.shiny.scores.0.value: "),
+        (json.dumps(results(tasks={"x": task([]) | {"seconds": "inf"}})).encode(), "tasks.x.seconds: "),
+        (json.dumps(results()).replace("10.0", "NaN").encode(), "NaN is not a finite number"),
     ],
 )
 def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(tmp_path, capsys, content, sentence):

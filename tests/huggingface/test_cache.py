@@ -184,6 +184,21 @@ def test_a_compiled_step_continues_a_growing_cache(model):
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_an_early_exit_is_the_model_of_its_first_layers():
+    torch.manual_seed(0)
+    whole = build(torch.float64, num_hidden_layers=4)
+    short = build(torch.float64, num_hidden_layers=2)
+    weights = whole.state_dict()
+    short.load_state_dict({name: weights[name] for name in short.state_dict()})
+    whole.config.num_hidden_layers = 2
+    with torch.no_grad():
+        cache = DynamicCache()
+        found = whole(tokens(), past_key_values=cache)
+        assert torch.equal(found.logits, short(tokens()).logits)
+    widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
+    assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
+
+
 def test_an_early_exit_drafts_what_llama_drafts():
     """With zero matrices a TAPE model drafts and accepts the same tokens as the Llama that it equals."""
     config = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)

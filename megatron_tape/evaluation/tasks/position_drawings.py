@@ -22,8 +22,6 @@ from megatron_tape.evaluation.figures import (
 from megatron_tape.evaluation.results import Score, TaskResult
 
 _CURVES = 6
-_DIM = 0.6
-_HEAT = "magma"
 
 
 def draw(results: dict[str, TaskResult]) -> list[Picture]:

@@ -98,8 +98,8 @@ def read_settings(path: Path) -> dict:
         raise FileError(str(path), "is not a file", "the model's config.json is needed")
     try:
         return read_record(path, dict[str, Any])
-    except ValueError as error:
-        raise FileError(str(path), f"cannot be read: {error}", "give the model's config.json") from None
+    except FileError as error:
+        raise FileError(str(path), error.problem, "give the model's config.json") from None
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
