@@ -1,57 +1,99 @@
 """What the command-line tools share: one-sentence errors, clean exits on signals, progress with an estimate."""
 
+import argparse
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megatron_tape.errors import EXIT_REFUSED
+from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
+from megatron_tape.text import duration
 
 
-def counted(number: int, noun: str, several: str | None = None) -> str:
-    """Return a number with its noun, as `1 step` or `1,000 steps`; `several` is a plural that adds more than an s."""
-    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+class Parser(argparse.ArgumentParser):
+    """The command line of a program: mistakes raise ConfigError, options are written out, descriptions shown as is."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the reason of argparse."""
+        raise ConfigError("the command line", f"cannot be read: {message}", "see --help")
 
 
 class Interrupted(BaseException):
     """A signal asked the program to end; like KeyboardInterrupt, this is not an Exception."""
 
     def __init__(self, number: int):
-        super().__init__(f"ended by {signal.Signals(number).name}; nothing unfinished was left behind")
+        super().__init__(number)
         self.number = number
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program's `main` and exit with the status that it returns, if any.
+UNTOUCHED = "nothing unfinished was left behind"
+"""What most programs can say when they are interrupted."""
 
-    A mistake (ValueError) is reported as one sentence on stderr with exit code 2, and what the system refuses (OSError)
-    with 1; so is a stdout that is closed or full, since the tool's output would be lost. SIGINT, SIGTERM and SIGHUP
-    unwind the program, so that unfinished output is removed; the exit code is then 128 plus the signal's number.
+
+def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> NoReturn:
+    """Run a program's `main` and exit with the status that it returns, if any, or that of `status_of`.
+
+    A stdout that is closed or full counts as what the system refuses, since the program's output would be lost. SIGINT,
+    SIGTERM and SIGHUP unwind the program, so that unfinished output is removed; the exit status is then 128 plus the
+    signal's number.
     """
     output_is_lost = sys.stdout is None
     _open_closed_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
-    try:
+
+    def whole() -> int | None:
         if output_is_lost:
             raise OSError("stdout is closed; redirect it to a file or to /dev/null")
         status = main()
         _flush_output()
+        return status
+
+    status = status_of(whole, unavailable, interrupted)
+    if status:
+        _end_output()
+    sys.exit(status)
+
+
+def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
+    """Return the exit status of a program's `main`, and report its error, if any, as one sentence on stderr.
+
+    It is EXIT_REFUSED after a mistake (ValueError), and `unavailable` after what the system refuses (OSError). The
+    sentence about a signal ends with what `interrupted` says.
+    """
+    try:
+        return main() or 0
     except Interrupted as interruption:
-        _fail(str(interruption), 128 + interruption.number)
-    except BrokenPipeError:
-        # The reader of our output, such as `head`, has closed it.
-        _end(1)
+        sentence = f"ended by {signal.Signals(interruption.number).name}; {interrupted}"
+        status = 128 + interruption.number
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+        return 1
     except OSError as error:
         named = error.strerror and error.filename
-        _fail(f"{error.strerror}: {error.filename}" if named else error.strerror or str(error), 1)
+        sentence = f"{error.strerror}: {error.filename}" if named else error.strerror or str(error)
+        status = unavailable
     except ValueError as error:
-        _fail(str(error), EXIT_REFUSED)
-    sys.exit(status or 0)
+        sentence, status = str(error), EXIT_REFUSED
+    with suppress(OSError):
+        say(f"error: {sentence}")
+    return status
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the process as `run` does if a mistake is found, in a program of many ranks, which has its own signals."""
+    try:
+        yield
+    except UserError as error:
+        say(f"error: {error}")
+        raise SystemExit(EXIT_REFUSED) from None
 
 
 def _open_closed_streams() -> None:
@@ -82,19 +124,12 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise Interrupted(number)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    with suppress(OSError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    _end(code)
-
-
-def _end(code: int) -> NoReturn:
+def _end_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
         # Python would flush again at exit and report the failure in several lines.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
 
 
 def say(message: str) -> None:
@@ -148,11 +183,3 @@ class Progress:
         """Clear the line on a terminal."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as days, hours, minutes and seconds, `1d 2:03:04`; negative ones count as 0."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{seconds:02}"

@@ -12,7 +12,7 @@ class UserError(ValueError):
     No code may read the sentence back: whoever handles an error asks for its parts.
     """
 
-    def __init__(self, subject: str | tuple[str, ...], problem: str = "", fix: str = "", place: str = ""):
+    def __init__(self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""):
         """Describe what is wrong.
 
         Args:
@@ -65,7 +65,7 @@ class TrainingStopped(RuntimeError):
     """Training cannot continue; the message says why."""
 
 
-def refuse(refused: bool, subject: str | tuple[str, ...], problem: str = "", fix: str = "") -> None:
+def refuse(refused: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
     """Raise `ConfigError` with these parts if `refused`."""
     if refused:
         raise ConfigError(subject, problem, fix)

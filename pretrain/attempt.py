@@ -5,12 +5,13 @@
         [--evaluate TASK... [--TASK.setting value ...]]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
+    python -m pretrain.attempt crash-limit
 
 `check` refuses settings that cannot work. `chain` does so for a run, for the extension of the model that this run will
 make, and for the evaluation of what the extension makes, and prints the directories of both runs. `begin` also
 refuses, copies the code and the resolved configuration into RUN/jobs/ID (a requeued job continues with that copy),
 takes the run over, and prints shell variables. `decide` prints `done`, `again` or `stop` with the reason, and which
-nodes to `exclude` from the next attempt.
+nodes to `exclude` from the next attempt. `crash-limit` prints after how many crashes in a row no job is started again.
 """
 
 import argparse
@@ -27,19 +28,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import what_to_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig, to_yaml
-from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
-from megatron_tape.run.judging import crash_loop, decide, last_error, nodes_to_exclude, read_attempts
+from megatron_tape.run.judging import CRASH_LIMIT, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
 from pretrain.evaluate import check_evaluation
 
 EXTENDING = "pretrain.extend_context"
@@ -47,11 +49,9 @@ EXTENDING = "pretrain.extend_context"
 CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one of the verbs; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pretrain.attempt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: list[str] | None = None) -> None:
+    """Run one of the verbs."""
+    parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
     add = begin_parser.add_argument
@@ -75,22 +75,19 @@ def main(argv: list[str] | None = None) -> int:
     decide_parser.add_argument("--run", required=True, help="the run's directory")
     decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
     decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
+    verbs.add_parser("crash-limit", help="print after how many crashes a job is not started again")
     options = parser.parse_args(argv)
-    try:
-        if options.verb == "check":
-            config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
-            check(config, Level.FILES, extends=options.module and options.module == EXTENDING)
-        elif options.verb == "chain":
-            print(*check_chain(options.arguments, options.scratch), sep="\n")
-        elif options.verb == "decide":
-            judge(Path(options.run), options.checkpoints, options.attempt)
-        else:
-            begin(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        # A file system that does not answer may do so later; a configuration that cannot work never will.
-        return EXIT_RESTART if isinstance(error, OSError) else EXIT_REFUSED
-    return 0
+    if options.verb == "check":
+        config = parse_run_config(_arguments(options.arguments, ""), with_base_settings)
+        check(config, Level.FILES, extends=options.module and options.module == EXTENDING)
+    elif options.verb == "chain":
+        print(*check_chain(options.arguments, options.scratch), sep="\n")
+    elif options.verb == "decide":
+        judge(Path(options.run), options.checkpoints, options.attempt)
+    elif options.verb == "crash-limit":
+        print(CRASH_LIMIT)
+    else:
+        begin(options)
 
 
 def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
@@ -294,4 +291,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # A file system that does not answer may do so later; a configuration that cannot work never will.
+    command_line.run(main, unavailable=EXIT_RESTART)

@@ -17,45 +17,26 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
-from megatron_tape.command_line import counted, say, step
-from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, FileError, UserError, refuse
+from megatron_tape import command_line
+from megatron_tape.command_line import say, step
+from megatron_tape.errors import EXIT_RESTART, FileError, refuse
 from megatron_tape.evaluation.comparison import NAME, write_comparison
 from megatron_tape.io.files import write_whole
+from megatron_tape.text import counted
 from pretrain import report
 from pretrain.comparison.jobs import Jobs
 from pretrain.comparison.plan import Plan, PlannedRun, make_plan
 from pretrain.comparison.programs import Programs, find_gpus
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compare, and return the exit status. Mistakes end in one sentence, before anything is trained."""
-    try:
-        return _main(*read_command(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except OSError as error:
-        named = error.strerror and error.filename
-        print(f"error: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
-        return 1
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the settings of the recipe that the command changes."""
-    parser = _Parser(
+    parser = command_line.Parser(
         prog="python -m pretrain.compare",
         usage="%(prog)s --recipe RECIPE.yaml --encodings A,B,... [--seeds N] [--section.key value ...]",
         description=__doc__,
         epilog="--section.key value changes a setting of the recipe for all runs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--recipe", required=True, metavar="RECIPE.yaml", help="what is trained; a file as pretrain.train takes it")
@@ -77,7 +58,9 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     return options, overrides
 
 
-def _main(options: argparse.Namespace, overrides: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Compare, and return the exit status. Raises UserError for mistakes, before anything is trained."""
+    options, overrides = read_command(argv)
     # DeepSpeed leaves RANK behind; only a launcher says where rank 0 is.
     launched = {"RANK", "MASTER_ADDR"} <= os.environ.keys()
     refuse(launched, "pretrain.compare", "starts its own processes", "run it without torchrun or srun")
@@ -118,7 +101,7 @@ def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tupl
 
     with _locked(plan, alone=options.only is None):
         with step("starting processes"):
-            programs = Programs(gpus, plan.output)
+            programs = Programs(gpus, plan.output, "pretrain.compare")
         jobs = Jobs(left, slots, programs, finish)
         jobs.run()
     return jobs.failed, jobs.stopped
@@ -168,4 +151,4 @@ def _conclude(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_tape import command_line
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
 from pretrain.stages import Stage, launcher, run_stages
@@ -35,7 +36,7 @@ STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab
 
 def main() -> int:
     """Run the stages one after another; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line.Parser(description=__doc__)
     parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)"
@@ -265,7 +266,4 @@ def write_summary(rows: dict[str, list[dict]], by_position: ByPosition, path: Pa
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted; make demo continues from here")
+    command_line.run(main, interrupted="make demo continues from here")

@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_tape import command_line
 from pretrain.stages import Stage, launcher, run_stages
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -101,7 +102,7 @@ def export_of(logs: Path) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add(
         "--directory",
@@ -127,9 +128,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted; make demo-smollm2 continues from here")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    command_line.run(main, interrupted="make demo-smollm2 continues from here")

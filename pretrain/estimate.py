@@ -3,15 +3,13 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.command_line import counted, duration
 from megatron_tape.config.schema import ModelConfig, RunConfig, is_positive
-from megatron_tape.errors import ConfigError, UserError, refuse
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
@@ -22,6 +20,7 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, Prediction, SearchResult, fits, search, smaller
 from megatron_tape.planning.step_time import step_time
 from megatron_tape.position import encoding_of
+from megatron_tape.text import counted, duration
 
 GPU_MEMORY = {"24 GB": 24, "40 GB": 40, "48 GB": 45, "80 GB": 80, "141 GB": 140}
 """Common GPU memory sizes, and the GiB that are actually available on each."""
@@ -67,40 +66,31 @@ TOO_LARGE = 2
 """Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the estimate, and a warning if the run does not fit; return the exit status, 0 even with a warning."""
-    try:
-        options, settings = _parser().parse_known_args(argv)
-        processes, gib = options.processes, options.gpu_memory
-        refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
-        refuse(gib is not None and not is_positive(gib), "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
-        config = parse_run_config(settings, with_base_settings)
-        hardware = KINDS[options.gpu or "H100"]
-        hardware = with_rates(hardware, options.rates) if options.rates else hardware
-        if hardware.name not in KINDS:
-            _warn(
-                f"predicted for {hardware.name}: what was not measured is that of another machine, so that times mean "
-                "little"
-            )
-        gib = hardware.memory if gib is None and options.gpu else gib
-        if options.search:
-            given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
-            refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
-            refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
-            plan, gib = Plan(config, processes), gib or hardware.memory
-            print("\n".join(_found(search(plan, hardware, gib, validate), plan, hardware, gib)))
-            _warn_of_encoding(config.model)
-            return 0
-        plan = Plan(config, config.parallel.ranks_per_sequence if processes is None else processes)
-        validate(config, plan.processes)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    options, settings = _parser().parse_known_args(argv)
+    processes, gib = options.processes, options.gpu_memory
+    refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
+    refuse(gib is not None and not is_positive(gib), "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
+    config = parse_run_config(settings, with_base_settings)
+    hardware = KINDS[options.gpu or "H100"]
+    hardware = with_rates(hardware, options.rates) if options.rates else hardware
+    if hardware.name not in KINDS:
+        _warn(
+            f"predicted for {hardware.name}: what was not measured is that of another machine, so that times mean "
+            "little"
+        )
+    gib = hardware.memory if gib is None and options.gpu else gib
+    if options.search:
+        given = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
+        refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
+        refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
+        plan, gib = Plan(config, processes), gib or hardware.memory
+        print("\n".join(_found(search(plan, hardware, gib, validate), plan, hardware, gib)))
+        _warn_of_encoding(config.model)
+        return 0
+    plan = Plan(config, config.parallel.ranks_per_sequence if processes is None else processes)
+    validate(config, plan.processes)
     needed = memory(plan)
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
@@ -111,14 +101,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = command_line.Parser(
         prog="python -m pretrain.estimate",
         usage="%(prog)s --config X.yaml [--section.key value ...] [--processes N] [--gpu-memory GIB] "
         "[--gpu KIND] [--rates FILE] [--search]",
         description="Estimate parameters, memory per GPU, FLOPs, step time, tokens and disk space of a run, without a "
         "GPU.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"

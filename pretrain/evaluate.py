@@ -28,6 +28,7 @@ from megatron_tape.evaluation.model_source import Source, check_trained_on, find
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.tasks import TASKS
 from megatron_tape.io.files import remove
+from megatron_tape.text import duration
 
 if TYPE_CHECKING:
     from megatron_tape.evaluation.ranks import Ranks
@@ -215,7 +216,7 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     evaluated = EvaluatedModel(source.given, digest, model.parameters, info.trained_length, info.config, source.run)
     results = record(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
-    print(f"{task.name}: {info.label}, {command_line.duration(time.monotonic() - started)}")
+    print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
     print("\n".join(shown_scores(result.scores)))
     for note in result.notes:
         print(f"  note: {note}")

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.command_line import refusing
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.extension.base import with_base_settings
 from pretrain.train import supervised
@@ -22,7 +23,9 @@ PURPOSE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
-    return supervised(parse_run_config(argv, with_base_settings, PURPOSE), _trainer_arguments, extends=True)
+    with refusing():
+        config = parse_run_config(argv, with_base_settings, PURPOSE)
+    return supervised(config, _trainer_arguments, extends=True)
 
 
 def _trainer_arguments(config: RunConfig) -> dict[str, Any]:

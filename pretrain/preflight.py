@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings
@@ -33,6 +33,7 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
+from megatron_tape.text import counted
 from pretrain.train import ATTEMPT_VARIABLE
 
 MIB = 2**20
@@ -54,13 +55,11 @@ class Verdict(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Check, print what was found, and return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = command_line.Parser(
         prog="python -m pretrain.preflight",
         usage="%(prog)s --config X.yaml [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Settings of the run are explained by `python -m pretrain.train --help`.",
-        allow_abbrev=False,
     )
     parser.add_argument("--nodes", default="", help="names of the job's nodes, in order, separated by commas")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
@@ -74,8 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-memory-check", action="store_true", help="start although the estimate says that the GPUs are too small"
     )
-    options, rest = parser.parse_known_args(argv)
-    config = parse_run_config(rest, with_base_settings)
+    with command_line.refusing():
+        options, rest = parser.parse_known_args(argv)
+        config = parse_run_config(rest, with_base_settings)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = None
     if number := os.environ.get(ATTEMPT_VARIABLE):
@@ -132,7 +132,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        facts |= nodes.node_facts(config, home)
+        facts |= nodes.node_facts(config, home, ("megatron_tape", "pretrain"))
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, imported)

@@ -7,15 +7,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.command_line import counted
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import refuse
 from megatron_tape.extension.base import with_base_settings
 from megatron_tape.planning.plan import Plan
+from megatron_tape.text import counted
 
 if TYPE_CHECKING:
     from megatron_tape.planning.rehearsal.comparison import Row
@@ -24,35 +24,26 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Rehearse and print the report; return 1 if a GPU would refuse an operation or values differ, otherwise 0."""
-    try:
-        options, rest = _parser().parse_known_args(argv)
-        processes, rank = options.processes, options.rank
-        refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
-        config = parse_run_config(rest, with_base_settings)
-        processes = config.parallel.ranks_per_sequence if processes is None else processes
-        validate(config, processes)
-        refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give one of 0 to {processes - 1}")
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-        _quiet(config)
-        started = time.monotonic()
-        from megatron_tape.planning.rehearsal.devices import install_fake_world
+    options, rest = _parser().parse_known_args(argv)
+    processes, rank = options.processes, options.rank
+    refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
+    config = parse_run_config(rest, with_base_settings)
+    processes = config.parallel.ranks_per_sequence if processes is None else processes
+    validate(config, processes)
+    refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give one of 0 to {processes - 1}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    _quiet(config)
+    started = time.monotonic()
+    from megatron_tape.planning.rehearsal.devices import install_fake_world
 
-        install_fake_world(processes, rank)
-        from megatron_tape.planning.rehearsal.comparison import compared
-        from megatron_tape.planning.rehearsal.run import rehearse
-        from megatron_tape.training.trained_parameters import trained_by
+    install_fake_world(processes, rank)
+    from megatron_tape.planning.rehearsal.comparison import compared
+    from megatron_tape.planning.rehearsal.run import rehearse
+    from megatron_tape.training.trained_parameters import trained_by
 
-        outcome = rehearse(config, trained_by(config.extension))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    outcome = rehearse(config, trained_by(config.extension))
     logging.getLogger(__name__).info("rehearsed in %.0f s", time.monotonic() - started)
     rows = list(compared(outcome, processes))
     print("\n".join(report(outcome, processes, rank, rows)))
@@ -60,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s --config X.yaml [--processes N] [--rank R] [--section.key value ...]",
         description="Run three steps of pretrain.train as one rank of many on a fake GPU. This finds tensors on the "
@@ -69,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
         "memory, and computes no numbers.",
         epilog="Exit status: 0 if all is well; 1 if there is a fault or a figure differs by more than 5 %% (10 %% for "
         "the peak); 2 if a setting is wrong. Settings are those of pretrain.train.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"

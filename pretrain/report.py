@@ -9,39 +9,27 @@ that needs no network.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from megatron_tape.command_line import counted
-from megatron_tape.errors import EXIT_REFUSED, UserError, refuse
+from megatron_tape import command_line
+from megatron_tape.errors import refuse
 from megatron_tape.evaluation.comparison import NAME, read_comparison
 from megatron_tape.io.files import write_whole
+from megatron_tape.text import counted
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the page and return the exit status."""
-    parser = argparse.ArgumentParser(
+def main(argv: list[str] | None = None) -> None:
+    """Write the page."""
+    parser = command_line.Parser(
         prog="python -m pretrain.report",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results.json, or its directory")
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), help="the page, which is replaced (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    try:
-        make(arguments.paths, arguments.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except OSError as error:
-        named = error.strerror and error.filename
-        print(f"error: {f'{error.strerror}: {error.filename}' if named else error}", file=sys.stderr)
-        return 1
-    return 0
+    make(arguments.paths, arguments.output)
 
 
 def make(paths: list[str | Path], output: Path) -> None:
@@ -70,4 +58,4 @@ def make(paths: list[str | Path], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -3,13 +3,12 @@
 Nothing is measured: every figure comes from the arithmetic of `pretrain.estimate --search`.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError, refuse
@@ -48,7 +47,7 @@ def run(model: str, length: int, encoding: str = "tape") -> RunConfig:
     """Return the recipe of a size, with other sequences and batches."""
     changes = [f"--model.seq_length={length}", f"--train.global_batch_size={BATCH // length}"]
     recipe = str(RECIPES / f"{MODELS[model]}.yaml")
-    return read_run_config(["--config", recipe, *changes, f"--model.position_encoding={encoding}"])
+    return parse_run_config(["--config", recipe, *changes, f"--model.position_encoding={encoding}"])
 
 
 def find(model: str, length: int, gpus: int, encoding: str = "tape", wanted: int = 1) -> SearchResult:
@@ -125,7 +124,7 @@ def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[s
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables, all of them or of some sizes."""
-    parser = argparse.ArgumentParser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
+    parser = command_line.Parser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
     everything = {"models": list(MODELS), "gpus": list(GPUS), "lengths": list(LENGTHS)}
     names = ", ".join(MODELS)
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {names} (default: all)")
@@ -136,19 +135,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(**everything)
     options = parser.parse_args(argv)
     if options.write and any(getattr(options, name) != whole for name, whole in everything.items()):
-        parser.error(f"--write replaces all tables of {page}, so that it needs all sizes: leave out the filters")
-    try:
-        refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths", "take numbers above 0", "give some")
-        if options.write:
-            page = PAGE.read_text(encoding="utf-8")
-            before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
-            lines = "\n".join(tables(options.models, options.gpus, options.lengths))
-            write_whole(PAGE, [f"{before}{BEGINNING}\n{lines}\n\n{END}{after}".encode()])
-            return 0
-        for line in tables(options.models, options.gpus, options.lengths):
-            print(line, flush=True)
-    except ConfigError as error:
-        parser.error(str(error))
+        raise ConfigError("--write", f"replaces all tables of {page} and needs all sizes", "leave out the filters")
+    refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths", "take numbers above 0", "give some")
+    if options.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
+        lines = "\n".join(tables(options.models, options.gpus, options.lengths))
+        write_whole(PAGE, [f"{before}{BEGINNING}\n{lines}\n\n{END}{after}".encode()])
+        return 0
+    for line in tables(options.models, options.gpus, options.lengths):
+        print(line, flush=True)
     return 0
 
 

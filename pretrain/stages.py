@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 
 
@@ -49,11 +51,13 @@ def run_stages(stages: Sequence[Stage], processes: int) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command and return its exit status; on Ctrl-C, which also reaches the command, let it clean up first."""
+    """Run a command and return its exit status; a signal lets it clean up first; a Ctrl-C reaches it anyway."""
     with subprocess.Popen(command, env=environment) as process:
         try:
             return process.wait()
-        except KeyboardInterrupt:
+        except command_line.Interrupted as interruption:
+            if interruption.number != signal.SIGINT:
+                process.send_signal(interruption.number)
             process.wait(timeout=30)
             raise
 

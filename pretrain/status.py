@@ -7,7 +7,6 @@ interrupted by hand or finished; 1 if it is stuck, failed or gone, or its job ha
 is not the directory of a run, or cannot be read.
 """
 
-import argparse
 import contextlib
 import logging
 import subprocess
@@ -19,11 +18,13 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
-from megatron_tape.command_line import duration
+from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
 from megatron_tape.run.judging import AttemptRecord, last_error, read_attempts
+from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
 STARTING_SECONDS = 180
@@ -70,9 +71,7 @@ class State:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the screen and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pretrain.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser(prog="python -m pretrain.status", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     run = Path(parser.parse_args(argv).run)
     if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
@@ -80,20 +79,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return show(run)
     except OSError as error:
-        print(f"error: {run} cannot be read: {error}", file=sys.stderr)
-        return 2
+        raise FileError(str(run), f"cannot be read: {error}") from None
 
 
 def show(run: Path) -> int:
-    """Print the screen of a run and return the exit status. Raises OSError if the run cannot be read."""
+    """Print the screen of a run and return the exit status. Raises OSError or FileError if it cannot be read."""
     attempts = read_attempts(run)
     if not attempts:
-        print(
-            f"error: {run} holds no attempts of a run; give the logging.directory of a run, or wait for its job to "
-            "start (squeue --me)",
-            file=sys.stderr,
-        )
-        return 2
+        fix = "give the logging.directory of a run, or wait for its job to start (squeue --me)"
+        raise FileError(str(run), "holds no attempts of a run", fix)
     state = judge(attempts[-1], queue_state(attempts[-1].facts.get("job")), time.time())
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         print("\n".join(screen(run, attempts, state)), flush=True)
@@ -256,4 +250,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

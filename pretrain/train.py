@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.command_line import refusing
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
+    EXIT_REFUSED,
     EXIT_RESTART,
     CheckpointError,
     StaleAttempt,
@@ -40,7 +42,9 @@ def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
     `trains` chooses the parameters that are trained; see `training.trainer.Trainer`.
     """
     arguments = {} if trains is None else {"trains": trains}
-    return supervised(parse_run_config(argv, refuse_extension), lambda _: arguments, extends=False)
+    with refusing():
+        config = parse_run_config(argv, refuse_extension)
+    return supervised(config, lambda _: arguments, extends=False)
 
 
 def refuse_extension(values: dict[str, Any]) -> dict[str, Any]:
@@ -79,11 +83,11 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         if is_rank_0:
             print(f"error: {error}", file=sys.stderr, flush=True)
             watch.record_end(REFUSED, str(error))
-            return 2
+            return EXIT_REFUSED
         # A launcher ends all ranks once one has ended, but rank 0, which mostly finds the same, must be heard.
         time.sleep(PATIENCE)
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        return 2
+        return EXIT_REFUSED
     except OSError as error:
         message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"
         watch.record_end(FAILED, message)

@@ -121,7 +121,7 @@ look_at_job() {
 }
 
 # run_evaluation ARGS...: run pretrain.evaluate on every rank. It keeps what it has finished, so that the job may end at
-# any moment: it is requeued after a warning and, three times, after a crash.
+# any moment: it is requeued after a warning and, a few times, after a crash.
 run_evaluation() {
   local nodes gpus tasks
   look_at_job
@@ -135,14 +135,14 @@ run_evaluation() {
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
   # 1 is an error and 2 a mistake in the command; both have said what is wrong.
   if [ "$STEP_STATUS" -gt 2 ]; then
-    [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || requeue
+    ! may_start_again || requeue
     fail "the evaluation has crashed again; see above, and submit the same command to continue"
   fi
   exit 1
 }
 
 # run_task ARGS...: do one run of pretrain.compare, that of this task of an array. It continues from its checkpoint, and
-# is requeued after a warning and, three times, after a crash.
+# is requeued after a warning and, a few times, after a crash.
 run_task() {
   STEP_STATUS=75
   if [ -z "$SIGNALED" ]; then
@@ -165,8 +165,14 @@ run_task() {
   [ "$SIGNALED" = TERM ] && exit 1
   if [ -n "$SIGNALED" ] || [ "$STEP_STATUS" = 75 ]; then requeue; fi
   # 1 is a run that has failed and 2 a mistake in the command; both have said what is wrong.
-  [ "$STEP_STATUS" -le 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || requeue
+  [ "$STEP_STATUS" -le 2 ] || ! may_start_again || requeue
   fail "the run has failed; see above, and submit the same command to continue"
+}
+
+# may_start_again: succeed unless a job without attempts, which has crashed, has been started as often as a run may crash.
+may_start_again() {
+  local limit
+  patiently limit run_module pretrain.attempt crash-limit && [ "${SLURM_RESTART_COUNT:-0}" -lt "$limit" ]
 }
 
 # patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the

@@ -8,7 +8,7 @@ import configurations
 import torch
 from models import random_tokens, small_model
 
-from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def recipe(name="tape_1b", *overrides):
-    return read_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
 
 
 def of_recipe(processes, *overrides, name="tape_1b"):

@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from megatron_tape.command_line import duration
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, remove, write_whole
+from megatron_tape.text import duration
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):

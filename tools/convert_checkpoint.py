@@ -92,7 +92,7 @@ def factor(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
     def add(name: str, convert: Callable, what: str, add_options: Callable, example: str) -> None:

@@ -99,7 +99,7 @@ def convert(directory: Path, name: str, output: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
     add("--wheel", metavar="FILE", help=f"a copy of {WHEEL}, in place of the download")

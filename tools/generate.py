@@ -70,7 +70,7 @@ def continuation(arguments: argparse.Namespace, context: int | None) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face model with its tokenizer")
     add("--prompt", required=True, metavar="TEXT", help="what to continue")

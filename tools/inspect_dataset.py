@@ -233,7 +233,7 @@ class _LongDocuments(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("prefix", metavar="P", nargs="+", help="a dataset is P.bin and P.idx")
     add("--tokenizer", help="decode with it, and check that every id is in its vocabulary")

@@ -111,7 +111,7 @@ def _open(datasets, arguments: argparse.Namespace):
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     sources = result.add_subparsers(dest="source", required=True)
     stdlib = sources.add_parser("stdlib", help="the Python standard library's source code")
     stdlib.add_argument(

@@ -113,7 +113,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool, origin: s
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command_line.Parser(description=__doc__)
     sources = result.add_mutually_exclusive_group(required=True)
     sources.add_argument("--input", nargs="+", metavar="P", help="prefixes of datasets, in order, of one token type")
     sources.add_argument("--shards", metavar="P", help="merge the shards of P into P")

@@ -105,9 +105,7 @@ def write(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, epilog=f"{FORMATS}\n\n{shards.CUT}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line.Parser(description=__doc__, epilog=f"{FORMATS}\n\n{shards.CUT}")
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
     add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")

@@ -115,9 +115,7 @@ def _explained(message: str, vocab_size: int) -> ConfigError:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, epilog=FORMATS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
     add("--input", nargs="+", required=True, metavar="GLOB", help="files or quoted patterns (** for any depth)")
     add("--vocab-size", type=int, default=4096, help="number of ids (default: %(default)s)")

@@ -9,8 +9,9 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
+from megatron_tape.command_line import Parser
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
 from megatron_tape.config.values import accept, describe, shown
 from megatron_tape.errors import ConfigError, refuse
@@ -92,7 +93,7 @@ def read_settings(
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
-        refuse(not name.startswith("--"), f"unexpected argument {name!r}", fix="give settings as --section.key value")
+        refuse(not name.startswith("--"), name, "is not expected here", "give settings as --section.key value")
         raise _unknown_key(name.removeprefix("--"), kinds)
     values, places, files = {}, {}, []
     for key, text in arguments.given:
@@ -186,17 +187,10 @@ def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
     return ConfigError(key, "is an unknown key", f"did you mean {close[0]}?" if close else "correct or remove it")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def settings_parser(sections: Sections, usage: str, description: str) -> argparse.ArgumentParser:
     """Return a command line that collects settings and recipes in `given`, in order; it raises ConfigError."""
     kinds = _kinds(sections)
-    parser = _Parser(
-        usage=usage, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(usage=usage, description=description)
 
     def add(group: Any, key: str, metavar: str, explanation: str) -> None:
         group.add_argument(

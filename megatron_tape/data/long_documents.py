@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
+from megatron_tape.text import counted
 
 MANY_PASSES = 4
 """Repeated up to four times, text teaches a model nearly as much as new text (Muennighoff et al., "Scaling

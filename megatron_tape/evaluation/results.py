@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Strict, TypeAdapter, ValidationError
 
-from megatron_tape.command_line import counted
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import RECORD_BYTES, read_record, write_record
+from megatron_tape.text import counted
 
 FORMAT = 1
 NAME = "results.json"

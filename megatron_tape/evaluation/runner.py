@@ -34,6 +34,7 @@ from megatron_tape.evaluation.results import (
 )
 from megatron_tape.io.files import digest, remove
 from megatron_tape.io.versions import versions_with_commit
+from megatron_tape.text import counted
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     left = [unit for unit in units if unit.key not in done]
     if ranks.rank == 0:
         before = f", {len(units) - len(left):,} of them done before" if len(left) < len(units) else ""
-        command_line.say(f"{task.name}: {command_line.counted(len(units), 'part')}{before}")
+        command_line.say(f"{task.name}: {counted(len(units), 'part')}{before}")
     own = _do(task, model, ranks, parts, ranks.shares(left)[ranks.rank])
     # Not read from their files, which a network file system may show to other machines only after a minute.
     gathered = ranks.gather(own)

@@ -18,9 +18,9 @@ from pathlib import Path
 from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
 from typing_extensions import TypedDict
 
-from megatron_tape.command_line import duration
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
+from megatron_tape.text import duration
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
 TAGS = {

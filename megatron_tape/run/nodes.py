@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ class Problem:
     mistake: bool = False
 
 
-def code_digest() -> str:
-    """Return a short sha256 of the Python files of this project that would be imported here."""
+def code_digest(packages: Iterable[str]) -> str:
+    """Return a short sha256 of the Python files of `packages` that would be imported here."""
     hasher = hashlib.sha256()
-    for package in ("megatron_tape", "pretrain"):
+    for package in packages:
         root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
         for path in sorted(root.rglob("*.py")):
             hasher.update(f"{root.name}/{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -58,9 +59,13 @@ def inputs(config: RunConfig) -> list[str]:
     return files
 
 
-def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
-    """Describe this node for comparison with the others. `home` is where the attempt writes checkpoints."""
-    facts: dict[str, Any] = {"versions": versions(PACKAGES) | {"code": code_digest()}, "data": {}, "directory": None}
+def node_facts(config: RunConfig, home: Path | None, code: Iterable[str]) -> dict[str, Any]:
+    """Describe this node for comparison with the others.
+
+    `home` is where the attempt writes checkpoints; `code` names the packages that must be the same everywhere.
+    """
+    together = versions(PACKAGES) | {"code": code_digest(code)}
+    facts: dict[str, Any] = {"versions": together, "data": {}, "directory": None}
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
     for path in files:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from megatron_tape.checkpoint.directories import Source
 from megatron_tape.checkpoint.writing import Save, Writer
-from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.run.watch import Watch
+from megatron_tape.text import counted
 from megatron_tape.training.engine import Engine
 
 logger = logging.getLogger(__name__)

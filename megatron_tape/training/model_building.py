@@ -5,7 +5,6 @@ import logging
 
 import torch
 
-from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.backend import verified_backend, verified_loss
 from megatron_tape.model.language_model import LanguageModel, transformer_config
@@ -13,6 +12,7 @@ from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.watch import Watch
+from megatron_tape.text import counted
 
 logger = logging.getLogger(__name__)
 

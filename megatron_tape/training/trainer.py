@@ -13,7 +13,6 @@ from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
-from megatron_tape.command_line import counted
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.tokenizer import load_run_tokenizer
@@ -27,6 +26,7 @@ from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
+from megatron_tape.text import counted
 from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
 from megatron_tape.training.engine import Engine, StepResult, zero_partition

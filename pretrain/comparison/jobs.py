@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 from megatron_tape import command_line
-from megatron_tape.command_line import counted, duration
 from megatron_tape.errors import UserError
+from megatron_tape.text import counted, duration
 from pretrain.comparison.plan import PlannedRun
 from pretrain.comparison.programs import SIGNALS, Start
 

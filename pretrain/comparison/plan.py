@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
-from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ModelConfig, RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
@@ -186,7 +186,7 @@ def _runs_of(
 
 
 def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
-    return read_run_config(["--config", recipe, *overrides, *own], train.refuse_extension)
+    return parse_run_config(["--config", recipe, *overrides, *own], train.refuse_extension)
 
 
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:

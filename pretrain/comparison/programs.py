@@ -26,15 +26,16 @@ Start = Callable[[str, list[str], Path, int], BaseProcess]
 class Programs:
     """Starts programs: each on one of `gpus`, or without any on one thread, from a process that has loaded libraries.
 
-    While one runs, nobody else gets an exclusive lock on the directory `output`.
+    `preload` names the module that is loaded first. While a program runs, nobody else gets an exclusive lock on the
+    directory `output`.
     """
 
-    def __init__(self, gpus: list[str], output: Path):
+    def __init__(self, gpus: list[str], output: Path, preload: str):
         self._gpus, self._output = gpus, output
         self._context = multiprocessing.get_context("spawn" if gpus else "forkserver")
         if not gpus:
             os.environ["OMP_NUM_THREADS"] = "1"
-            self._context.set_forkserver_preload(["pretrain.comparison.libraries", "pretrain.compare"])
+            self._context.set_forkserver_preload(["pretrain.comparison.libraries", preload])
             first = self._context.Process(target=os.getpid)
             first.start()
             first.join()

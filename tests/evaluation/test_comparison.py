@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.comparison import (
     Comparison,
@@ -118,7 +118,7 @@ def test_the_picture_shows_every_seed_and_the_page_escapes_names():
 
 def base(*others):
     recipe = ROOT / "tests" / "recipes" / "tiny.yaml"
-    return read_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
+    return parse_run_config(["--config", str(recipe), "--data.prefix", "x", *others])
 
 
 def test_a_comparison_holds_no_directory_of_the_machine():

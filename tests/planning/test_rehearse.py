@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rehearsal_cases import DRAWN_AT_ONCE, MANY, QUICK_CASES, SMALL, ZERO
 
+from megatron_tape.command_line import status_of
 from megatron_tape.errors import ConfigError
 from megatron_tape.planning.rehearsal import cuda_hooks
 from pretrain import rehearse as command
@@ -123,9 +124,7 @@ def test_the_command_reports_and_touches_no_run(quick):
 def test_mistakes_end_in_one_sentence(capsys, tmp_path, arguments, named):
     recipe = tmp_path / "small.yaml"
     recipe.write_text(SMALL)
-    with pytest.raises(SystemExit) as stop:
-        command.main(["--config", str(recipe), *arguments])
-    assert stop.value.code == 2
+    assert status_of(lambda: command.main(["--config", str(recipe), *arguments])) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and named in error
 

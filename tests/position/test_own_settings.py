@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tape.checks.arguments import parse_run_config, read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import model_dict
 from megatron_tape.errors import ConfigError
 from megatron_tape.position import (
@@ -41,7 +41,7 @@ def steep():
 
 
 def read(*arguments):
-    return read_run_config(["--config", RECIPE, "--data.prefix=x", *arguments]).model
+    return parse_run_config(["--config", RECIPE, "--data.prefix=x", *arguments]).model
 
 
 def test_a_recipe_and_the_command_line_set_them(capsys):

@@ -10,6 +10,7 @@ from training_cases import RECIPE
 
 from megatron_tape.checkpoint import directories
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.command_line import status_of
 from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.io.files import digest
@@ -31,7 +32,7 @@ def job(tmp_path, monkeypatch, capfd):
         options = ["--module", module, "--job", job, "--source", str(source), "--job-link", f"links/{job}"]
         options += ["--nodes", "a,b", "--processes", "2", *(["--requeued"] if requeued else [])]
         chosen = [recipe, "--data.prefix=a", "--logging.directory=run", *overrides]
-        status = attempt.main(["begin", *options, "--", *chosen])
+        status = status_of(lambda: attempt.main(["begin", *options, "--", *chosen]), unavailable=EXIT_RESTART)
         output = capfd.readouterr()
         variables = dict(shlex.split(line)[0].split("=", 1) for line in output.out.splitlines())
         return status, variables, output.err
@@ -146,7 +147,7 @@ def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
 def test_bad_nodes_are_printed_for_the_batch_script(job, capfd):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(0, "unready", "b: no GPU", bad_nodes=["b"])
-    assert attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]) == 0
+    attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
     verdict, exclude = capfd.readouterr().out.splitlines()
     assert verdict.startswith("again b: no GPU") and exclude == "exclude b"
 
@@ -154,7 +155,7 @@ def test_bad_nodes_are_printed_for_the_batch_script(job, capfd):
 def test_a_verdict_is_printed_and_kept(job, capfd):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(1, "refused", "bad\nsteps", "Traceback x")
-    assert attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]) == 0
+    attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
     output = capfd.readouterr()
     assert output.out == "stop bad steps\n" and "Traceback x" in output.err
     assert read_attempts("run")[0].verdict["verdict"] == "stop"

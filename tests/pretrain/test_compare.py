@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from datasets_for_tests import write_all
 
-from megatron_tape.checks.arguments import read_run_config
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
+from megatron_tape.command_line import status_of
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation.comparison import read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
@@ -93,7 +94,7 @@ def test_what_cannot_work_is_refused_before_the_first_run(recipe, tmp_path, enco
      (["--fast"], "--fast is no option"), (["--model.gate_input", "mpl"], "model.gate_input")],
 )  # fmt: skip
 def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
-    assert compare.main(arguments(recipe, tmp_path / "out", *others)) == 2
+    assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", *others))) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1 and reported in printed
 
@@ -103,7 +104,7 @@ def test_a_launcher_is_refused_but_not_what_deepspeed_leaves_behind(recipe, tmp_
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert compare.main(arguments(recipe, tmp_path / "out", "--check")) == 0
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert compare.main(arguments(recipe, tmp_path / "out", "--check")) == 2
+    assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--check"))) == 2
     assert "run it without torchrun or srun" in capsys.readouterr().err
 
 
@@ -337,7 +338,7 @@ def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, r
 def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, change, reported):
     output, _ = compared
     before = (output / "comparison.json").read_bytes()
-    assert compare.main(arguments(recipe, output, *change)) == 2
+    assert status_of(lambda: compare.main(arguments(recipe, output, *change))) == 2
     printed = capsys.readouterr().err
     assert reported in printed and "restore these, or choose another --output" in printed and printed.count("\n") == 1
     assert (output / "comparison.json").read_bytes() == before
@@ -378,7 +379,7 @@ def test_a_run_that_began_with_other_settings_is_not_continued(compared, recipe,
     begun.mkdir(parents=True)
     (begun / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
     assert len(plan_of(recipe, tmp_path / "out").left) == 4
-    assert compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1")) == 2
+    assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1"))) == 2
     assert "holds a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
 
 
@@ -413,7 +414,7 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path):
 def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
     output, _ = compared
     page = tmp_path / "page.html"
-    assert report.main([str(output), str(output / "rope" / "seed-1"), "--output", str(page)]) == 0
+    report.main([str(output), str(output / "rope" / "seed-1"), "--output", str(page)])
     content = page.read_text()
     assert 'id="comparison-1"' in content and 'id="scores"' in content and "rope, seed 1" in content
 
@@ -424,7 +425,7 @@ def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkey
         "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    programs = Programs(["GPU-a", "GPU-b"], tmp_path)
+    programs = Programs(["GPU-a", "GPU-b"], tmp_path, "")
     for slot, (arguments, status) in enumerate(([["--x", "1"], 2], [[], 0])):
         process = programs("shown", arguments, tmp_path / "x" / "log.txt", slot)
         process.join(120)
@@ -450,7 +451,7 @@ def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
 @pytest.mark.parametrize("name", ["selective_copy", "grid_navigation_1d", "addition", "language"])
 def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path):
     file = RECIPES / f"{name}.yaml"
-    config = read_run_config(["--config", str(file)])
+    config = parse_run_config(["--config", str(file)])
     validate(config, 1)
     assert config.model.position_encoding == "rope"
     if name == "language":

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron_tape.command_line import status_of
 from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import AttemptRecord
@@ -163,12 +164,12 @@ def test_a_run_that_cannot_be_read_ends_in_one_sentence(run, capsys, monkeypatch
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(status, "read_attempts", fails)
-    assert status.main([str(run)]) == 2
+    assert status_of(lambda: status.main([str(run)])) == 2
     assert capsys.readouterr().err.startswith(f"error: {run} cannot be read: ")
 
 
 def test_a_directory_that_is_not_a_run_is_refused(tmp_path, capsys):
-    assert status.main([str(tmp_path)]) == 2
+    assert status_of(lambda: status.main([str(tmp_path)])) == 2
     assert "holds no attempt" in capsys.readouterr().err
 
 

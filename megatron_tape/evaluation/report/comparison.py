@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_tape.command_line import counted
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
 from megatron_tape.evaluation.figures import grid_shape, new_figure, plain, shorten, styles
@@ -26,6 +25,7 @@ from megatron_tape.evaluation.report.tables import (
 )
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
+from megatron_tape.text import counted
 
 _LONGEST_TICK = 36
 _MOST_TOGETHER = 8

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_tape.command_line import counted, duration
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, plain, shorten, styles
 from megatron_tape.evaluation.report.models import Model, Run, clean
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number, task_names, task_title
 from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.text import counted, duration
 
 MOST_POINTS = 300
 """Points of a curve; a longer one is drawn as means over consecutive points."""
