@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -453,7 +454,7 @@ def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
         ([run], "metrics.jsonl cannot be used: line 2"),
         ([run, "--output", run / "metrics.jsonl"], "give a name that ends in .html"),
     ):
-        assert status_of(lambda: report.main([*map(str, arguments)])) == 2
+        assert status_of(partial(report.main, [*map(str, arguments)])) == 2
         assert sentence in capsys.readouterr().err
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.command_line import status_of
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
