@@ -90,6 +90,9 @@ BOMB = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b 
         ("[" * 5000, "it is not YAML"),
         (BOMB, "it is not YAML .*aliases"),
         ("&a [*a]", "it is not YAML .*aliases"),
+        ("step: 3\nsizes: {}\nseconds: .nan", "Out of range"),
+        ("step: 3\nsizes: {}\nrest: {a: -.inf}", "Out of range"),
+        ("step: 3\nsizes: {}\nrest: !!binary YQ==", "Object of type bytes"),
     ],
 )
 def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):

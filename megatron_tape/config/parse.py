@@ -53,7 +53,8 @@ def read_run_config(
         fix = f"add to {' or '.join(files)}, or give --section.key value"
         if not files:
             fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
-        refuse(bool(missing), tuple(missing) or "", "must be set", fix)
+        others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
+        refuse(bool(missing), tuple(missing) or "", f"must be set{others}", fix)
         built = {name: build_section(name, sections[name], completed) for name in sections if name != "model"}
         config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source

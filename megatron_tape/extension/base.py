@@ -214,11 +214,11 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "model.randpe_range, model.attention_backend, model.position_state_precision, model.position_encoding from "
         "rope to tape, and model.position_increments from fixed to learned",
     )
-    unread = [f"model.{key}" for key in config.model.unread]
+    unread = [f"model.{key}" for key, value in config.model.unread.items() if base.model.unread.get(key) != value]
     refuse(
         bool(unread),
         tuple(unread) or "model",
-        f"is not read by {now}, so that this would change nothing",
+        f"is not read by {now}{''.join(f', nor is {key}' for key in unread[1:])}, so that this would change nothing",
         "remove it from the recipe or the command line",
     )
     trains, new = config.extension.trains, f"model.position_encoding is {now}"

@@ -42,8 +42,10 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
     """Return the YAML value in a file, read as strictly as a recipe, and checked as `read_record` checks JSON."""
     try:
-        return parse_yaml(read_small(path, limit), shape)
-    except ValueError as error:
+        value = parse_yaml(read_small(path, limit), shape)
+        json.dumps(value, allow_nan=False)  # fails for a number that is not finite, and for what JSON does not have
+        return value
+    except (TypeError, ValueError) as error:
         raise FileError(str(path), f"cannot be used: {error}") from None
 
 

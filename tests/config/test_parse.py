@@ -250,6 +250,11 @@ def test_a_missing_key_is_named(parse, capsys, section, key):
     assert f"error: {section}.{key} must be set; " in refusal(capsys, parse, **{section: rest})
 
 
+def test_all_missing_keys_are_named(parse, capsys):
+    sentence = "error: train.steps must be set, as must train.global_batch_size; "
+    assert sentence in refusal(capsys, parse, train={"seed": 1})
+
+
 @pytest.mark.parametrize(
     "prefix, expected",
     [

@@ -540,6 +540,11 @@ def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
         assert caught.value.key == f"model.{setting}"
 
 
+def test_an_extension_may_repeat_a_setting_of_its_base_that_neither_reads():
+    unread = {"model__position_encoding": "fire", "model__rope_theta": 1e6, "data__tokenizer": None}
+    check_base(make(**unread), Base(Path("somewhere"), make(**unread).model, None))
+
+
 def test_an_extension_may_widen_the_range_of_random_positions_alone():
     base = make(model__position_encoding="randpe", model__randpe_range=50)
     extended = make(model__position_encoding="randpe", model__randpe_range=99, model__seq_length=64)

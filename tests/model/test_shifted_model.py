@@ -14,7 +14,6 @@ from megatron_tape.position import replaced
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.model_building import build_model
 
-SMOLLM2_HEADS = {"num_query_groups": 3, "num_attention_heads": 9, "kv_channels": 8}
 SETTINGS = {
     "tape": {},
     "rope": {"position_encoding": "rope"},
