@@ -79,7 +79,6 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
 
     Raises ConfigError for runs in fp32 and with an optimizer on the host, whose rates `hardware` does not have.
     """
-    refuse(plan.width != 2, "train.precision", "is fp32; step times are only predicted for bf16, so set it to that")
     refuse(plan.width != 2, "train.precision", "is fp32", "step times are only predicted for bf16, so set it to that")
     refuse(
         plan.config.deepspeed.offload_optimizer,

@@ -1,6 +1,6 @@
 """Every fused kernel against plain torch and float64, in the shapes of real models.
 
-On a GPU (`TESTS_ON=gpu`) there are many shapes and number types, the most important first, and `make check-gpu
+On a GPU (`TESTS_ON=gpu`) there are many shapes and dtypes, the most important first, and `make check-gpu
 SLICE=kernels` runs them. Without one, Triton interprets the kernels in two tiny shapes.
 """
 
@@ -144,7 +144,7 @@ def test_a_deterministic_run_gives_the_same_bits_again(name, shape, precision, r
 @pytest.mark.parametrize("shape, precision", KINDS)
 def test_attention_is_exact_at_any_length(name, length, shape, precision, record_property):
     if ON_GPU and precision != "bf16":
-        pytest.skip("other number types are checked at one length")
+        pytest.skip("other dtypes are checked at one length")
     shapes = shapes_of(shape)
     # A few heads suffice for what depends on the length, and float64's scores of all of them would not fit.
     groups = min(shapes.groups, 2 if shapes.heads == shapes.groups else 1)

@@ -111,7 +111,7 @@ class GgufFile(Mapping):
 
     @property
     def quantization(self) -> str:
-        """The number types of the matrices, such as `Q4_K, Q6_K`."""
+        """The dtypes of the matrices, such as `Q4_K, Q6_K`."""
         kinds = {tensor.tensor_type.name for tensor in self._file_tensors.values() if len(tensor.shape) > 1}
         return ", ".join(sorted(kinds))
 
