@@ -92,14 +92,14 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 
 def _whole_number(text: str) -> int:
     value = int(text)
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{text} does not fit into 64 bits")
+        raise ValueError(f"{text[:40]} does not fit into 64 bits")
     return value
 
 
