@@ -73,7 +73,7 @@ class MeasuredModel:
         self.first_losses = self.token_losses()
         self._move_off_zero()
         self.engine = Engine(self.model, config, layout)
-        self.timer = PhaseTimer(self.engine._engine, layout.device)
+        self.timer = PhaseTimer(self.engine.deepspeed_engine, layout.device)
 
     def step(self) -> Step:
         """Take one optimizer step. Raises RuntimeError if its loss or gradient is not finite."""
@@ -99,7 +99,7 @@ class MeasuredModel:
         found = {"attention": self.backend}
         found["rotation"] = "fused with attention" if self.backend == "triton" else "plain torch"
         if self.model.position_updates():
-            fused = self.model.encoding._update_function(dtype_of(self.config)) is fused_update
+            fused = self.model.encoding.update_function(dtype_of(self.config)) is fused_update
             found["position_update"] = "triton" if fused else "plain torch"
         return found
 
@@ -138,7 +138,7 @@ class MeasuredModel:
 
     def release(self) -> None:
         """Free the memory of the model and its optimizer; nothing can be done with them afterwards."""
-        self.engine._engine.destroy()
+        self.engine.deepspeed_engine.destroy()
         del self.engine, self.timer, self.batches, self.model
         free_memory()
 

@@ -52,7 +52,7 @@ def _places(measured: MeasuredModel) -> Iterator[tuple[Any, str, AbstractContext
     yield place(gpt.decoder.final_layernorm, "forward", "norms")
     yield place(gpt.embedding, "forward", "embedding")
     yield place(gpt.output_layer, "forward", "logits and loss")
-    yield place(measured.engine._engine, "step", "optimizer")
+    yield place(measured.engine.deepspeed_engine, "step", "optimizer")
 
 
 def by_part(events: list, on_gpu: bool) -> dict[str, float]:

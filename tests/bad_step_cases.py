@@ -118,7 +118,7 @@ def overlapped(stage):
         e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
         for seed in (0, 1):
             e.train_step(batches(e, seed), 1e-2)
-        assert e._engine.zero_overlap_comm() == overlap
+        assert e.deepspeed_engine.zero_overlap_comm() == overlap
         states.append(weights(e))
     return all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 

@@ -65,8 +65,8 @@ def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
     """
     checkpoint, found = _open(path, layout)
     if found:
-        problem = f"whose weights the run begins with, is not whole: {'; '.join(found)}"
-        raise CheckpointError(f"{path},", problem, "fetch or write it again, or choose another as extension.from")
+        problem = f"has the weights that the run begins with and is not whole: {'; '.join(found)}"
+        raise CheckpointError(str(path), problem, "fetch or write it again, or choose another as extension.from")
     _open_source(checkpoint, layout)
     return checkpoint
 
@@ -127,8 +127,8 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
         return
     checkpoint.source, found = _open(source[0], layout)
     if found:
-        problem = f"which has the frozen parameters of {checkpoint.path}, is not whole: {'; '.join(found)}"
-        raise CheckpointError(f"{source[0]},", problem, "put the original checkpoint back")
+        problem = f"has the frozen parameters of {checkpoint.path} and is not whole: {'; '.join(found)}"
+        raise CheckpointError(str(source[0]), problem, "put the original checkpoint back")
     _open_source(checkpoint.source, layout)
 
 

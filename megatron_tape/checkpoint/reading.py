@@ -99,7 +99,7 @@ class Checkpoint:
             part = bytearray(size)
             with open(self.path / file, "rb") as opened:
                 opened.seek(start)
-                part = part[: opened.readinto(part)]
+                del part[opened.readinto(part) :]
         if len(part) != size:
             raise CheckpointError(str(self.path / file), "ends early", ANOTHER)
         if not size:

@@ -113,9 +113,9 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
         return read_record(origin_path(prefix), _Origin)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except FileError as error:
         fix = f"remove the dataset {prefix} and make it again"
-        raise FileError(str(origin_path(prefix)), f"cannot be used ({error})", fix) from None
+        raise FileError(error.subject, error.problem, fix) from None
 
 
 def is_made(prefix: str, origin: dict[str, Any], overwrite: bool) -> bool:

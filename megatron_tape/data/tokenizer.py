@@ -13,8 +13,6 @@ from megatron_tape.io.records import read_record
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]")
 _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", "[BOS]")
-
-
 _GIVE = "give a .model, a tokenizer.json or their directory"
 
 

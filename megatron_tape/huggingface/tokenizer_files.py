@@ -50,7 +50,7 @@ class ExportedTokenizer:
 def write_tokenizer(source: str | Path, output: Path, context: int) -> ExportedTokenizer:
     """Write the files of the tokenizer `source` (see `load_tokenizer`) of a model of `context` tokens into `output`.
 
-    Raises FileNotFoundError if there is none, FileError if the file is not a tokenizer or cannot be converted exactly.
+    Raises FileError if there is none, or if the file is not a tokenizer or cannot be converted exactly.
     """
     ours, source = load_tokenizer(source), Path(source)
     if source.is_dir():

@@ -122,12 +122,12 @@ def _fill(
     memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
 ) -> None:
     """Fill `memory` with the numbers from the `first` on of a share that consists of these rows and columns."""
-    for chunk, place in _chunks(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
+    for chunk, place in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
         part = initial.part(key, chunk, columns, memory.device).flatten()[max(-place, 0) : len(memory) - place]
         memory[max(place, 0) :][: len(part)].copy_(part)
 
 
-def _chunks(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
+def chunks_of(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
     """Yield the rows that hold `count` numbers from the `first` on, about `size` numbers at once.
 
     With them comes where their first number belongs, counted from `first`; it is negative for what comes before.

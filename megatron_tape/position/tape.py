@@ -219,7 +219,7 @@ class TapePosition(RotaryPosition):
         gate_input = mlp_output_sBC if self.settings.gate_input == "mlp" else attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        update = self._update_function(u.dtype)
+        update = self.update_function(u.dtype)
         new = update(z, u.reshape(S * B, H, D), gate, *matrices, rounded).view(S, B, -1, D)
         if self.settings.position_state_norm == "none":
             return new
@@ -227,7 +227,8 @@ class TapePosition(RotaryPosition):
 
         return with_modulus(new, self.attention_factor)
 
-    def _update_function(self, dtype: "torch.dtype"):
+    def update_function(self, dtype: "torch.dtype"):
+        """Return what computes the update: the fused kernel if it is wanted and has room, otherwise plain torch."""
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:

@@ -127,13 +127,13 @@ class Engine:
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
-        self._adam = build_optimizer(
+        self.adam = build_optimizer(
             model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout.groups.tp
         )
         with _torch_launcher_variables(layout):
-            self._engine, *_ = deepspeed.initialize(
+            self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=self._adam,
+                optimizer=self.adam,
                 config=deepspeed_config(config, layout),
                 mpu=layout.mpu,
                 dist_init_required=False,
@@ -141,62 +141,62 @@ class Engine:
         if self.zero_stage == 3:
             _gather_for_whole_layers(model)
         if self.zero_stage == 1 and config.train.precision == "bf16":
-            _sum_in_fp32(self._engine.optimizer)
-        self.micro_batches = self._engine.gradient_accumulation_steps()
-        self._replicated = ReplicatedGradients(model, self._engine.optimizer, config.deepspeed, layout)
+            _sum_in_fp32(self.deepspeed_engine.optimizer)
+        self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+        self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
 
     def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
         """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
 
         Parameters learn at `lr` times their group's `lr_scale`. What an encoding draws depends on `step` and the seed.
         """
-        for group in self._engine.optimizer.param_groups:
+        for group in self.deepspeed_engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        self._engine.train()
+        self.deepspeed_engine.train()
         total = torch.zeros((), device=self.layout.device)
         for _, batch in zip(range(self.micro_batches), batches, strict=False):
             positions = self.module.token_positions(batch["tokens"], stream_of(self._seed, step))
-            loss = self._engine(**batch, positions=positions)
+            loss = self.deepspeed_engine(**batch, positions=positions)
             total += loss.detach()
             # A loss that is not finite must make the gradient so, too; otherwise the step would still be taken.
-            self._engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
-            if self._engine.is_gradient_accumulation_boundary():
+            self.deepspeed_engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
+            if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._replicated.sum()
-            self._engine.step()
+            self.deepspeed_engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
-        norm = self._engine.get_global_grad_norm()
+        norm = self.deepspeed_engine.get_global_grad_norm()
         norm = float("nan") if norm is None else float(norm)
-        skipped = not self._engine.was_step_applied()
+        skipped = not self.deepspeed_engine.was_step_applied()
         return StepResult(loss, float("nan") if skipped and math.isfinite(norm) else norm, skipped)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of the batches over all data-parallel ranks."""
-        self._engine.eval()
-        losses = [self._engine(**batch) for batch in batches]
-        self._engine.train()
+        self.deepspeed_engine.eval()
+        losses = [self.deepspeed_engine(**batch) for batch in batches]
+        self.deepspeed_engine.train()
         return self.layout.tokens.average(torch.stack(losses).mean()).item()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
-        self._engine.eval()
-        logits = self._engine(tokens)
-        self._engine.train()
+        self.deepspeed_engine.eval()
+        logits = self.deepspeed_engine(tokens)
+        self.deepspeed_engine.train()
         return logits
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
-        self._engine.eval()
-        losses = self._engine(tokens, labels, by_token=True)
-        self._engine.train()
+        self.deepspeed_engine.eval()
+        losses = self.deepspeed_engine(tokens, labels, by_token=True)
+        self.deepspeed_engine.train()
         return losses
 
     @property
     def optimizer_steps(self) -> int:
         """How many updates Adam has made; skipped steps do not count."""
-        state = next(iter(self._adam.state.values()), {})
+        state = next(iter(self.adam.state.values()), {})
         return int(state.get("step", 0))
 
     def training_state(self, wanted: Callable[[str], bool], frozen: bool = True) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ class Engine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
                 return parameter.detach().clone()
         if self.zero_stage == 0:
-            return parameter if key == "weight" else self._adam.state[parameter][key]
+            return parameter if key == "weight" else self.adam.state[parameter][key]
         if key == "weight":
             return safe_get_full_fp32_param(parameter)
         return safe_get_full_optimizer_state(parameter, key)
@@ -262,16 +262,16 @@ class Engine:
 
     def _make_moments(self, steps: int) -> None:
         """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
-        zero = self._engine.optimizer
+        zero = self.deepspeed_engine.optimizer
         if self.zero_stage == 0:
             tensors = list(self.trained.values())
         elif self.zero_stage == 3:
             tensors = zero.fp32_partitioned_groups_flat
         else:
             tensors = zero.single_partition_of_fp32_groups
-        fused = self._adam.defaults.get("fused", False)
+        fused = self.adam.defaults.get("fused", False)
         for tensor in tensors:
-            self._adam.state[tensor] = {
+            self.adam.state[tensor] = {
                 "step": torch.tensor(float(steps), device=tensor.device if fused else "cpu"),
                 **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
             }
@@ -283,8 +283,8 @@ class Engine:
         DeepSpeed 0.19.8 links it once, after the first parameter group's first step, when the other groups have none.
         """
         if self.zero_stage in (1, 2) and self.optimizer_steps:
-            self._engine.optimizer._hp_optimizer_states_linked = False
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            self.deepspeed_engine.optimizer._hp_optimizer_states_linked = False
+            self.deepspeed_engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:

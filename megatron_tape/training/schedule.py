@@ -11,7 +11,6 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     It rises linearly to `optimizer.lr` at step `schedule.warmup_steps` and then, by `schedule.kind`, falls to
     `optimizer.min_lr` at `total_steps` along half a cosine or a power of the remaining share, stays (constant),
     or stays until the last `schedule.decay_steps` and falls linearly (wsd). Past `total_steps` it stays.
-
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:

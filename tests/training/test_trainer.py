@@ -116,7 +116,7 @@ def test_the_checkpoint_with_the_frozen_parameters_has_to_stay(alone, capfd):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    assert f"{alone.begin}, which has the frozen parameters of" in refused(capfd, alone.go_on())
+    assert f"{alone.begin} has the frozen parameters of" in refused(capfd, alone.go_on())
     shutil.copy(elsewhere / damaged.name, damaged)
     assert alone.go_on() == 0
 

@@ -275,11 +275,10 @@ def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) ->
     if source is None:
         fix = f"give it with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
         raise CheckpointError(str(saved.path), "names no tokenizer", fix)
-    try:
-        return write_tokenizer(source, directory, saved.model.seq_length)
-    except FileNotFoundError:
+    if not Path(source).exists():
         fix = "give a .model, a tokenizer.json or their directory with --tokenizer"
-        raise FileError(str(source), f"does not exist, the tokenizer{'' if given else ' of this run'}", fix) from None
+        raise FileError(str(source), f"does not exist, the tokenizer{'' if given else ' of this run'}", fix)
+    return write_tokenizer(source, directory, saved.model.seq_length)
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -148,7 +148,7 @@ class _ObservedRun:
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
                 mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
-                mock.patch.object(initialization, "_chunks", _first_chunk(initialization._chunks)),
+                mock.patch.object(initialization, "chunks_of", _first_chunk(initialization.chunks_of)),
                 mock.patch.multiple(
                     training,
                     build_batches=_random_batches,
@@ -220,7 +220,7 @@ class _ObservedRun:
     def _measure_state(self, engine: Engine) -> None:
         """Measure the weights and Adam's state, between two steps."""
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-        adam = [x for p, state in engine._adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
+        adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         self.outcome.weights = self.tracker.bytes_of(weights)
         self.outcome.optimizer = self.tracker.bytes_of(weights + adam) - self.outcome.weights
         self.outcome.replicated_share = sum(map(_share_of, replicated_parameters(engine.module)))
