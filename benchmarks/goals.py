@@ -57,7 +57,7 @@ SLICES = (
     Slice(
         "training",
         "20 steps of TAPE and RoPE: losses, gradient norms and gradients against the CPU's",
-        (*PYTEST, "-n", "1", "tests/gpu/test_training.py"),
+        (*PYTEST, "-n", "1", "tests/gpu/test_training_on_gpu.py"),
         packages=(*TESTING, *STACK),
         minutes=8.5,
     ),

@@ -76,8 +76,8 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     """Parse JSON and check its shape. Raises ValueError that says what is wrong.
 
     `shape` is a type that pydantic checks, strictly: a TypedDict (other keys are allowed too), `dict[str, T]`,
-    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers are finite, and whole ones
-    have 64 bits.
+    `list[T]`, a union, a Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. Numbers are finite. A whole
+    number of more than 64 bits is read as a float, which is refused where an `int` belongs.
     """
     try:
         value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
@@ -96,11 +96,10 @@ def _number(text: str) -> float:
     return value
 
 
-def _whole_number(text: str) -> int:
+def _whole_number(text: str) -> int | float:
+    # Hugging Face's tokenizers have a largest length of 10^30. Where a whole number belongs, a float is refused.
     value = int(text)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{text[:40]} does not fit into 64 bits")
-    return value
+    return value if -(2**63) <= value < 2**63 else _number(text)
 
 
 @functools.cache

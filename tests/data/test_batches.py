@@ -170,7 +170,7 @@ def test_evaluation_starts_no_processes(folder, build):
 
 def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(folder, build):
     built = build(f"{folder}/a", num_workers=1)
-    built.config = replaced(built.config, {"model.vocab_size": 32})
+    built = dataclasses.replace(built, config=replaced(built.config, {"model.vocab_size": 32}))
     with pytest.raises(ConfigError) as refusal:
         list(built.training(1))
     assert str(refusal.value).startswith("data.prefix holds the token ") and "\n" not in str(refusal.value)

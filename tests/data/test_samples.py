@@ -1,5 +1,7 @@
 """Sources of samples in place of indexed datasets: which tokens enter the loss, and that it is their mean."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,6 @@ def test_loader_processes_make_the_same_samples():
 
 def test_tokens_outside_the_vocabulary_are_refused_by_the_name_of_their_source():
     built = batches()
-    built.config = replaced(built.config, {"model.vocab_size": 12})
+    built = dataclasses.replace(built, config=replaced(built.config, {"model.vocab_size": 12}))
     with pytest.raises(ConfigError, match="^data.generator holds the token 12, but model.vocab_size is 12; "):
         list(built.training(1))

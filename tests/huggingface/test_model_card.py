@@ -89,7 +89,7 @@ def test_a_model_that_was_only_imported_keeps_its_licence_and_is_not_called_pret
         ("# No metadata\n", ""),
         ("---\nlicense: [a, b]\nlanguage: {}\nlicense_link: LICENSE\n---\n", ""),
         ("---\nlicense: {\n---\n", "the licence and languages in"),
-        ("---\na: &a [x]\nb: [*a, *a]\nlicense: mit\n---\n", "it has aliases"),
+        ("---\na: &a [x]\nb: [*a, *a]\nlicense: mit\n---\n", "the licence and languages in"),
         (f"---\nlicense: {'x' * 999}\n---\n", ""),
     ],
 )

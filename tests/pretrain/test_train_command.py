@@ -14,7 +14,6 @@ import pytest
 import torch
 from datasets_for_tests import write_all
 from launch import environment
-from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed
 
@@ -386,38 +385,3 @@ def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run
 def test_a_program_may_choose_what_is_trained(run):
     with pytest.raises(ValueError, match="no parameter of the model is trained"):
         run("--train.steps=1", "--schedule.warmup_steps=0", trains=lambda name, parameter: False)
-
-
-def as_the_first_version_wrote_it(step):
-    """Give a checkpoint the names and the settings that checkpoints had before encodings were plugged in."""
-    path, manifest = step / "tensors-tp00-dp00000.safetensors", json.loads((step / "manifest.json").read_text())
-    tensors = {name.replace(".position.", ".position_update."): value for name, value in load_file(path).items()}
-    assert any(".position_update." in name for name in tensors)
-    save_file(tensors, path)
-    state = json.loads((step / "state.json").read_text())
-    state["progress"] = {"bad_steps": 0}
-    for key in ("frozen", "frozen_from"):
-        state.pop(key, None)
-    for section, keys in {
-        "model": ["position_state_precision"],
-        "optimizer": ["weight_decay_of", "lr_scale_of"],
-        "deepspeed": ["communication_precision", "overlap_comm"],
-        "train": ["evaluations", "deterministic"],
-        "checkpoint": ["frozen"],
-    }.items():
-        for key in keys:
-            del state["config"][section][key]
-    (step / "state.json").write_text(json.dumps(state))
-    for name in (path.name, "state.json"):
-        manifest["files"][name] = digest(step / name)
-    (step / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_a_checkpoint_of_the_first_version_continues_bit_for_bit(run):
-    settings = ("--train.steps=4", "--train.eval_interval=null", "--checkpoint.interval=2", "--schedule.warmup_steps=0")
-    assert run(*settings) == 0
-    whole = rows(run.folder)
-    shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
-    as_the_first_version_wrote_it(run.folder / "checkpoints" / "step-00000002")
-    assert run(*settings) == 0
-    assert rows(run.folder) == whole
