@@ -16,7 +16,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
     EXIT_REFUSED,
     EXIT_RESTART,
-    CheckpointError,
+    ConfigError,
     StaleAttempt,
     TrainingStopped,
     UserError,
@@ -32,7 +32,7 @@ logger = logging.getLogger("pretrain")
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 """The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
-PATIENCE = 5.0
+REPORT_TIMEOUT = 5.0
 """Seconds that rank 0 has to say what is wrong with a configuration before other ranks end."""
 
 
@@ -85,7 +85,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
             watch.record_end(REFUSED, str(error))
             return EXIT_REFUSED
         # A launcher ends all ranks once one has ended, but rank 0, which mostly finds the same, must be heard.
-        time.sleep(PATIENCE)
+        time.sleep(REPORT_TIMEOUT)
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     except OSError as error:
@@ -111,8 +111,8 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         _abort_process_groups()
         return 130
     except Exception as error:
-        refused = isinstance(error, (TrainingStopped, UserError)) and not isinstance(error, CheckpointError)
-        outcome = REFUSED if refused else FAILED
+        # A file that cannot be read may be readable on another node, so that a job tries again.
+        outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         message = str(error) if foreseen else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ import torch
 from ecosystem import Subject, row
 
 NEEDS = ("transformers_tape", "openai", "fastapi", "uvicorn")
-PATIENCE = 180
+TIMEOUT = 180
 """Seconds after which a server that does not answer has failed."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -40,7 +40,7 @@ def _chat(subject: Subject, *options: str):
     template = subject.tokenizer.chat_template or TEMPLATE
     expected = [_answer(subject, template, *request) for request in (LONG, SHORT)]
     with server(subject, template, *options) as (url, model):
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
 
         def ask(messages, count, **more):
             return client.chat.completions.create(
@@ -113,7 +113,7 @@ def server(subject: Subject, template: str, *options: str):
 
 
 def _wait(url: str, process: subprocess.Popen, log) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()

@@ -80,7 +80,7 @@ def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypa
     waited = []
     monkeypatch.setattr(train.time, "sleep", waited.append)
     wrong = ["--config", str(RECIPE), "--logging.directory", str(tmp_path / "run"), "--model.num_attention_heads", "3"]
-    for rank, prefix, seconds in (("0", "error: ", []), ("1", "error (rank 1): ", [train.PATIENCE])):
+    for rank, prefix, seconds in (("0", "error: ", []), ("1", "error (rank 1): ", [train.REPORT_TIMEOUT])):
         monkeypatch.setenv("RANK", rank)
         assert train.main([*wrong, f"--data.prefix={data}/a"]) == 2
         assert capfd.readouterr().err.startswith(f"{prefix}model.") and waited == seconds

@@ -11,9 +11,9 @@ from megatron_tape.evaluation.tasks.ruler import Ruler
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
 from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy
 
-_CLASSES = (
+TASK_CLASSES = (
     *(Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls),
     *(Addition, SelectiveCopy, GridNavigation, PositionPictures),
 )
-TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+TASKS: dict[str, type[Task]] = {task.name: task for task in TASK_CLASSES}
 """By name, in the order in which reports show them."""
