@@ -51,7 +51,7 @@ def test_pretraining_is_extended_and_a_preempted_extension_loses_nothing(cluster
     assert cluster.wait(evaluation, 120) == "COMPLETED", cluster.story(evaluation)
     evaluated = chain.run / "evaluation" / f"step-{STEPS:08d}"
     found = read_results(evaluated)
-    assert found["model"]["run"]["step"] == STEPS and (evaluated / "perplexity.png").is_file()
+    assert found.model.run["step"] == STEPS and (evaluated / "perplexity.png").is_file()
     assert [score.length for score in found.tasks["perplexity"].scores if score.metric == "loss"] == [4, 8]
     config = chain.run / "jobs" / extension / "config.yaml"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
@@ -73,7 +73,7 @@ def test_what_cannot_be_a_chain_is_refused_before_anything_is_submitted(cluster,
         with pytest.raises(AssertionError, match="error: .*" + re.escape(part)):
             chain(wrong)
     for wrong, part in (
-        (["perplexities"], "there is no task perplexities"),
+        (["perplexities"], "perplexities is not a task"),
         (["perplexity"], "perplexity.data must be set"),
         (["passkey"], "passkey needs a tokenizer"),
     ):
