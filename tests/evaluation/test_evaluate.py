@@ -328,13 +328,13 @@ class Second(Ranks):
 
 def test_a_mistake_that_only_one_process_meets_is_reported_by_it(llama, tmp_path, monkeypatch, capsys):
     def fails(*_):
-        raise ConfigError("no GPU is left for it")
+        raise ConfigError("--device", "has no GPU left")
 
     monkeypatch.setattr(Ranks, "join", classmethod(lambda cls: Second(1, 2)))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("megatron_tape.evaluation.transformers_model.choose_device", fails)
     assert run("--model", llama, "--output", tmp_path) == 1
-    assert capsys.readouterr().err == "error (rank 1): no GPU is left for it\n"
+    assert capsys.readouterr().err == "error (rank 1): --device has no GPU left\n"
     monkeypatch.setattr(Toy, "evaluate", fails)
     with pytest.raises(ValueError, match="no GPU") as error:
         run_task(Toy(ToySettings()), None, Second(1, 2), tmp_path, Planned("toy", "", "fp32", {}, "0" * 64))
