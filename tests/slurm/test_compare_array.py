@@ -33,7 +33,7 @@ def test_an_array_of_runs_survives_preemption_and_ends_in_the_page(cluster):
     saved = [line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line]
     assert len(saved) == 1 and "step-00000150" not in saved[0]
     found = read_comparison(cluster.work / "out" / "comparison.json")
-    assert [(made["variant"], made["seed"]) for made in found["runs"]] == [("rope", 1), ("tape", 1)]
+    assert [(made.variant, made.seed) for made in found.runs] == [("rope", 1), ("tape", 1)]
     assert "tape" in Path(cluster.work / "out" / "report.html").read_text()
     wrong = cluster.run(script, *given, "--train.stepz", "3", check=False)
     assert wrong == "" and cluster.run("squeue", "--noheader") == ""
