@@ -1,22 +1,11 @@
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-
-from megatron_tape.position import model_config
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass
-class Exported:
-    directory: Path
-    model: torch.nn.Module
-    """What was exported, as this process made it."""
+from environments import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -40,41 +29,18 @@ def source_text():
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory):
-    """Random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from megatron_tape.huggingface.export.to_transformers import export, huggingface_config
-    from megatron_tape.huggingface.imports.new_checkpoint import write_imported
-    from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
-    from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
+    """Exports of random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
+    from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 
     sys.path.insert(0, str(ROOT / "tools"))
     from train_tokenizer import train
 
-    folder = tmp_path_factory.mktemp("exports")
-    library, rows = Path(sysconfig.get_path("stdlib")), 400
-    (folder / "tokenizer.model").write_bytes(train([(library / "heapq.py").read_text(encoding="utf-8")], rows))
-    sizes = dict(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
-    made = {}
-    for encoding in ("tape", "rope"):
-        settings = model_config(
-            position_encoding=encoding,
-            **sizes,
-            seq_length=128,
-            vocab_size=rows,
-            init_std=0.15,
-            unpadded_vocab_size=rows,
-        )
-        config = huggingface_config(settings, rows, "fp32")
-        torch.manual_seed(0)
-        model = TapeForCausalLM(TapeConfig(**config)) if encoding == "tape" else LlamaForCausalLM(LlamaConfig(**config))
-        for name, parameter in model.named_parameters():
-            if ".position." in name:
-                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        write_imported(folder / "checkpoints" / encoding, settings, model.state_dict(), "a random model")
-        export(folder / "checkpoints" / encoding, folder / encoding, tokenizer=str(folder / "tokenizer.model"))
-        made[encoding] = Exported(folder / encoding, model.eval())
-    return made
+    tokenizer, rows = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 400
+    library = Path(sysconfig.get_path("stdlib"))
+    tokenizer.write_bytes(train([(library / "heapq.py").read_text(encoding="utf-8")], rows))
+    changes = dict(tokenizer=str(tokenizer), seq_length=128, vocab_size=rows, unpadded_vocab_size=rows, init_std=0.15)
+    names, folder = {"tape": OWN_CLASSES, "rope": PLAIN_ROPE}, tmp_path_factory.mktemp("exports")
+    return {name: make(folder, full, label=name, **changes) for name, full in names.items()}
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +57,6 @@ def exported(tmp_path_factory):
 
     yield of
     undo()
-
-
-@pytest.fixture(scope="session")
-def ecosystem_python():
-    """The Python of the environment with the heavy packages."""
-    python = ROOT / ".venv-ecosystem" / "bin" / "python"
-    if not python.exists():
-        pytest.fail(f"{python.relative_to(ROOT)} does not exist; make it with: make .venv-ecosystem")
-    return python
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import json
 import platform
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -50,7 +49,6 @@ class Outcome:
     why: str = ""
     kind: str = ""
     """The type of the exception, for a row that fails."""
-    seconds: float = 0.0
 
 
 ROWS: dict[str, Row] = {}
@@ -78,7 +76,6 @@ class Subject:
 
     @property
     def is_small(self) -> bool:
-        """Whether this is a tiny model of a test."""
         return self.model.num_parameters() < 1e6
 
     def load(self, auto_class=AutoModelForCausalLM, directory: Path | None = None, **options):
@@ -88,26 +85,20 @@ class Subject:
 
     @cached_property
     def model(self):
-        """The model of all rows that do not change it."""
         return self.load()
 
     @cached_property
     def tokenizer(self):
-        """The tokenizer, which pads on the left as decoders want it."""
         tokenizer = AutoTokenizer.from_pretrained(self.directory, padding_side="left", **self.trust)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
     def ids(self, count: int, start: int = 0) -> torch.Tensor:
-        """Return (1, count) tokens of source code, from `start` on, which counts from the first function."""
-        ids = self.tokenizer(self.source_code, add_special_tokens=False).input_ids
-        return torch.tensor(ids[start : start + count])[None]
-
-    @cached_property
-    def source_code(self) -> str:
-        """Some of Python's own source."""
+        """Return (1, count) tokens of Python's own source, from `start` on, which counts from the first function."""
         text = Path(traceback.__file__).read_text(encoding="utf-8")
-        return text[text.index("def ") :][:6000]
+        text = text[text.index("def ") :][:6000]
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        return torch.tensor(ids[start : start + count])[None]
 
     def generate(self, ids: torch.Tensor, model=None, **options) -> torch.Tensor:
         """Return the `NEW` tokens after `ids`, greedily unless `options` say otherwise."""
@@ -132,7 +123,6 @@ class Subject:
 
 
 def equal_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise AssertionError unless the tokens are the same."""
     assert found.tolist() == expected.tolist(), f"tokens {found.tolist()} instead of {expected.tolist()}"
 
 
@@ -148,18 +138,12 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def needed(entry: Row, subject: Subject) -> tuple[str, ...]:
-    """Return the packages that this row needs with this model."""
-    return tuple(package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
-
-
 def try_row(entry: Row, subject: Subject) -> Outcome:
     """Run a row; nothing that it raises passes, except KeyboardInterrupt."""
-    missing = [package for package in needed(entry, subject) if not is_installed(package)]
-    if missing:
+    needed = (package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
+    if missing := [package for package in needed if not is_installed(package)]:
         return Outcome(NOT_INSTALLED, ", ".join(missing))
     torch.manual_seed(0)
-    began = time.perf_counter()
     try:
         # Trainers and libraries print, and the table is on stdout.
         with contextlib.redirect_stdout(sys.stderr):
@@ -169,7 +153,7 @@ def try_row(entry: Row, subject: Subject) -> Outcome:
         # What a TAPE model does not do, it refuses before it computes anything.
         status = REFUSED if subject.is_tape and isinstance(error, NotImplementedError) else FAILS
         why, kind = " ".join(str(error).split())[:300], type(error).__name__
-    return Outcome(status, why, kind, time.perf_counter() - began)
+    return Outcome(status, why, kind)
 
 
 def verdict(ours: Outcome, theirs: Outcome | None) -> str:

@@ -233,16 +233,19 @@ def compiled(subject: Subject):
         equal_logits(subject.logits(model, subject.ids(count), use_cache=False), subject.logits(ids=subject.ids(count)))
 
 
+class Logits(torch.nn.Module):
+    """A model that maps ids to logits and does nothing else."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
 @row("torch.export with a dynamic length: equal logits at another length")
 def exported(subject: Subject):
-    class Logits(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
-
     length = torch.export.Dim("length", min=2, max=64)
     program = torch.export.export(Logits(subject.load()), (subject.ids(24),), dynamic_shapes={"ids": {1: length}})
     for count in (24, 33):

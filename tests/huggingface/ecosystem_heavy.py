@@ -7,7 +7,7 @@ import sys
 
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
-from ecosystem_generation import check_attention
+from ecosystem_generation import Logits, check_attention
 from ecosystem_training import texts
 
 
@@ -96,14 +96,6 @@ def tensor_parallel(subject: Subject):
 )
 def onnx(subject: Subject):
     import onnxruntime
-
-    class Logits(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
 
     path = subject.work / "model.onnx"
     length = torch.export.Dim("length", min=2, max=64)
@@ -201,8 +193,7 @@ def lm_eval(subject: Subject):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    subject.tokenizer.padding_side = "left"
-    harness = HFLM(pretrained=subject.load(), tokenizer=subject.tokenizer, batch_size=2, device="cpu")
+    harness = HFLM(str(subject.directory), batch_size=2, device="cpu", dtype="float32", **subject.trust)
     context, continuation = "def compare(left, right):\n", "    return left == right"
     requests = [Instance("loglikelihood", {}, (context * repeated, continuation), 0) for repeated in (1, 2, 1)]
     found = harness.loglikelihood(requests, disable_tqdm=True)

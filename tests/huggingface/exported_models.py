@@ -28,6 +28,9 @@ NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
 """Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""
 OWN_CLASSES = "tape_classes"
 """TAPE as it is exported: with classes of its own."""
+PLAIN_ROPE = "rope_plain"
+"""RoPE as it is exported: as a Llama."""
+AS_EXPORTED = {OWN_CLASSES: "tape", PLAIN_ROPE: "rope"}
 
 
 @dataclass
@@ -63,12 +66,12 @@ def export_with_code(name, *arguments, **options):
         export(*arguments, **{"tokenizer": "none"} | options)
 
 
-def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes):
+def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, tokenizer="none", **changes):
     """Build a model whose encoding's parameters are far from their start, export and load it."""
-    label, own = label or f"model_{name}", name == OWN_CLASSES
-    name = "tape" if own else name
+    label, own = label or f"model_{name}", name in AS_EXPORTED
+    name = AS_EXPORTED.get(name, name)
     name, settings = VARIANTS.get(name, (name, CHANGES.get(name, {})))
-    model = small_model(position_encoding=name, unpadded_vocab_size=64, **(settings | changes))
+    model = small_model(position_encoding=name, **({"unpadded_vocab_size": 64} | settings | changes))
     built, _ = build(model)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -78,7 +81,7 @@ def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, **changes
     checkpoint, directory = folder / "checkpoints" / label, folder / label
     write_imported(checkpoint, model, whole_weights(built, model), "a random model")
     write = export if own else partial(export_with_code, name)
-    write(checkpoint, directory, tokenizer="none", dtype=dtype, max_shard_size=max_shard_size)
+    write(checkpoint, directory, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
     loaded, found = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
     assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from small_models import build, tokens
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from megatron_tape.huggingface.modeling.cache_tape import GrowingLayer
@@ -129,30 +129,6 @@ def test_decoding_writes_in_place_into_transformers_own_cache(model):
         assert [layer.values.data_ptr() for layer in cache.layers] == before
 
 
-def test_two_continuations_of_a_copied_cache_do_not_meet(model):
-    prompt, options = tokens(1, 20), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    with torch.no_grad():
-        cache = model(prompt, use_cache=True).past_key_values
-    turns = [torch.cat([prompt, torch.full((1, 3), token)], dim=1) for token in (5, 9)]
-    expected = [model.generate(turn, use_cache=False, **options) for turn in turns]
-    for duplicate in (copy.deepcopy, lambda cache: DynamicCache([(k, v) for k, v, *_ in cache])):
-        copies = [duplicate(cache), duplicate(cache)]
-        assert [
-            torch.equal(model.generate(turn, past_key_values=each, **options), tokens)
-            for turn, each, tokens in zip(turns, copies, expected)
-        ] == [True, True]
-    # Two readers of one prefix that take turns, token by token, on copies that share the prefix's memory.
-    shared = [DynamicCache(), DynamicCache()]
-    for each in shared:
-        each.layers = [copy.copy(layer) for layer in cache.layers]
-    with torch.no_grad():
-        for step in range(20, 35):
-            for each, sequence in zip(shared, expected):
-                logits = model(sequence[:, step : step + 1], past_key_values=each).logits[0, -1]
-                if step >= 22 and step + 1 < sequence.shape[1]:
-                    assert logits.argmax() == sequence[0, step + 1]
-
-
 def test_gradients_flow_through_a_cache_as_before():
     torch.manual_seed(0)
     model = build(torch.float64, attn_implementation="eager")  # which keeps views of the cache for its gradients
@@ -197,29 +173,6 @@ def test_an_early_exit_is_the_model_of_its_first_layers():
         assert torch.equal(found.logits, short(tokens()).logits)
     widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
     assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
-
-
-def test_an_early_exit_drafts_what_llama_drafts():
-    """With zero matrices a TAPE model drafts and accepts the same tokens as the Llama that it equals."""
-    config = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
-    config |= dict(num_key_value_heads=2, initializer_range=0.15, rms_norm_eps=1e-5)
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**config)).double().eval()
-    tape = build(torch.float64, num_hidden_layers=4)
-    missing, _ = tape.load_state_dict(llama.state_dict(), strict=False)
-    assert missing
-    with torch.no_grad():
-        for name, parameter in tape.named_parameters():
-            if name in missing:
-                parameter.zero_()
-    passes = {}
-    for name, model in (("llama", llama), ("tape", tape)):
-        count = []
-        hook = model.lm_head.register_forward_hook(lambda _module, inputs, _output, count=count: count.append(inputs))
-        options = dict(max_new_tokens=24, do_sample=False, pad_token_id=0, assistant_early_exit=2)
-        passes[name] = model.generate(tokens(1, 11), **options), [inputs[0].shape for inputs in count]
-        hook.remove()
-    assert torch.equal(passes["llama"][0], passes["tape"][0]) and passes["llama"][1] == passes["tape"][1]
 
 
 def test_a_cache_that_is_not_known_to_keep_the_position_state_is_refused(model):

@@ -1,18 +1,15 @@
 """Every row of the table of what works beside Llama, with the pinned transformers, the oldest, and heavy packages."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import ecosystem
 import pytest
 from ecosystem import FAILS, NOT_INSTALLED, REFUSED, WORKS, Outcome, Row, Subject, is_installed, try_row, verdict
+from environments import run_in
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ecosystem.load_rows()
 LIGHT = [name for name, entry in ROWS.items() if not entry.heavy]
 AS_LLAMA = {"offloaded_cache": "as Llama: fails (AssertionError: Torch not compiled with CUDA enabled)"}
@@ -52,17 +49,10 @@ def quiet():
     logging.set_verbosity(level)
 
 
-def run_script(python, directories, folder, *options, **environment):
+def run_script(which, directories, folder, *options, **variables):
     """Run the script on both models and return what it keeps, by row."""
-    kept = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    command = [python, ecosystem.__file__, directories["tape"], *options, "--json", folder / "outcomes.json"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [ecosystem.__file__, directories["tape"], *options, "--json", folder / "outcomes.json"]
+    done = run_in(which, folder, *command, **variables)
     assert (folder / "outcomes.json").exists(), done.stderr[-2000:]
     return done, json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))["rows"]
 
@@ -88,11 +78,8 @@ def test_what_rows_compare_is_not_one_token_over_and_over(subjects):
 
 
 def test_the_oldest_transformers_does_the_light_rows(directories, tmp_path):
-    python = ROOT / ".venv-transformers" / "bin" / "python"
-    if not python.exists():
-        pytest.fail(f"{python.relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
     beside = ("--beside", directories["rope"], "--beside-failures")
-    done, rows = run_script(python, directories, tmp_path, "--only", "light", *beside)
+    done, rows = run_script("transformers", directories, tmp_path, "--only", "light", *beside)
     assert rows.keys() == set(LIGHT)
     expected = AS_LLAMA | OLDEST_AS_LLAMA | ON_A_GPU
     expected |= {name: "not installed (peft)" for name in ("lora_all_linear", "lora_and_positions")}
@@ -104,8 +91,8 @@ def test_the_oldest_transformers_does_the_light_rows(directories, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rows_of_heavy_packages(directories, package_site, ecosystem_python, tmp_path):
-    done, rows = run_script(ecosystem_python, directories, tmp_path, "--only", "heavy", PYTHONPATH=str(package_site))
+def test_the_rows_of_heavy_packages(directories, package_site, tmp_path):
+    done, rows = run_script("ecosystem", directories, tmp_path, "--only", "heavy", PYTHONPATH=str(package_site))
     assert rows.keys() == ROWS.keys() - set(LIGHT)
     assert not not_working(rows) and done.returncode == 0, not_working(rows)
 
@@ -133,21 +120,22 @@ def test_the_table_says_what_happened(capsys, monkeypatch, tmp_path, directories
         assert verdict(*(try_row(entry, subject) for subject in subjects.values())) == expected
     assert verdict(Outcome(FAILS, "no", "NotImplementedError"), Outcome(REFUSED)).startswith("fails")
 
-    rows = {"right": row(), "wrong": row(wrong, None), "missing": row(needs=("no_such_package",))}
-    monkeypatch.setattr(ecosystem, "load_rows", lambda: rows)
-    for names, code in ((("right", "missing"), 0), (("right", "wrong"), 1)):
-        arguments = [directories["tape"], "--beside", directories["rope"], "--markdown", "--rows", *names]
-        monkeypatch.setattr(sys, "argv", ["ecosystem.py", *map(str, arguments)])
+    monkeypatch.setattr(ecosystem, "load_rows", lambda: {"right": row(), "wrong": row(wrong, None)})
+    for options, code, said in (
+        (
+            ["--beside", directories["rope"], "--markdown"],
+            1,
+            "| TAPE | Llama |\n| --- | --- | --- |\n| what | works",
+        ),
+        (["--rows", "right"], 0, "what: works"),
+        (["--rows", "x"], 2, "unknown x"),
+        (["--beside", tmp_path], 2, "has no config.json"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ecosystem.py", *map(str, [directories["tape"], *options])])
         with pytest.raises(SystemExit) as stop:
             ecosystem.main()
-        table = capsys.readouterr().out.splitlines()
-        assert stop.value.code == code and table[2:5] == ["| what | TAPE | Llama |", "| --- | --- | --- |"] + table[4:5]
-        assert table[4] == "| what | works | works |" and len(table) == 6
-    for arguments, refusal in (([tmp_path], "has no config.json"), ([directories["tape"], "--rows", "x"], "unknown x")):
-        monkeypatch.setattr(sys, "argv", ["ecosystem.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            ecosystem.main()
-        assert stop.value.code == 2 and refusal in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert stop.value.code == code and said in printed.out + printed.err
 
 
 def test_a_folder_without_code_is_not_an_installed_package(monkeypatch, tmp_path):

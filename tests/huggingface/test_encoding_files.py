@@ -3,12 +3,11 @@
 import ast
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from environments import ROOT
 from exported_models import NAMES, export_with_code, make
 from models import build, random_tokens, whole_weights
 from test_generate import generate  # noqa: F401
@@ -26,53 +25,6 @@ from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.position import ENCODINGS, PositionEncoding, model_config
 from pretrain import evaluate
-
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-transformers" / "bin" / "python"
-STRANGER = """
-import importlib.util, sys
-import torch, transformers
-from transformers import AutoModelForCausalLM
-
-for name in ("megatron_tape", "megatron", "deepspeed"):
-    assert importlib.util.find_spec(name) is None, name
-torch.set_num_threads(1)
-expected = torch.load("expected.pt")
-ids = expected["ids"]
-with torch.no_grad():
-    for name in sys.argv[1:]:
-        model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
-        assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
-        torch.testing.assert_close(model(ids).logits, expected[name], atol=1e-5, rtol=1e-5, msg=name)
-        options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-        mask = torch.ones(2, 8, dtype=torch.int64)
-        mask[0, :3] = 0
-        for more in ({}, {"num_beams": 2}):
-            both = [model.generate(ids[:, :8], attention_mask=mask, use_cache=use, **options, **more) for use in (0, 1)]
-            assert torch.equal(*both), name
-        model.save_pretrained(f"again/{name}-saved")
-        again = AutoModelForCausalLM.from_pretrained(f"again/{name}-saved", trust_remote_code=True)
-        assert torch.equal(again(ids).logits, model(ids).logits), name
-print(transformers.__version__)
-"""
-
-
-def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, tmp_path):
-    """In an environment that has never seen this project, where transformers copies only files that it finds itself."""
-    ids, names = random_tokens(), []
-    with torch.no_grad():
-        expected = {"ids": ids}
-        for made in map(exported, NAMES):
-            names.append(made.directory.name)
-            shutil.copytree(made.directory, tmp_path / made.directory.name)
-            expected[made.directory.name] = made.built(ids)
-    torch.save(expected, tmp_path / "expected.pt")
-    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [PYTHON, "-c", STRANGER, *names], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "5.0.0"
 
 
 def test_every_file_of_an_export_is_needed_and_imports_nothing_that_is_not_there(exported):

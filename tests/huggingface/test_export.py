@@ -187,45 +187,31 @@ def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path, given):
     assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1 if pad else None)
 
 
-def damage(step, how):
-    tensors = next(step.glob("tensors-tp01-*"))
-    state = json.loads((step / "state.json").read_text())
-    if how == "missing":
-        tensors.unlink()
-    elif how == "corrupted":
-        content = bytearray(tensors.read_bytes())
-        content[-5] ^= 1
-        tensors.write_bytes(content)
-    elif how == "other sizes":
-        state["config"]["model"]["num_layers"] += 1
-    elif how == "other settings":
-        state["config"]["model"]["experts"] = 8
-    elif how == "tokenizer":
-        state["config"]["data"]["tokenizer"] = "gone.model"
-    elif how == "no tokenizer":
-        state["config"]["data"]["tokenizer"] = None
-    if how in ("other sizes", "other settings", "tokenizer", "no tokenizer"):
-        (step / "state.json").write_text(json.dumps(state))
-        manifest = json.loads((step / "manifest.json").read_text())
-        manifest["files"]["state.json"] = digest(step / "state.json")
-        (step / "manifest.json").write_text(json.dumps(manifest))
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "how, refusal",
-    [
-        ("missing", "tensors-tp01-dp00000.safetensors is missing"),
-        ("corrupted", "sha256"),
-        ("other sizes", "decoder.layers.2.position.token_mixing is missing"),
-        ("other settings", "experts"),
-        ("tokenizer", "gone.model"),
-        ("no tokenizer", "--tokenizer"),
-    ],
-)
-def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_path, how, refusal):
+DAMAGES = {
+    "tensors-tp01-dp00000.safetensors is missing": lambda file, config: file.unlink(),
+    "sha256": lambda file, config: flip(file),
+    "decoder.layers.2.position.token_mixing is missing": lambda file, config: config["model"].update(num_layers=4),
+    "experts": lambda file, config: config["model"].update(experts=8),
+    "gone.model": lambda file, config: config["data"].update(tokenizer="gone.model"),
+    "--tokenizer": lambda file, config: config["data"].update(tokenizer=None),
+}
+
+
+@pytest.mark.parametrize("refusal", DAMAGES)
+def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_path, refusal):
     step = tmp_path / "step-00000004"
     shutil.copytree(trained / "tp2_zero3" / "checkpoints" / step.name, step)
-    damage(step, how)
+    state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
+    DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
+    (step / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = digest(step / "state.json")
+    (step / "manifest.json").write_text(json.dumps(manifest))
     refused(tmp_path, refusal, "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
 
 

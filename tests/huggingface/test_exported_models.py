@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from exported_models import NAMES, OWN_CLASSES, TOYS, make
+from exported_models import NAMES, OWN_CLASSES, make
 from models import random_tokens
 from torch.testing import assert_close
 from transformers import (
@@ -19,8 +19,6 @@ from transformers import (
 
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.transformers_model import HFModel
-from megatron_tape.huggingface.modeling.configuration_tape import DecoderConfig, TapeConfig
-from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 from megatron_tape.position import Positions
 
 ALL = (*NAMES, OWN_CLASSES)
@@ -99,8 +97,9 @@ def test_generation_with_a_cache_equals_generation_without(exported, name):
     mask[0, :3] = 0
     for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 1.5}):
         given = dict(attention_mask=mask, **GREEDY | more)
-        expected, found = (seeded(model.generate, ids, use_cache=use, **given) for use in (False, True))
-        assert torch.equal(found, expected)
+        expected = seeded(model.generate, ids, use_cache=False, **given)
+        for cache in ("dynamic", "static")[: 1 + (name == OWN_CLASSES)]:
+            assert torch.equal(seeded(model.generate, ids, cache_implementation=cache, **given), expected), cache
         if "do_sample" not in more:  # padding before a prompt changes nothing
             alone = model.generate(ids[:1, 3:], attention_mask=mask[:1, 3:], **GREEDY | more)
             assert torch.equal(alone[0, 5:], expected[0, 8:])
@@ -213,26 +212,6 @@ def test_gates_keep_the_differences_of_neighbours_in_long_sequences(exported):
         for dtype in (torch.float32, torch.float64)
     )
     assert_close(found.double(), exact, atol=2e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_tape_is_the_same_as_with_its_own_classes(exported):
-    ids, encoded = random_tokens(), exported("tape").loaded
-    config = encoded.config.to_dict() | encoded.config.position_settings
-    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    known = inspect.signature(TapeConfig).parameters.keys() | inspect.signature(DecoderConfig).parameters.keys()
-    own_model = TapeForCausalLM(TapeConfig(**{key: config[key] for key in config.keys() & known - {"kwargs"}})).eval()
-    own_model.load_state_dict(encoded.state_dict())
-    for implementation in ("sdpa", "eager"):
-        for model in (encoded, own_model):
-            model.set_attn_implementation(implementation)
-        assert_close(encoded(ids).logits, own_model(ids).logits, atol=1e-6, rtol=1e-6)
-        expected, found = (in_parts(model, ids, [5, 1, 10]) for model in (own_model, encoded))
-        assert_close(found[0], expected[0], atol=1e-6, rtol=1e-6)
-        for ours, theirs in zip(found[1].layers, expected[1].layers, strict=True):
-            assert_close(ours.keys, theirs.keys, atol=1e-6, rtol=1e-6)
-            assert_close(ours.values, theirs.values, atol=1e-6, rtol=1e-6)
-    encoded.set_attn_implementation("sdpa")
 
 
 def test_a_model_with_biases_norms_a_gate_ties_and_several_files_comes_back(tmp_path):
@@ -372,7 +351,3 @@ def test_what_these_models_cannot_do_is_refused_by_name(exported):
     config.position_encoding = "t5"
     with pytest.raises(ValueError, match="position_encoding is 't5', but the code beside this model is that of fire"):
         type(model)(config)
-
-
-def test_toys_are_of_every_kind():
-    assert set(TOYS) <= set(NAMES) and {"tape", "rope", "nope", "fire"} <= set(NAMES)

@@ -30,7 +30,7 @@ def test_the_likeliest_tokens_follow_the_prompt(exports, generate):
     made = exports["tape"]
     tokenizer = AutoTokenizer.from_pretrained(made.directory, trust_remote_code=True)
     ids = tokenizer("import heapq", return_tensors="pt")["input_ids"]
-    expected = made.model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    expected = made.loaded.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
     arguments = ["--model", made.directory, "--prompt", "import heapq", "--max-new-tokens", "9"]
     code, out, _ = generate(*arguments, "--trust-remote-code")
     assert code == 0 and out == f"import heapq{tokenizer.decode(expected, skip_special_tokens=True)}\n"
@@ -57,7 +57,7 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(exports, generat
     assert 108 < length < 128
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     for count, options in ((128 - length, []), (20, ["--beyond-context"])):
-        expected = made.model.generate(ids, max_new_tokens=count, do_sample=False)[0, length:]
+        expected = made.loaded.generate(ids, max_new_tokens=count, do_sample=False)[0, length:]
         assert len(expected) == count
         code, out, _ = generate("--model", made.directory, "--prompt", text, "--max-new-tokens", "20", *options)
         assert code == 0 and out == f"{text}{tokenizer.decode(expected, skip_special_tokens=True)}\n"

@@ -4,7 +4,6 @@ import pytest
 import small_models
 import torch
 import transformers
-from torch import nn
 from transformers import LlamaConfig
 
 from megatron_tape.huggingface.modeling import modeling_tape
@@ -64,17 +63,10 @@ def test_the_zero_start_equals_llama_in_logits_loss_and_gradients(head, side):
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-def far_from_rope(model):
-    for name, parameter in model.named_parameters():
-        if ".position." in name:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_padded_batch_gives_the_logits_of_each_row_alone(head, side):
-    model = far_from_rope(build(head, "Tape")).double()
+    model = small_models.randomize(build(head, "Tape")).double()
     ids, mask = padded(side)
     with torch.no_grad():
         together = outputs_of(model(ids, attention_mask=mask.long()))

@@ -21,7 +21,7 @@ from megatron_tape.huggingface.imports.source_card import source_card
 @pytest.fixture(scope="module")
 def checkpoint(exports):
     """A model of random weights, far from RoPE, as a checkpoint."""
-    return exports["tape"].directory.parent / "checkpoints" / "tape"
+    return exports["tape"].checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_the_recipe_for_adapters_trains_positions_and_merges(exports, tmp_path, 
         optimizer.zero_grad()
     exec(after, names)
     trained = names["merged"].state_dict()
-    start = exports["tape"].model.state_dict()
+    start = exports["tape"].loaded.state_dict()
     moved = [name for name in start if (trained[name] - start[name]).abs().max() > 1e-4]
     assert {name.split("position.")[1].removesuffix(".weight") for name in moved if "position." in name} == {
         "token_mixing", "x_proj", "up_proj", "down_proj",
@@ -172,7 +172,7 @@ def test_the_card_shows_the_evaluation_of_this_model_alone(evaluated, exports, t
     export(step, tmp_path / "found", tokenizer="none")
     assert "## Evaluation" in (tmp_path / "found" / "README.md").read_text()
 
-    other = exports["rope"].directory.parent / "checkpoints" / "rope"
+    other = exports["rope"].checkpoint
     command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
     refused(tmp_path, "results of another model", *command, evaluated)
     refused(tmp_path, "holds no results", *command, tmp_path / "nowhere")

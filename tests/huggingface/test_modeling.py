@@ -4,23 +4,17 @@ import logging
 
 import pytest
 import torch
-from released import load
 from small_models import SMALL, build, tokens
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
-from megatron_tape.model.reference import ReferenceConfig, forward, from_released
+from megatron_tape.model.reference import ReferenceConfig, forward
 
 
 def reference_logits(model, input_ids, weights=None, **options):
@@ -69,31 +63,6 @@ def test_logits_and_gradients_equal_the_reference(variant, attention):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["adape", "adape_interp"])
-def test_logits_and_gradients_equal_the_released_code(name, attention):
-    settings, weights, gradients, rest = load(name)
-    scaling = settings["rope_scaling"] or {"type": "default"}
-    model = TapeForCausalLM(
-        TapeConfig(
-            **{key: settings[key] for key in SMALL if key in settings and key != "initializer_range"},
-            position_mlp_size=settings["position_size"],
-            rope_parameters={"rope_theta": settings["rope_theta"], "rope_type": scaling["type"]}
-            | {key: value for key, value in scaling.items() if key == "factor"},
-            attn_implementation=attention,
-        )
-    )
-    missing, unexpected = model.load_state_dict(from_released(weights), strict=False)
-    last = f"model.layers.{settings['num_hidden_layers'] - 1}.position."
-    assert not missing and all(key.startswith(last) for key in unexpected)
-    output = model(rest["input_ids"], labels=rest["input_ids"])
-    torch.testing.assert_close(output.logits, rest["logits"], rtol=1e-5, atol=1e-5)
-    output.loss.backward()
-    for key in ("model.layers.0.position.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
-        released = gradients.get(key, gradients.get(key.replace(".position.", ".pe.")))
-        torch.testing.assert_close(model.get_parameter(key).grad, released, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_bf16_errs_at_most_twice_as_much_as_the_reference_in_bf16(attention):
     model = build(attn_implementation=attention)
     input_ids = tokens(4, 63)
@@ -101,84 +70,6 @@ def test_bf16_errs_at_most_twice_as_much_as_the_reference_in_bf16(attention):
     rounded = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
     plain = (reference_logits(model, input_ids, rounded) - exact).abs().mean()
     assert (model.bfloat16()(input_ids).logits - exact).abs().mean() <= 2 * plain
-
-
-ZERO_START = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),
-    "llama3": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        dict(
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        ),
-        {},
-    ),
-    "linear": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        dict(rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}, tie_word_embeddings=True),
-        {},
-    ),
-    "yarn": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        dict(
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        ),
-        {},
-    ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}, dict(attention_bias=True)),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=12), dict(qk_norm=True)),
-}
-
-
-@pytest.mark.parametrize("family", ZERO_START)
-def test_the_zero_start_equals_transformers_own_model(family):
-    config_class, model_class, shared, ours = ZERO_START[family]
-    theirs = model_class(config_class(**SMALL, **shared)).eval()
-    for name, parameter in theirs.named_parameters():
-        if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
-    model = TapeForCausalLM(TapeConfig(**SMALL, **shared, **ours)).eval()
-    missing, unexpected = model.load_state_dict(theirs.state_dict(), strict=False)
-    assert not unexpected and all(".position." in name for name in missing)
-    input_ids = tokens(length=100)
-    torch.testing.assert_close(model(input_ids).logits, theirs(input_ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_the_cache_is_transformers_own_and_holds_rotated_keys_and_values_beside_the_state():
-    model = build()
-    cache = model(tokens(2, 17), use_cache=True).past_key_values
-    assert type(cache) is DynamicCache
-    widths = [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers]
-    assert widths == [(8, 16), (8, 16), (8, 8)], "the last layer averages no state, so it keeps none"
-    assert cache.layers[0].keys.shape == (2, 2, 17, 8)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_static_cache_generates_the_same(attention, beams):
-    rope = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
-    model, ids = build(torch.float64, attn_implementation=attention, rope_parameters=rope), tokens(2, 13)
-    mask = torch.ones_like(ids)
-    mask[0, :8] = 0
-    options = dict(attention_mask=mask, max_new_tokens=24, pad_token_id=0, do_sample=False, num_beams=beams)
-    expected = model.generate(ids * mask, use_cache=False, **options)
-    assert len(expected[:, 13:].unique()) > 8, "too few different tokens to compare"
-    for cache in ("dynamic", "static"):
-        assert torch.equal(model.generate(ids * mask, cache_implementation=cache, **options), expected), cache
 
 
 def test_shifting_positions_changes_no_logit():
@@ -189,8 +80,7 @@ def test_shifting_positions_changes_no_logit():
     torch.testing.assert_close(shifted, expected, rtol=1e-4, atol=2e-5)
 
 
-def register_equal_widths():
-    """Make an attention of transformers that is called `equal_widths`; return the widths that it sees."""
+def test_other_attention_functions_never_see_a_wide_value():
     widths = []
 
     def equal_widths(module, query, key, value, attention_mask, **kwargs):
@@ -198,31 +88,9 @@ def register_equal_widths():
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register("equal_widths", equal_widths)
-    return widths
-
-
-def test_other_attention_functions_never_see_a_wide_value():
-    widths = register_equal_widths()
     model = build(attn_implementation="equal_widths")
     torch.testing.assert_close(model(tokens()).logits, reference_logits(model, tokens()), rtol=1e-5, atol=1e-5)
     assert widths == [(8, 8, 8)] * 5
-
-
-def test_the_attention_of_a_loaded_model_can_be_switched(tmp_path):
-    build().save_pretrained(tmp_path)
-    model = TapeForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    expected = model(tokens()).logits
-    model.set_attn_implementation("eager")
-    switched = model(tokens(), output_attentions=True)
-    assert [weights.shape for weights in switched.attentions] == [(2, 4, 17, 17)] * 3
-    torch.testing.assert_close(switched.logits, expected, rtol=0, atol=1e-5)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model(tokens()).logits, expected)
-    widths = register_equal_widths()
-    model.set_attn_implementation("equal_widths")
-    assert torch.equal(model(tokens()).logits, expected) and len(widths) == 5
-    with pytest.raises(ValueError, match="nonesuch"):
-        model.set_attn_implementation("nonesuch")
 
 
 def test_a_compiled_forward_and_backward_equal_eager():
@@ -238,18 +106,6 @@ def test_a_compiled_forward_and_backward_equal_eager():
     logits.square().mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_save_and_load_is_bit_identical(tmp_path, tied):
-    model = build(tie_word_embeddings=tied, gate_input="attention")
-    model.save_pretrained(tmp_path)
-    loaded, report = TapeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert loaded.config.gate_input == "attention" and loaded.config.position_mlp_size == 6
-    state = loaded.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
 
 
 def test_loading_weights_without_tape_starts_as_rope(tmp_path):
@@ -295,8 +151,8 @@ def moved_state(directory, dtype, precision):
     model = TapeForCausalLM.from_pretrained(directory, dtype=dtype, position_state_precision=precision).eval()
     states = []
     for layer in model.model.layers[:-1]:
-        layer.position.token_mixing.weight.data.mul_(0.002)
-        layer.position.down_proj.weight.data.mul_(0.002)
+        layer.position.token_mixing.weight.data.mul_(0.001)
+        layer.position.down_proj.weight.data.mul_(0.001)
         layer.position.register_forward_hook(lambda _module, _input, state: states.append(state))
     with torch.no_grad():
         model(torch.arange(3, 40)[None])
@@ -305,7 +161,6 @@ def moved_state(directory, dtype, precision):
 
 
 def test_a_position_state_in_fp32_keeps_small_updates_of_a_bf16_model(exports):
-
     directory = exports["tape"].directory
     assert AutoConfig.from_pretrained(directory, trust_remote_code=True).position_state_precision == "fp32"
     exact = moved_state(directory, torch.float64, "bf16")

@@ -1,18 +1,16 @@
 """transformers-tape: TAPE models without trust_remote_code, wherever the package is installed."""
 
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
+from environments import ROOT, python_of, run_in
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHONS = {"pinned": Path(sys.executable), "oldest": ROOT / ".venv-transformers" / "bin" / "python"}
+from megatron_tape.huggingface.export.remote_code import AUTO_MAP
 
 USER = """
 import importlib.util, sys
@@ -67,35 +65,27 @@ except AttributeError:
 """
 
 
-@pytest.mark.parametrize("which, late", [("pinned", ""), ("pinned", "late"), ("oldest", "")])
+@pytest.mark.parametrize("which, late", [("pinned", ""), ("pinned", "late"), ("transformers", "")])
 def test_models_load_without_trust_remote_code(which, late, exports, package_site, tmp_path):
-    if not PYTHONS[which].exists():
-        pytest.fail(f"{PYTHONS[which].relative_to(ROOT)} does not exist; make it with: make .venv-transformers")
     made = exports["tape"]
     ids = tokenize(made.directory)
     with torch.no_grad():
-        torch.save({"ids": ids, "logits": made.model(torch.tensor([ids])).logits}, tmp_path / "expected.pt")
+        torch.save({"ids": ids, "logits": made.loaded(torch.tensor([ids])).logits}, tmp_path / "expected.pt")
     # An export of former code: the package's own is what runs.
     old = tmp_path / "export"
     shutil.copytree(made.directory, old)
     if not late:
         for file in old.glob("*_tape.py"):
             file.write_text("raise RuntimeError('remote code ran')")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [PYTHONS[which], "-W", "error::RuntimeWarning", "-c", USER, package_site, old, tmp_path / "saved", late],
-        cwd=tmp_path,
-        env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    arguments = ["-W", "error::RuntimeWarning", "-c", USER, package_site, old, tmp_path / "saved", late]
+    done = run_in(which, tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "transformers-tape could not" not in done.stderr
     # What was saved loads here, where the package is not installed.
     assert "transformers_tape" not in sys.modules
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     with torch.no_grad():
-        torch.testing.assert_close(again(torch.tensor([ids])).logits, made.model(torch.tensor([ids])).logits)
+        torch.testing.assert_close(again(torch.tensor([ids])).logits, made.loaded(torch.tensor([ids])).logits)
 
 
 def tokenize(directory):
@@ -104,20 +94,16 @@ def tokenize(directory):
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)("import heapq").input_ids
 
 
-def run(script, package_site, *options):
+def run(script, package_site, folder):
     """Run a script that does not import torch, and return its standard output and error."""
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package_site)}
-    done = subprocess.run(
-        [sys.executable, *options, "-c", script], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = run_in("pinned", folder, "-c", script, PYTHONPATH=str(package_site))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
-def test_the_classes_are_those_of_auto_map(package_site):
-    from megatron_tape.huggingface.export.remote_code import AUTO_MAP
-
-    out, _ = run("import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})", package_site)
+def test_the_classes_are_those_of_auto_map(package_site, tmp_path):
+    script = "import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})"
+    out, _ = run(script, package_site, tmp_path)
     assert eval(out) == {auto_class: reference.split(".")[1] for auto_class, reference in AUTO_MAP.items()}
 
 
@@ -131,7 +117,7 @@ def test_a_transformers_that_has_changed_gets_a_warning_and_no_error(package_sit
         "import transformers_tape, transformers, transformers.models.auto.configuration_auto as c\n"
         "assert transformers.value == 5 and c.NAMES == {} and transformers.__spec__.origin.endswith('__init__.py')"
     )
-    _, errors = run(script, package_site)
+    _, errors = run(script, package_site, tmp_path)
     for module in ("transformers", "transformers.models.auto.configuration_auto"):
         assert f"could not add TAPE models to {module} (AttributeError: " in errors
     assert "load them with trust_remote_code=True" in errors
@@ -143,12 +129,12 @@ def test_imports_work_after_the_package_is_reloaded(package_site, tmp_path):
         "import importlib, transformers_tape; importlib.reload(transformers_tape)\n"
         "import transformers; print(transformers._class_to_module['TapeForCausalLM'])"
     )
-    assert run(script, package_site) == ("models.tape\n", "")
+    assert run(script, package_site, tmp_path) == ("models.tape\n", "")
 
 
 @pytest.mark.slow
-def test_pip_builds_and_installs_what_the_tests_use(package_site, ecosystem_python, tmp_path):
-    pip = [ecosystem_python, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+def test_pip_builds_and_installs_what_the_tests_use(package_site, tmp_path):
+    pip = [python_of("ecosystem"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, ROOT / "transformers_tape"], check=True)
     (wheel,) = tmp_path.glob("transformers_tape-*.whl")
@@ -157,7 +143,7 @@ def test_pip_builds_and_installs_what_the_tests_use(package_site, ecosystem_pyth
     files = [path for path in package_site.rglob("*") if path.is_file() and path.suffix in (".py", ".pth")]
     assert found == {path.relative_to(package_site).as_posix(): path.read_bytes() for path in files}
     # The same from a source distribution, which has no repository around it.
-    build = [ecosystem_python, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
+    build = [python_of("ecosystem"), "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
     subprocess.run(build, cwd=ROOT / "transformers_tape", check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "unpacked")

@@ -4,33 +4,17 @@ import pytest
 import torch
 from launch import run_group
 from safetensors.torch import load_file
+from small_models import build
 from transformers.distributed import DistributedConfig
 
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, write_code
-from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
-
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    position_mlp_size=6,
-    initializer_range=0.15,
-    tie_word_embeddings=True,
-    qk_norm=True,
-    auto_map=AUTO_MAP,
-)
 
 
 def export(directory, groups):
     torch.manual_seed(0)
-    model = TapeForCausalLM(TapeConfig(**SIZES, num_key_value_heads=groups))
-    for name, parameter in model.named_parameters():
-        if ".position." in name:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    model.save_pretrained(directory)
+    options = dict(tie_word_embeddings=True, qk_norm=True, auto_map=AUTO_MAP, num_key_value_heads=groups)
+    build(**options).save_pretrained(directory)
     write_code(directory)
     return directory
 
@@ -87,4 +71,4 @@ def test_more_processes_than_groups_are_refused_in_one_sentence(result):
 def test_pipeline_parallelism_is_refused_before_anything_is_loaded(given):
     with pytest.raises(NotImplementedError, match="do not support transformers' pipeline parallelism"):
         TapeForCausalLM.from_pretrained("nowhere", distributed_config=given)
-    assert not TapeForCausalLM(TapeConfig(**SIZES)).supports_pp_plan
+    assert not build().supports_pp_plan

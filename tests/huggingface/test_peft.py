@@ -6,6 +6,7 @@ import pytest
 import small_models
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from small_models import tokens
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,10 +27,6 @@ RECIPES = {
 MATRICES = ("token_mixing", "x_proj", "up_proj", "down_proj")
 
 
-def tokens():
-    return torch.randint(1, 64, (2, 17), generator=torch.Generator().manual_seed(3))
-
-
 def zero_start():
     """An imported model: TAPE's matrices make it the Llama that it was, and do not show."""
     theirs = LlamaForCausalLM(LlamaConfig(**{key: SMALL[key] for key in SMALL if key != "position_mlp_size"})).eval()
@@ -46,10 +43,7 @@ def bases(tmp_path_factory):
     torch.manual_seed(1)
     model = zero_start()
     model.save_pretrained(folder / "imported")
-    for name, parameter in model.named_parameters():
-        if ".position." in name:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder / "trained")
+    small_models.randomize(model).save_pretrained(folder / "trained")
     return folder
 
 
@@ -122,31 +116,23 @@ def test_the_gradient_reaches_some_matrices_at_once_and_all_after_a_step():
 
 
 @pytest.mark.parametrize(
-    "changes, warns",
+    "start, changes, training, warns",
     [
-        (dict(target_modules=ATTENTION), True),
-        (dict(target_modules=ATTENTION, modules_to_save=["position"]), False),
-        (dict(target_modules="all-linear"), False),
-        (None, False),
+        ("imported", dict(target_modules=ATTENTION), True, True),
+        ("imported", dict(target_modules=ATTENTION), False, False),
+        ("imported", dict(target_modules=ATTENTION, modules_to_save=["position"]), True, False),
+        ("imported", dict(target_modules="all-linear"), True, False),
+        ("imported", None, True, False),
+        ("trained", dict(target_modules=ATTENTION), True, False),
     ],
 )
-def test_positions_that_are_frozen_at_zero_are_named_once(changes, warns, caplog):
-    model = zero_start()
+def test_positions_that_are_trained_while_frozen_at_zero_are_named_once(bases, start, changes, training, warns, caplog):
+    model = TapeForCausalLM.from_pretrained(bases / start)
     if changes is not None:
         model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **changes))
     with caplog.at_level(logging.WARNING):
-        train(model)
-    assert caplog.text.count("plain RoPE") == int(warns)
-    assert not warns or 'modules_to_save=["position"]' in caplog.text
-
-
-@pytest.mark.parametrize("start, training", [("trained", True), ("imported", False)])
-def test_no_warning_where_positions_have_moved_or_nothing_is_trained(bases, start, training, caplog):
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION)
-    model = get_peft_model(TapeForCausalLM.from_pretrained(bases / start), lora)
-    with caplog.at_level(logging.WARNING):
         train(model) if training else logits(model)
-    assert "plain RoPE" not in caplog.text
+    assert caplog.text.count('modules_to_save=["position"]') == int(warns)
 
 
 def test_a_model_with_frozen_positions_is_trained_in_one_graph():
