@@ -1,5 +1,6 @@
 """`python -m pretrain.extend_context` on one process: what it begins with, continues, and refuses."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +26,12 @@ from megatron_tape.extension import importing
 from megatron_tape.extension.base import Base, check_base, find_base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import part_of
-from megatron_tape.position import model_config, with_values
+from megatron_tape.parallel.layout import initialize_distributed
+from megatron_tape.position import with_values
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer
+from megatron_tape.training.hooks import Hook
+from megatron_tape.training.trained_parameters import trained_by
 from megatron_tape.training.trainer import Trainer
 from pretrain import attempt, estimate, extend_context, train
 
@@ -71,18 +76,21 @@ def extend(data, bases, tmp_path):
     return start
 
 
+class Begun(Hook, Exception):
+    """Ends a run before its first step, with the logits of the model."""
+
+    def before_step(self, trainer, step):
+        self.logits = trainer.engine.logits(TOKENS)
+        raise self
+
+
 def first_logits(data, base, folder, *overrides):
     """The logits of the model with which the command begins."""
-    chosen = arguments(folder, data, base, "unused", *overrides)
-    config = parse_run_config(chosen, with_base_settings)
-    watch = Watch(None)
-    try:
-        trainer = Trainer(config, watch, **extend_context._trainer_arguments(config))
-        trainer._build()
-        trainer.writer.close()
-        return trainer.engine.logits(TOKENS)
-    finally:
-        watch.close()
+    config = parse_run_config(arguments(folder, data, base, "unused", *overrides), with_base_settings)
+    with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
+        hooks = {"begun": Begun()}
+        Trainer(config, watch, trained_by(config.extension), importing.base_of_run, lambda _: hooks).run()
+    return begun.value.logits
 
 
 @pytest.mark.parametrize("base", ["rope", "llama"])
@@ -132,9 +140,7 @@ def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_pat
     ours = first_logits(data, bases["llama"], tmp_path)
     path = tmp_path / "scaled"
     shutil.copytree(bases["llama"], path)
-    settings = json.loads((path / "config.json").read_text())
-    settings["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
-    (path / "config.json").write_text(json.dumps(settings))
+    change(path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype="float32")(TOKENS).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -257,33 +263,22 @@ def test_an_import_that_fails_leaves_nothing(bases, data, tmp_path, capfd):
     assert not (tmp_path / "run" / "base").exists() and not (tmp_path / "run" / "base.partial").exists()
 
 
-class _Progress:
-    """Notes when a rank would tell its watch that work has advanced."""
-
-    def __init__(self):
-        self.stages = []
-
-    def progress(self, stage, step=None):
-        self.stages.append(stage)
-
-
 def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
-    from megatron_tape.parallel.layout import initialize_distributed
-
     monkeypatch.setattr(importing, "POLL_SECONDS", 0.01)
-    layout, watch, begun = initialize_distributed(), _Progress(), []
+    stages, begun, layout = [], [], initialize_distributed()
+    watch = SimpleNamespace(progress=stages.append)
 
     def work(advance):
         for _ in range(3):
-            seen = len(watch.stages)
+            seen = len(stages)
             advance()
-            while len(watch.stages) == seen:
+            while len(stages) == seen:
                 pass
-            begun.append(len(watch.stages))
+            begun.append(len(stages))
         return Path("made")
 
     assert importing.on_rank_0(work, layout, watch) == Path("made")
-    assert len(begun) == 3 and len(watch.stages) <= 4
+    assert len(begun) == 3 and len(stages) <= 4
 
     def fail(advance):
         raise ValueError("the reason")
@@ -317,40 +312,46 @@ def refused(capfd, act, *arguments, statuses=(1, 2)):
     return sentence
 
 
-CHANGED = {
-    "family": {"model_type": "gpt2"},
-    "widths": {"intermediate_size": 64},
-    "rows": {"vocab_size": 65},
-    "deeper": {"num_hidden_layers": 4},
-    "shallower": {"num_hidden_layers": 2},
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def change(folder, **settings):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def pickle(folder):
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def rename_piece(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w1"', '"changed"'))
+
+
+DAMAGES = {
+    "checkpoint": lambda folder: cut(next(folder.glob("checkpoints/*/tensors-*"))),
+    "weights": lambda folder: cut(folder / "model.safetensors"),
+    "settings": lambda folder: (folder / "config.json").write_text("{"),
+    "no_settings": lambda folder: (folder / "config.json").unlink(),
+    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "family": lambda folder: change(folder, model_type="gpt2"),
+    "widths": lambda folder: change(folder, intermediate_size=64),
+    "rows": lambda folder: change(folder, vocab_size=65),
+    "deeper": lambda folder: change(folder, num_hidden_layers=4),
+    "shallower": lambda folder: change(folder, num_hidden_layers=2),
+    "pickle": pickle,
+    "tokenizer": rename_piece,
 }
 
 
 def damaged(folder, bases, name):
     """A base that something is wrong with."""
     path = folder / name
-    shutil.copytree(bases["llama"] if name != "checkpoint" else bases["rope"], path)
-    if name == "checkpoint":
-        tensors = next(path.glob("checkpoints/*/tensors-*"))
-        tensors.write_bytes(tensors.read_bytes()[:-8])
-    elif name == "weights":
-        (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-8])
-    elif name == "settings":
-        (path / "config.json").write_text("{")
-    elif name in CHANGED:
-        settings = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(settings | CHANGED[name]))
-    elif name == "pickle":
-        torch.save({}, path / "pytorch_model.bin")
-        (path / "model.safetensors").unlink()
-    elif name == "tokenizer":
-        text = (path / "tokenizer.json").read_text()
-        (path / "tokenizer.json").write_text(text.replace('"w1"', '"changed"'))
-    elif name == "no_settings":
-        (path / "config.json").unlink()
-    elif name == "empty":
-        shutil.rmtree(path)
-        path.mkdir()
+    shutil.copytree(bases["rope" if name == "checkpoint" else "llama"], path)
+    DAMAGES[name](path)
     return path
 
 
@@ -365,11 +366,7 @@ def damaged(folder, bases, name):
         ("weights", [], "is not a complete safetensors file"),
         ("settings", [], "config.json cannot be used"),
         ("family", [], "model_type is 'gpt2'"),
-        (
-            "widths",
-            [],
-            "gate_proj.weight with the shape (48, 32), but its config.json requires (64, 32); give the conf",
-        ),
+        ("widths", [], "gate_proj.weight with the shape (48, 32), but its config.json requires (64, 32)"),
         ("rows", [], "embed_tokens.weight with the shape (64, 32), but its config.json requires (65, 32)"),
         ("deeper", [], "lacks the parameter model.layers.3.input_layernorm.weight; give the config.json that belongs"),
         ("shallower", [], "holds model.layers.2.input_layernorm.weight, which a model with its settings does not"),
@@ -389,7 +386,7 @@ def damaged(folder, bases, name):
         (
             "rope",
             ["--extension.trains=[lora,tape]", "--extension.lora_rank=17"],
-            "or leave k out of extension.lora_targets",
+            "leave k out of extension.lora",
         ),
         ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
     ],
@@ -397,9 +394,9 @@ def damaged(folder, bases, name):
 def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
     extend, bases, data, monkeypatch, capfd, base, overrides, part
 ):
-    if base not in bases and base not in ("nowhere", "owner/name"):
+    if base in DAMAGES:
         base = str(damaged(extend.folder, bases, base))
-    monkeypatch.setattr(train, "_load_libraries", lambda *_: pytest.fail("torch would be loaded"))
+    monkeypatch.setitem(sys.modules, "torch", None)
     overrides = [override.replace("TOKENIZER", f"{data}/tokenizer.json") for override in overrides]
     chosen = arguments(extend.folder, data, bases.get(base, base), "run", *overrides)
     assert part in refused(capfd, extend_context.main, chosen)
@@ -407,14 +404,10 @@ def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
 
 
 def test_checks_before_torch_do_not_import_it(bases, data, tmp_path):
-    program = (
-        "import sys\nfrom pretrain import train\nfrom pretrain.extend_context import main\n"
-        "train._load_libraries = lambda *_: sys.exit('loaded' if 'torch' in sys.modules else 'not loaded')\n"
-        "main(sys.argv[1:])"
-    )
+    program = "import sys\nsys.modules['torch'] = None\nfrom pretrain import extend_context as e\ne.main(sys.argv[1:])"
     chosen = arguments(tmp_path, data, bases["llama"], "run", f"--data.tokenizer={data}/tokenizer.json")
     done = subprocess.run([sys.executable, "-c", program, *chosen], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.stderr.split("\n")[-2] == "not loaded"
+    assert "loading torch" in done.stderr and "import of torch halted" in done.stderr, done.stderr
 
 
 def test_damage_that_only_every_byte_shows_is_refused_before_training(bases, data, tmp_path, capfd):
@@ -515,15 +508,7 @@ def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkey
 
 
 def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
-    model = model_config(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        seq_length=48,
-        vocab_size=64,
-        position_encoding="rope",
-    )
+    model = make(model__position_encoding="rope").model
     scaled = {"model.rope_scaling_type": "yarn", "model.rope_scaling_factor": 2.0, "extension.from": "somewhere"}
     found = with_base_settings(scaled, Base(Path("somewhere"), model, None))
     assert found["model.rope_original_seq_length"] == model.seq_length
