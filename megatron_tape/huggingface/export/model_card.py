@@ -31,68 +31,69 @@ _PAPER = "https://arxiv.org/abs/2501.00712"
 
 
 @dataclass(frozen=True)
-class CardContents:
-    """What the card of a whole model says beside what its checkpoint says."""
+class ExportOptions:
+    """How a whole model is exported; see `to_transformers.export`."""
 
     name: str
-    rows: int
-    """Tokens of the vocabulary."""
     dtype: str
-    has_tokenizer: bool
+    max_shard_size: int
+    tokenizer: str | None
     with_lora: bool = True
-    """Without, LoRA layers that the run trained are not part of the model: it is the one that an adapter adds to."""
+    """Merge LoRA layers into the matrices; without them, the model is the one that an adapter adds to."""
     results: Sequence[Results] = ()
     """Of the model's evaluation."""
     repository: str | None = None
     """Its name on the Hub, if it has one."""
 
 
-def write_card(directory: Path, kind: str, saved: SavedWeights, contents: CardContents) -> None:
-    """Write README.md, and its picture, of a model whose `model_type` in transformers is `kind`."""
+def write_card(
+    directory: Path, kind: str, saved: SavedWeights, options: ExportOptions, rows: int, has_tokenizer: bool
+) -> None:
+    """Write README.md, and its picture, of a model of `rows` tokens whose `model_type` in transformers is `kind`."""
     model, encoding = saved.model, encoding_of(saved.model)
     tape, is_plain = encoding.exports_to == "tape", encoding.exports_to == "plain"
-    whole = contents.with_lora or not saved.extension.adds_lora
-    results = contents.results if whole else ()
+    whole = options.with_lora or not saved.extension.adds_lora
+    results = options.results if whole else ()
     logged = last_logged(saved.path, saved.state) if whole else {}
     positions, picture = position_section(saved, logged) if tape else ("", None)
     pretrained = was_pretrained_here(saved.state)
     tag = encoding.name if encoding.exports_to == "code" else kind
     training = [training_facts(saved, () if whole else ("lora",)), final_losses(logged)]
-    if not contents.with_lora:
+    if not options.with_lora:
         training.insert(0, base_of_adapter(saved))
     data = _card_data(
         saved,
         library_name="transformers",
         tags=[tag, "pretrained"] if pretrained else [tag],
-        model_name=contents.name if results else None,
+        model_name=options.name if results else None,
         eval_results=scores_for_hub(results) or None,
     )
     card = ModelCard.from_template(
         data,
         _HERE / "model_card.md",
-        name=contents.name,
+        name=options.name,
         positions_in_short={"tape": "TAPE", "plain": "RoPE"}.get(
             encoding.exports_to, f"the positional encoding {encoding.name}"
         ),
-        facts=_facts(saved, contents),
+        facts=_facts(saved, rows, options.dtype),
         training="\n\n".join(filter(None, training)),
         scores=rows_of(results),
         notes=notes_of(results),
         positions=positions,
-        place='"."  # this directory' if contents.repository is None else f'"{contents.repository}"',
+        place='"."  # this directory' if options.repository is None else f'"{options.repository}"',
         remote="" if is_plain else ", trust_remote_code=True",
-        has_tokenizer=contents.has_tokenizer,
-        padding=model.vocab_size - contents.rows,
+        has_tokenizer=has_tokenizer,
+        padding=model.vocab_size - rows,
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
-        adapts=tape and contents.with_lora,
+        adapts=tape and options.with_lora,
     )
     _save(card, directory)
     if picture is not None:
         (directory / PICTURE).write_bytes(picture)
 
 
-def _facts(saved: SavedWeights, contents: CardContents) -> dict[str, object]:
-    model, encoding, rows = saved.model, encoding_of(saved.model), contents.rows
+def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
+    model, encoding = saved.model, encoding_of(saved.model)
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",
@@ -108,7 +109,7 @@ def _facts(saved: SavedWeights, contents: CardContents) -> dict[str, object]:
         "Query heads, key/value heads": f"{model.num_attention_heads}, {model.query_groups}",
         "Context": f"{model.seq_length:,} tokens",
         "Vocabulary": f"{rows:,} tokens",
-        "Weights": contents.dtype,
+        "Weights": dtype,
     }
 
 

@@ -3,12 +3,8 @@
 import io
 import re
 
-import torch
-from torch import Tensor
-
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.model.names import POSITION
-from megatron_tape.model.weights import from_megatron
 from megatron_tape.position import encoding_of
 
 PICTURE = "positions.png"
@@ -43,7 +39,8 @@ def position_section(saved: SavedWeights, logged: dict[str, tuple[int, float]]) 
             "keeps it (Frobenius norms; of the gated map with all gates at 1). This is read from the weights alone, "
             "not measured on text. With RoPE they would be 0. The last layer has none."
         )
-    picture = f"![Bars by layer: {'; '.join(_in_words(*one) for one in bars.items())}]({PICTURE})"
+    in_words = (f"{name} {', '.join(f'{value:.3g}' for value in values)}" for name, values in bars.items())
+    picture = f"![Bars by layer: {'; '.join(in_words)}]({PICTURE})"
     return f"{text}\n\n{picture}", _draw(bars, label)
 
 
@@ -55,21 +52,12 @@ def _sizes_of_matrices(saved: SavedWeights) -> dict[str, list[float]]:
         names = encoding.parameters(layer)
         if not names:
             continue
-        mixing, up, down = (_matrix(saved, layer, name) for name in ("token_mixing", "up_proj", "down_proj"))
+        full = (f"decoder.layers.{layer}.{POSITION}{name}" for name in ("token_mixing", "up_proj", "down_proj"))
+        mixing, up, down = (part for name in full for part in saved.parts(name, with_lora=False).values())
         identity = len(mixing) ** 0.5
         sizes["mixing over tokens"].append(mixing.norm().item() / identity)
         sizes["gated map"].append((down @ up).norm().item() / identity)
     return sizes
-
-
-def _matrix(saved: SavedWeights, layer: int, name: str) -> Tensor:
-    full = f"decoder.layers.{layer}.{POSITION}{name}"
-    (matrix,) = from_megatron(full, saved.read(full), saved.model).values()
-    return matrix.to(torch.float32)
-
-
-def _in_words(name: str, values: list[float]) -> str:
-    return f"{name} {', '.join(f'{value:.3g}' for value in values)}"
 
 
 def _draw(bars: dict[str, list[float]], label: str) -> bytes:

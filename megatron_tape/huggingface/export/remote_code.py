@@ -10,30 +10,19 @@ from megatron_tape.errors import UserError
 from megatron_tape.huggingface.export.encoding_files import encoding_files
 from megatron_tape.position import PositionEncoding
 
-FILES = (
-    "attention_tape.py",
-    "cache_tape.py",
-    "configuration_tape.py",
-    "modeling_tape.py",
-    "paged_tape.py",
-    "parallel_tape.py",
-    "position_tape.py",
-)
 _ENCODED = "modeling_encoded_tape.py"
 _CONFIGURATION = "configuration_encoded_tape.py"
-ENCODED_FILES = ("attention_encoded_tape.py", "cache_encoded_tape.py", _CONFIGURATION, _ENCODED)
-"""What there is beside `FILES` for all other encodings."""
-_HEADS = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
-AUTO_MAP = {
-    "AutoConfig": "configuration_tape.TapeConfig",
-    "AutoModel": "modeling_tape.TapeModel",
-    **{f"AutoModelFor{head}": f"modeling_tape.TapeFor{head}" for head in _HEADS},
-}
-ENCODED_AUTO_MAP = {
-    "AutoConfig": "configuration_encoded_tape.EncodedConfig",
-    "AutoModel": "modeling_encoded_tape.EncodedModel",
-    **{f"AutoModelFor{head}": f"modeling_encoded_tape.EncodedFor{head}" for head in _HEADS},
-}
+
+
+def _auto_map(family: str, files: str) -> dict[str, str]:
+    heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+    modeling = f"modeling_{files}.{family}"
+    names = {"AutoConfig": f"configuration_{files}.{family}Config", "AutoModel": f"{modeling}Model"}
+    return names | {f"AutoModelFor{head}": f"{modeling}For{head}" for head in heads}
+
+
+AUTO_MAP = _auto_map("Tape", "tape")
+ENCODED_AUTO_MAP = _auto_map("Encoded", "encoded_tape")
 _MODELING = Path(__file__).parents[1] / "modeling"
 _IMPORT = "from .encoding_tape import Encoding, Memory\n"
 
@@ -43,10 +32,10 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
 
     Raises UserError if the encoding's file cannot be exported.
     """
-    files = {name: (_MODELING / name).read_bytes() for name in FILES}
+    paths = sorted(_MODELING.glob("*_tape.py"))
+    files = {path.name: path.read_bytes() for path in paths if encoding is not None or "encoded" not in path.name}
     if encoding is None:
         return files
-    files |= {name: (_MODELING / name).read_bytes() for name in ENCODED_FILES}
     own = {name: text.encode() for name, text in encoding_files(encoding).items()}
     assert not files.keys() & own.keys(), "an encoding's files are named after their modules"
     others = sorted(name.removesuffix(".py") for name in {**files, **own} if name not in (_ENCODED, "encoding_tape.py"))

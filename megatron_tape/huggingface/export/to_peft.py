@@ -12,11 +12,10 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import model_differences
 from megatron_tape.config.schema import model_dict
 from megatron_tape.errors import CheckpointError, FileError
-from megatron_tape.huggingface.export.model_card import write_adapter_card
+from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
-    ExportOptions,
     open_exportable,
     part_shapes,
     write_json,
@@ -102,12 +101,11 @@ def _check_base(saved: SavedWeights, base: Path) -> int:
         problem = f"has {rows} rows in its vocabulary, more than the {model.vocab_size} of the run"
         raise FileError(str(base), problem, fix)
     weights = open_directory(base, allow_pickle=False)
-    names = set(weights)
     with command_line.step(f"comparing the frozen weights with those of {base}"):
         for name in parameter_shapes(model):
             for key, part in from_megatron(name, saved.read(name), model).items() if name not in trained else ():
                 part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
-                there = weights[key].float() if key in names else None
+                there = weights[key].float() if key in weights else None
                 if there is None or there.shape != part.shape or not torch.allclose(part, there, 2**-7, 1e-6):
                     raise FileError(str(base), f"has another {key} than {saved.path}, where it was frozen", fix)
     return rows

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import CheckpointError, FileError, UserError
-from megatron_tape.evaluation.results import Results
 from megatron_tape.huggingface.export.evaluation_results import find_results
-from megatron_tape.huggingface.export.model_card import CardContents, write_card
+from megatron_tape.huggingface.export.model_card import ExportOptions, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
-from megatron_tape.huggingface.tensor_files import on_meta, with_progress
+from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, ExportedTokenizer, write_tokenizer
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
@@ -39,21 +37,6 @@ _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"),
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """How a model is exported; see `export`."""
-
-    name: str
-    """The model's name, for its card."""
-    dtype: str
-    max_shard_size: int
-    tokenizer: str | None
-    with_lora: bool = True
-    """Merge LoRA layers into the matrices; otherwise they are left out."""
-    results: Sequence[Results] = ()
-    repository: str | None = None
-
-
 def export(
     checkpoint: str | Path,
     output: str | Path,
@@ -67,9 +50,9 @@ def export(
 
     LoRA layers are merged into the matrices. `tokenizer` replaces the run's; `none` exports without one. The model card
     shows the evaluation `results` in these directories (default: those beside the run's checkpoints), and loads the
-    model from `repository`, its name on the Hub, if that is given. Raises
-    UserError or OSError and leaves nothing behind, if the checkpoint is damaged or has an
-    architecture that transformers does not have, if the tokenizer is missing, or if `output` exists.
+    model from `repository`, its name on the Hub, if that is given. Raises UserError or OSError and leaves nothing
+    behind, if the checkpoint is damaged or has an architecture that transformers does not have, if the tokenizer is
+    missing, or if `output` exists.
     """
     name = Path(repository or output).resolve().name
     with atomic_directory(output) as directory:
@@ -108,9 +91,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     write_json(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
-    facts = (options.name, rows, options.dtype, pieces is not None, options.with_lora)
-    contents = CardContents(*facts, options.results, options.repository)
-    write_card(directory, config["model_type"], saved, contents)
+    write_card(directory, config["model_type"], saved, options, rows, has_tokenizer=pieces is not None)
     write_weights(saved, directory, rows, DTYPES[options.dtype], options.max_shard_size, options.with_lora)
     for file in directory.iterdir():
         sync_directory(file)
@@ -227,18 +208,10 @@ def write_weights(
     LoRA layers are merged into the matrices if `with_lora`, and otherwise left out. A larger tensor gets its own
     file. In addition to one whole fp32 parameter, at most twice its size is held in memory.
     """
-
     names = parameter_shapes(saved.model)
     shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
     announced = on_meta(shapes, dtype)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for key, tensor in announced.items():
-        size += tensor.nbytes
-        if shards[-1] and size > max_shard_size:
-            shards.append({})
-            size = tensor.nbytes
-        shards[-1][key] = tensor
+    shards = in_parts(announced, max_shard_size)
     count = len(shards)
     file_names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]

@@ -30,28 +30,23 @@ class EncodedLayer(GrowingLayer):
         self.of_tokens = {name: change(kept) for name, kept in self.of_tokens.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences."""
         super().reorder_cache(beam_idx)
         self._change(lambda kept: kept.index_select(0, beam_idx.to(kept.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         super().batch_repeat_interleave(repeats)
         self._change(lambda kept: kept.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the sequences."""
         super().batch_select_indices(indices)
         self._change(lambda kept: kept[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
-        """Forget the last tokens."""
         super().crop(*args, **kwargs)
         length = self.get_seq_length()
         self.of_tokens = {name: kept[:, :length] for name, kept in self.of_tokens.items()}
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.keys = self.values = None
         self.is_initialized = False
         self._buffers.clear()

@@ -35,21 +35,10 @@ class OneProcess:
     model_group = None
     sequence_shards = 1
 
-    def local_tokens(self, x: Tensor) -> Tensor:
-        """Return all tokens."""
-        return x
-
     def local_heads(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return all heads."""
         return x
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Return all tokens and heads."""
-        return x
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Return all tokens and heads."""
-        return x
+    local_tokens = to_heads = to_tokens = local_heads
 
 
 def make_encoding(config: EncodedConfig):
@@ -214,7 +203,6 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load a model as transformers does; NotImplementedError for tensor and pipeline parallelism."""
         if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
             raise NotImplementedError(
                 f"models with the positional encoding {Encoding.name} do not support transformers' tensor and pipeline "
@@ -224,7 +212,6 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start the encoding's parameters as it declares them."""
         if not isinstance(module, EncodedParameter):
             return super()._init_weights(module)
         if getattr(module.weight, "_is_hf_initialized", False):
@@ -244,7 +231,6 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         self.layers = nn.ModuleList([EncodedDecoderLayer(config, i, self.encoding) for i in layers])
 
     def check_cached(self, length: int) -> None:
-        """Raise NotImplementedError if a sequence that comes a few tokens at a time cannot grow to `length`."""
         self.encoding.check_cached(length)
 
     def _check(self, past_key_values, arguments: dict) -> None:
@@ -294,7 +280,6 @@ class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
     _tp_plan = {}
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Raise NotImplementedError: a paged cache cannot hold what an encoding remembers."""
         raise NotImplementedError(
             f"models with the positional encoding {Encoding.name} do not support continuous batching, whose paged "
             "cache cannot hold what an encoding remembers of earlier tokens; use generate"

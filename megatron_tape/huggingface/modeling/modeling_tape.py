@@ -107,7 +107,6 @@ class TapeMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, S, C) to (B, S, C)."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -160,10 +159,6 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load a model as transformers does.
-
-        Raises NotImplementedError for pipeline parallelism, whose stages would lose the position state.
-        """
         distributed = kwargs.get("distributed_config")
         key, by_key = "pp_size", isinstance(distributed, dict)
         if ((distributed.get(key) if by_key else getattr(distributed, key, None)) or 1) > 1:
@@ -203,7 +198,6 @@ class TapeModel(TapePreTrainedModel):
         self.phases = TapePhases(config)
 
     def _check(self, past_key_values: Cache | None, arguments: dict) -> None:
-        """Refuse caches that cannot hold what is remembered of earlier tokens."""
         check_cache(past_key_values)
         check_paged_cache(arguments.get("cache"), self.config, arguments)
 
@@ -378,10 +372,6 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Return transformers' manager of continuous batching, whose paged cache will hold the position state.
-
-        Raises NotImplementedError where the installed transformers or the attention implementation cannot do it.
-        """
         check_continuous_batching()
         implementation = self.config._attn_implementation
         kept = getattr(self, "_cached_continuous_batching_manager", None)
