@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megatron_tape.errors import CheckpointError, UserError
 from megatron_tape.extension.base import KEY, Base, find_base
 from megatron_tape.huggingface.imports.new_checkpoint import write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
-from megatron_tape.huggingface.imports.weight_files import open_directory
+from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_directory
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.run.watch import Watch
 
@@ -44,9 +44,14 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         return target
     logger.info("importing %s to %s", base.path, target)
     model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
-    weights = _Counted(open_directory(base.path, allow_pickle=False), advance)
+    weights = open_directory(base.path, allow_pickle=False)
+
+    def read(name: str) -> Tensor:
+        advance()
+        return weights[name]
+
     origin, card = f"the model {base.path.resolve().name}", source_card(base.path)
-    write_imported(target, model, weights, origin, base.path, identity=base.identity, card=card)
+    write_imported(target, model, LazyTensors(weights, read), origin, base.path, identity=base.identity, card=card)
     return target
 
 
@@ -61,23 +66,6 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
             f"it now is {config.model.vocab_size}"
         )
         raise CheckpointError(str(target), problem, f"set it to the former, or {fix}")
-
-
-class _Counted(Mapping):
-    """Weights that report when each is read."""
-
-    def __init__(self, weights: Mapping[str, Tensor], advance: Callable[[], None]):
-        self._weights, self._advance = weights, advance
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._advance()
-        return self._weights[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:

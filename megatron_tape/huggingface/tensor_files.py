@@ -13,6 +13,19 @@ def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str
     return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
+def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """Cut tensors, in their order, into parts of at most `max_bytes`; a larger tensor is a part of its own."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if size > max_bytes and parts[-1]:
+            parts.append({})
+            size = tensor.nbytes
+        parts[-1][name] = tensor
+    return parts
+
+
 def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors, and show how many of the `announced` bytes are written. Close it when the last is written."""
     sizes = [tensor.nbytes for tensor in announced]

@@ -109,6 +109,21 @@ def padded_vocabulary(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
+def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
+    """Translate what every `config.json` says by the same keys."""
+    return {
+        "num_layers": settings["num_hidden_layers"],
+        "hidden_size": settings["hidden_size"],
+        "ffn_hidden_size": settings["intermediate_size"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "vocab_size": padded_vocabulary(settings["vocab_size"], vocab_multiple),
+        "unpadded_vocab_size": settings["vocab_size"],
+        "norm_epsilon": settings["rms_norm_eps"],
+        "tie_embeddings": settings.get("tie_word_embeddings", False),
+        "init_std": settings.get("initializer_range", 0.02),
+    }
+
+
 def own_encoding(settings: dict[str, Any]) -> str:
     """Return the positional encoding of a model as it is, given the contents of its `config.json`."""
     if settings.get("model_type") == ENCODED:
@@ -150,28 +165,19 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     _check_counterparts(settings, path)
-    heads = settings["num_attention_heads"]
     translate = _encoded if kind == ENCODED else _rope
     of_encoding = translate(settings, path, changes.rope_scaling_factor) | changes.of_tape
     if kind == "tape":
         of_encoding |= {key: settings[key] for key in _OF_TAPE if key in settings}
     model = model_config(
         position_encoding=encoding,
-        num_layers=settings["num_hidden_layers"],
-        hidden_size=settings["hidden_size"],
-        ffn_hidden_size=settings["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=settings.get("num_key_value_heads", heads),
+        **shared_settings(settings, changes.vocab_multiple),
+        num_query_groups=settings.get("num_key_value_heads", settings["num_attention_heads"]),
         kv_channels=settings.get("head_dim"),
         qkv_bias=settings["attention_bias"],
         qk_norm=settings["qk_norm"],
         attention_output_gate=settings.get("attention_output_gate", False),
         seq_length=int(settings["max_position_embeddings"] * changes.rope_scaling_factor),
-        vocab_size=padded_vocabulary(settings["vocab_size"], changes.vocab_multiple),
-        unpadded_vocab_size=settings["vocab_size"],
-        norm_epsilon=settings["rms_norm_eps"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        init_std=settings.get("initializer_range", 0.02),
         **of_encoding | {"token_mixing": changes.token_mixing},
     )
     validate_model(model)

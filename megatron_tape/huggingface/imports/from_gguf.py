@@ -6,14 +6,15 @@ counterpart there is refused by name. transformers, which ignores such settings,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.huggingface.imports.source_card import CardFacts
+from megatron_tape.huggingface.imports.source_card import CardFacts, licence_and_languages
+from megatron_tape.huggingface.imports.weight_files import LazyTensors
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def find_gguf(source: Path) -> Path | None:
     return found[0]
 
 
-class GgufFile(Mapping):
+class GgufFile(LazyTensors):
     """The weights of a GGUF file by Hugging Face's names, each read and dequantized when it is accessed.
 
     Raises FileError if the package gguf is missing, or the file is not one that can be imported.
@@ -88,8 +89,9 @@ class GgufFile(Mapping):
         self._tensors = {
             renamed.get(name, name): tensor for name, tensor in self._file_tensors.items() if name != _LLAMA3_FACTORS
         }
+        super().__init__(self._tensors, self._dequantized)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _dequantized(self, name: str) -> Tensor:
         import gguf
         import torch
 
@@ -102,12 +104,6 @@ class GgufFile(Mapping):
             H = self._key(heads[projection], self._key("attention.head_count"))
             weights = weights.unflatten(0, (H, -1, 2)).transpose(1, 2).flatten(0, 2)
         return weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     @property
     def quantization(self) -> str:
@@ -144,7 +140,7 @@ class GgufFile(Mapping):
         for key, value in _ONLY.items():
             self._require(key, value)
         prefix = f"{self.architecture}."
-        if unknown := [name for name in self._fields if name.startswith(prefix) and name not in self._read]:
+        if unknown := [name for name in self._fields if name.startswith(prefix) and name not in self._known_keys]:
             raise UserError(unknown[0], f"is {self._fields[unknown[0]]!r} in {self.path}, which cannot be imported")
         return settings
 
@@ -188,7 +184,7 @@ class GgufFile(Mapping):
             raise UserError(name, f"is {self._key(name)!r} in {self.path}, which cannot be imported", f"{value!r} can")
 
     @property
-    def _read(self) -> set[str]:
+    def _known_keys(self) -> set[str]:
         read = "block_count embedding_length feed_forward_length context_length rope.freq_base rope.dimension_count "
         read += "rope.scaling.type rope.scaling.factor attention.head_count attention.head_count_kv "
         read += "attention.key_length attention.value_length attention.layer_norm_rms_epsilon"
@@ -196,14 +192,9 @@ class GgufFile(Mapping):
 
     def card(self) -> CardFacts:
         """Return what the file says of its licence and languages."""
-        facts: CardFacts = {}
-        for key, name in (("license", "license"), ("license_name", "license.name"), ("license_link", "license.link")):
-            if isinstance(text := self._fields.get(f"general.{name}"), str) and text.isprintable() and len(text) < 200:
-                facts[key] = text
-        languages = self._fields.get("general.languages")
-        if isinstance(languages, list) and all(isinstance(one, str) and one.isprintable() for one in languages):
-            facts["language"] = languages
-        return facts
+        names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
+        names["language"] = "languages"
+        return licence_and_languages({key: self._fields.get(f"general.{name}") for key, name in names.items()})
 
     def write_tokenizer(self, directory: Path) -> bool:
         """Write the file's tokenizer into `directory` as transformers converts it; False, with a message, if it cannot.

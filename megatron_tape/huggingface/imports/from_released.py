@@ -1,6 +1,6 @@
 """Read checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE) as checkpoints of this project."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from megatron_tape.huggingface.imports.config_json import (
     cannot_import,
     check_sizes,
     errors_of_settings,
-    padded_vocabulary,
     read_settings,
+    shared_settings,
 )
 from megatron_tape.huggingface.imports.new_checkpoint import advise, write_imported
-from megatron_tape.huggingface.imports.weight_files import open_files
+from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_files
 from megatron_tape.model.reference import from_released
 from megatron_tape.model.settings import validate_model
 from megatron_tape.position import model_config
@@ -62,7 +62,7 @@ def import_released(
     if thresholds := found - {FireSettings.fire_threshold}:
         problem = f"has FIRE's init_L {thresholds.pop():g}, which cannot be imported"
         raise FileError(str(weights), problem, f"{FireSettings.fire_threshold:g} can")
-    source = _Renamed(released)
+    source = _renamed(released)
     # Nothing reads the position state after the last layer, so its update is left out.
     unread = f"model.layers.{model.num_layers - 1}.position."
     write_imported(
@@ -75,28 +75,21 @@ def import_released(
     advise(output)
 
 
-class _Renamed(Mapping):
-    """Released weights by this project's names; a file that also records gradients has them under `weight.`."""
+def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
+    """Return released weights by this project's names; a file that also records gradients has them as `weight.`."""
+    prefix = _RECORDED if any(key.startswith(f"{_RECORDED}model.") for key in released) else ""
+    sources = {}
+    for key in released:
+        if key.startswith(prefix):
+            plain = key.removeprefix(prefix)
+            for name in from_released({plain: torch.empty(1, 1, device="meta")}):
+                sources[name] = plain, key
 
-    def __init__(self, released: Mapping[str, Tensor]):
-        self._released = released
-        prefix = _RECORDED if any(key.startswith(f"{_RECORDED}model.") for key in released) else ""
-        self._sources: dict[str, tuple[str, str]] = {}
-        for key in released:
-            if key.startswith(prefix):
-                plain = key.removeprefix(prefix)
-                for name in from_released({plain: torch.empty(1, 1, device="meta")}):
-                    self._sources[name] = (plain, key)
+    def read(name: str) -> Tensor:
+        plain, key = sources[name]
+        return from_released({plain: released[key]})[name]
 
-    def __getitem__(self, name: str) -> Tensor:
-        plain, key = self._sources[name]
-        return from_released({plain: self._released[key]})[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
+    return LazyTensors(sources, read)
 
 
 def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
@@ -109,24 +102,15 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
         if settings.get(key):
             raise cannot_import(settings, path, key, "false or null")
     encoding = _ENCODINGS[settings["rpe_type"]]
-    heads = settings["num_attention_heads"]
     model = model_config(
         position_encoding=encoding,
-        num_layers=settings["num_hidden_layers"],
-        hidden_size=settings["hidden_size"],
-        ffn_hidden_size=settings["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=settings.get("num_key_value_heads") or heads,
+        **shared_settings(settings, vocab_multiple),
+        num_query_groups=settings.get("num_key_value_heads") or settings["num_attention_heads"],
         seq_length=settings["max_position_embeddings"],
-        vocab_size=padded_vocabulary(settings["vocab_size"], vocab_multiple),
-        unpadded_vocab_size=settings["vocab_size"],
         position_mlp_size=settings["position_size"] if encoding == "tape" else None,
         token_mixing=token_mixing,
         rope_theta=settings.get("rope_theta", 10000.0),
         **_own_settings(settings, path),
-        norm_epsilon=settings["rms_norm_eps"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        init_std=settings.get("initializer_range", 0.02),
     )
     validate_model(model)
     return model

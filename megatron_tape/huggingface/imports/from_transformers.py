@@ -17,7 +17,7 @@ from megatron_tape.huggingface.imports.config_json import (
     read_settings,
 )
 from megatron_tape.huggingface.imports.from_gguf import GgufFile, find_gguf
-from megatron_tape.huggingface.imports.new_checkpoint import ZeroStart, advise, write_imported
+from megatron_tape.huggingface.imports.new_checkpoint import advise, with_new_tape, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
 from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER_FILES
@@ -67,6 +67,6 @@ def import_model(
             if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
                 tokenizer = Path(converted) if weights.write_tokenizer(Path(converted)) else None
         if model.position_encoding == "tape" and not exported_here:
-            weights = ZeroStart(weights, model, seed)
+            weights = with_new_tape(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)
     advise(output)

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.config.schema import ModelConfig, model_dict
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.imports.weight_files import check_names
-from megatron_tape.huggingface.tensor_files import on_meta, with_progress
+from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_names
+from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import TOKENIZER, TOKENIZER_FILES
 from megatron_tape.io.files import atomic_directory, digest, sync_directory
 from megatron_tape.io.records import write_record
@@ -32,62 +32,46 @@ _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
 _VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
 
 
-class _Padded(Mapping):
-    """Checked weights of `model` with its padded vocabulary; added rows are the mean of all rows.
+def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
+    """Return the weights of `model` with its padded vocabulary; added rows are the mean of all rows.
 
-    Raises FileError for a weight whose shape or type is not the model's, or with numbers that are not finite.
+    Reading one raises FileError if its shape or type is not the model's, or if numbers are not finite.
     """
+    shapes, rows = whole_shapes(model), model.vocab_size
 
-    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, origin: str):
-        self._weights, self._model, self._origin = weights, model, origin
-        self._shapes = whole_shapes(model)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor, shape, rows = self._weights[name], self._shapes[name], self._model.vocab_size
+    def read(name: str) -> Tensor:
+        tensor, shape = weights[name], shapes[name]
         if name in _VOCABULARY:
-            shape = (self._model.unpadded_vocab_size, *shape[1:])
+            shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
             problem = f"gives {name} the shape {tuple(tensor.shape)}, but its settings require {shape}"
-            raise FileError(self._origin, problem)
+            raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
-            raise FileError(self._origin, f"holds {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
+            raise FileError(origin, f"holds {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
             problem = f"holds {name} with numbers that are not finite (NaN or infinite), so it cannot be trained"
-            raise FileError(self._origin, problem, "choose an earlier checkpoint of that model")
+            raise FileError(origin, problem, "choose an earlier checkpoint of that model")
         if name not in _VOCABULARY or len(tensor) == rows:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
         return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
 
-    def __iter__(self):
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+    return LazyTensors(weights, read)
 
 
-class ZeroStart(Mapping):
-    """Weights of a model without TAPE, by Hugging Face's names, together with TAPE's own as in a new model."""
+def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) -> LazyTensors:
+    """Return weights of a model without TAPE, by Hugging Face's names, together with TAPE's own as in a new model."""
+    initials, encoding = weight_initializations(model), encoding_of(model)
 
-    def __init__(self, weights: Mapping[str, Tensor], model: ModelConfig, seed: int):
-        self._weights, self._model, self._seed = weights, model, seed
-        self._initials = weight_initializations(model)
-
-    def __getitem__(self, name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
-            return self._weights[name]
+            return weights[name]
         own = f"decoder.layers.{match[1]}.{POSITION}{match[2]}"
-        return from_megatron(own, initialized_whole(own, self._initials[own], self._seed), self._model)[name]
+        return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self._weights
-        encoding = encoding_of(self._model)
-        for layer in range(self._model.num_layers):
-            for name in encoding.parameters(layer):
-                yield whole_name(f"model.layers.{layer}.", f"{POSITION}{name}")
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    own = [(layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)]
+    new = (whole_name(f"model.layers.{layer}.", f"{POSITION}{name}") for layer, name in own)
+    return LazyTensors([*weights, *new], read)
 
 
 def write_imported(
@@ -114,13 +98,13 @@ def write_imported(
     output = Path(output)
     shapes = parameter_shapes(model)
     _check(weights, model, origin, unread)
-    padded = _Padded(weights, model, origin)
+    padded = _padded(weights, model, origin)
     with atomic_directory(output) as directory:
         announced = on_meta(shapes, torch.float32)
         tensors = with_progress((to_megatron(padded, name, model) for name in shapes), announced.values())
         entries, index = {}, {}
-        for number, names in enumerate(_files(announced)):
-            file, of_file = tensor_file(0, number), {f"weight/{WRAPPED}{name}": announced[name] for name in names}
+        for number, part in enumerate(in_parts(announced, FILE_BYTES)):
+            file, of_file = tensor_file(0, number), {f"weight/{WRAPPED}{name}": part[name] for name in part}
             entries[file], index[file] = write_safetensors(directory / file, of_file, tensors, {"format": "pt"})
         tensors.close()
         write_record(directory / INDEX, {"files": index})
@@ -144,19 +128,6 @@ def write_imported(
         write_record(directory / checkpoint_files.MANIFEST, manifest)
 
 
-def _files(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Cut the parameters, in their order, into files of at most FILE_BYTES where no parameter is larger."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, parameter in parameters.items():
-        size += parameter.nbytes
-        if size > FILE_BYTES and files[-1]:
-            files.append([])
-            size = parameter.nbytes
-        files[-1].append(name)
-    return files
-
-
 def advise(output: str | Path) -> None:
     """Print how to train from the checkpoint that `write_imported` wrote."""
     output = Path(output)
@@ -173,10 +144,9 @@ def advise(output: str | Path) -> None:
 
 def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
     """Raise FileError if the names are not the model's, or if tied embeddings are there twice and differ."""
-    found = set(weights)  # testing whether a mapping has a name may read the tensor
-    check_names(found, model, origin, unread)
+    check_names(weights, model, origin, unread)
     embedding, head = _VOCABULARY
-    if model.tie_embeddings and head in found and not torch.equal(weights[embedding], weights[head]):
+    if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
         raise FileError(origin, f"holds a separate {head}, but its settings say tie_word_embeddings")
 
 

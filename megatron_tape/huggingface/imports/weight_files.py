@@ -1,13 +1,13 @@
 """Open weights that others wrote: one or several safetensors files, and pickles only if the user allows it.
 
-Each is a mapping from names to tensors that reads a tensor when it is accessed. torch is imported only then.
+torch is imported only when a tensor is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,26 @@ class _Index(TypedDict):
     weight_map: dict[str, str]
 
 
-class _Safetensors(Mapping):
+class LazyTensors(Mapping):
+    """Tensors by name, each of which `read` makes when it is accessed."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _Safetensors(LazyTensors):
     """Tensors of several safetensors files, each of which is open only while a tensor is read."""
 
     def __init__(self, paths: list[Path]):
@@ -53,19 +72,14 @@ class _Safetensors(Mapping):
             except SafetensorError as error:
                 problem = f"is not a complete safetensors file ({error})"
                 raise FileError(str(path), problem, "download or write it again") from None
+        super().__init__(self._files, self._tensor)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         try:
             with safe_open(self._files[name], "pt") as file:
                 return file.get_tensor(name)
         except SafetensorError as error:
             raise FileError(str(self._files[name]), f"holds {name}, which cannot be read: {error}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
@@ -84,10 +98,7 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
 
 
 def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the weights of a model of transformers.
-
-    Raises FileError.
-    """
+    """Return the weights of a model of transformers; raises FileError."""
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
     if first is None:
@@ -130,7 +141,7 @@ def check_directory(directory: Path, model: ModelConfig) -> None:
     Reads no weights. Raises as `open_directory` does, and refuses pickles.
     """
     weights = open_directory(directory, allow_pickle=False)
-    check_names(set(weights), model, str(directory))
+    check_names(weights, model, str(directory))
     for name, shape in whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size)).items():
         if weights.shapes[name] != shape:
             problem = f"holds {name} with the shape {weights.shapes[name]}, but its config.json requires {shape}"
