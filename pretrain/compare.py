@@ -16,10 +16,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from megatron_tape import command_line
-from megatron_tape.command_line import say, step
+from megatron_tape.command_line import say
 from megatron_tape.errors import EXIT_RESTART, FileError, refuse
 from megatron_tape.evaluation.comparison import NAME, write_comparison
 from megatron_tape.io.files import write_whole
@@ -99,31 +99,29 @@ def _do(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tupl
         if options.only is None:
             _write(plan)
 
-    with _locked(plan, alone=options.only is None):
-        with step("starting processes"):
-            programs = Programs(gpus, plan.output, "pretrain.compare")
+    with _locked(plan, alone=options.only is None) as lock:
+        programs = Programs(gpus, lock)
         jobs = Jobs(left, slots, programs, finish)
         jobs.run()
     return jobs.failed, jobs.stopped
 
 
 @contextmanager
-def _locked(plan: Plan, alone: bool) -> Iterator[None]:
-    """Keep other comparisons out of the output directory; the jobs of an array are told apart by what they do."""
+def _locked(plan: Plan, alone: bool) -> Iterator[int]:
+    """Keep other comparisons out of the output directory; the jobs of an array are told apart by what they do.
+
+    The runs inherit the lock's descriptor, so that those which a killed comparison has left behind are waited for.
+    """
     plan.output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            if alone:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The runs share it, so that those which a killed comparison has left behind are waited for.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = "is where another comparison, or a run that one has left behind, is at work"
-            raise FileError(str(plan.output), problem, "wait for it") from None
-        except OSError:  # some network file systems have no locks
-            pass
-        yield
+        with suppress(OSError):  # some network file systems have no locks
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "is where another comparison, or a run that one has left behind, is at work"
+                raise FileError(str(plan.output), problem, "wait for it") from None
+        yield descriptor
     finally:
         os.close(descriptor)
 

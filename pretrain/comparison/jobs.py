@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import UserError
 from megatron_tape.text import counted, duration
 from pretrain.comparison.plan import PlannedRun
-from pretrain.comparison.programs import SIGNALS, Start
+from pretrain.comparison.programs import SIGNALS
 
 _TRAINING = 0.95
 """Share of a run's time that goes into training, for the estimate of the time left."""
@@ -23,7 +24,7 @@ class _Active:
     """A run that is being done."""
 
     run: PlannedRun
-    process: BaseProcess
+    process: subprocess.Popen
     stage: int = 0
     asked: str = ""
     """How its process was last asked to end."""
@@ -48,14 +49,15 @@ class _Active:
 class Jobs:
     """Does runs, `slots` at a time; `finish` is called with a run and its seconds when all its stages have ended well.
 
-    A run that fails does not keep the others from being done; `failed` says why, by the run's name.
+    `start` starts a module, given its arguments, log and slot. A run that fails does not keep the others from being
+    done; `failed` says why, by the run's name.
     """
 
     def __init__(
         self,
         runs: list[PlannedRun],
         slots: int,
-        start: Start,
+        start: Callable[[str, list[str], Path, int], subprocess.Popen],
         finish: Callable[[PlannedRun, float], None],
         pause: float = 0.2,
     ):
@@ -109,7 +111,7 @@ class Jobs:
     def _look_at(self, slot: int) -> None:
         """Go on with the run of a slot if its process has ended."""
         active = self._active[slot]
-        run, status, stage = active.run, active.process.exitcode, active.stage + 1
+        run, status, stage = active.run, active.process.poll(), active.stage + 1
         if status is None:
             return
         if status == 0 and stage < len(run.stages) and self.stopped is None:

@@ -2,75 +2,42 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib
-import multiprocessing
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
 _COUNT_GPUS = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n else '')"
 
 
-Start = Callable[[str, list[str], Path, int], BaseProcess]
-"""Starts a module's `main` with arguments; its output is added to a file. The last argument is its slot."""
-
-
 class Programs:
-    """Starts programs: each on one of `gpus`, or without any on one thread, from a process that has loaded libraries.
+    """Starts programs: each on one of `gpus`, or without any on one thread.
 
-    `preload` names the module that is loaded first. While a program runs, nobody else gets an exclusive lock on the
-    directory `output`.
+    A program inherits the descriptor `lock`, and saves and ends when this process is gone.
     """
 
-    def __init__(self, gpus: list[str], output: Path, preload: str):
-        self._gpus, self._output = gpus, output
-        self._context = multiprocessing.get_context("spawn" if gpus else "forkserver")
-        if not gpus:
-            os.environ["OMP_NUM_THREADS"] = "1"
-            self._context.set_forkserver_preload(["pretrain.comparison.libraries", preload])
-            first = self._context.Process(target=os.getpid)
-            first.start()
-            first.join()
+    def __init__(self, gpus: list[str], lock: int):
+        self._gpus, self._lock = gpus, lock
 
-    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> BaseProcess:
-        """Start a program on the GPU of its slot."""
-        gpu = self._gpus[slot % len(self._gpus)] if self._gpus else None
+    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
+        """Start a module with arguments on the GPU of its slot; its output is added to a file."""
+        gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
         log.parent.mkdir(parents=True, exist_ok=True)
-        process = self._context.Process(target=run_program, args=(module, arguments, log, gpu, self._output))
-        process.start()
-        return process
-
-
-def run_program(module: str, arguments: list[str], log: Path, gpu: str | None, output: Path) -> None:
-    """Run a program in this process, which was started for it, and exit."""
-    os.setsid()  # Ctrl-C reaches only the process that started this one, which asks it to end
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="replace")
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    with suppress(OSError):  # some network file systems have no locks
-        fcntl.flock(os.open(output, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.exit(importlib.import_module(module).main(arguments))
-
-
-def _end_with_parent() -> None:
-    """Have this process save and end when the one that started it is gone."""
-    multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGTERM)
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-u", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | gpu,
+                pass_fds=[self._lock],
+                start_new_session=True,  # Ctrl-C reaches only this process, which asks the program to end
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
 
 
 def find_gpus() -> tuple[list[str], str | None]:

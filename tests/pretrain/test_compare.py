@@ -142,8 +142,7 @@ class Played:
     def __init__(self, status, looks, asked=lambda process: None):
         self.status, self.looks, self.signals, self.asked = status, looks, [], asked
 
-    @property
-    def exitcode(self):
+    def poll(self):
         self.looks -= 1
         return self.status if self.looks < 0 else None
 
@@ -420,16 +419,12 @@ def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
 
 
 def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "shown.py").write_text(
-        "import os, sys\n"
-        "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    programs = Programs(["GPU-a", "GPU-b"], tmp_path, "")
+    shown = "import os, sys\nprint(sys.argv[1:], os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(len(sys.argv[1:]))\n"
+    (tmp_path / "shown.py").write_text(shown)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    programs = Programs(["GPU-a", "GPU-b"], lock=0)
     for slot, (arguments, status) in enumerate(([["--x", "1"], 2], [[], 0])):
-        process = programs("shown", arguments, tmp_path / "x" / "log.txt", slot)
-        process.join(120)
-        assert process.exitcode == status
+        assert programs("shown", arguments, tmp_path / "x" / "log.txt", slot).wait(120) == status
     assert (tmp_path / "x" / "log.txt").read_text() == "['--x', '1'] GPU-a\n[] GPU-b\n"
 
 
