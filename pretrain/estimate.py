@@ -49,25 +49,15 @@ PARTS = {
     "working": "extra at the peak",
 }
 """Names of the parts of the peak."""
-COLUMNS = {
-    "tensor": 6,
-    "context": 8,
-    "data": 6,
-    "ZeRO": 5,
-    "micro": 6,
-    "recompute": 10,
-    "s/step": 9,
-    "tok/s/GPU": 10,
-    "MFU": 6,
-    "GiB": 7,
-}
-"""Columns of the layouts that a search lists, and their widths."""
+ROW = "{:>6}{:>8}{:>6}{:>5}{:>6}{:>10}{:>9}{:>10}{:>6}{:>7}"
+"""How a search lists a layout."""
+COLUMNS = ("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB")
 TOO_LARGE = 2
 """Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, and a warning if the run does not fit; return the exit status, 0 even with a warning."""
+    """Print the estimate, and a warning if the run does not fit, with which the exit status is 0, too."""
     options, settings = _parser().parse_known_args(argv)
     processes, gib = options.processes, options.gpu_memory
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
@@ -109,30 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         "GPU.",
         epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
     )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs"
+    add = parser.add_argument
+    add("--processes", type=int, metavar="N", help="number of GPUs; default: those that one sequence needs")
+    memory_help = "memory of one GPU; default: that of --gpu or, without both, every usual size is compared"
+    add("--gpu-memory", type=float, metavar="GIB", help=memory_help)
+    gpu_help = "kind of GPU, for memory and the step time, which is otherwise that of an H100"
+    add("--gpu", type=_kind, choices=KINDS, help=gpu_help)
+    add("--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones")
+    search_help = (
+        "list the ten fastest layouts that fit on --processes GPUs: tensor- and context-parallel sizes, ZeRO stage, "
+        "micro-batch size and recomputation; the global batch stays"
     )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="memory of one GPU; default: that of --gpu or, without both, every usual size is compared",
-    )
-    parser.add_argument(
-        "--gpu",
-        type=_kind,
-        choices=KINDS,
-        help="kind of GPU, for memory and the step time, which is otherwise that of an H100",
-    )
-    parser.add_argument(
-        "--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones"
-    )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="list the ten fastest layouts that fit on --processes GPUs: tensor- and context-parallel sizes, ZeRO "
-        "stage, micro-batch size and recomputation; the global batch stays",
-    )
+    add("--search", action="store_true", help=search_help)
     return parser
 
 
@@ -223,8 +201,8 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
         yield f"no layout can run on {gpus}"
         yield from _reasons(found)
         return
-    yield _line(*COLUMNS) + "  most time in"
-    yield from (_line(*_cells(prediction, hardware)) + _slowest(prediction) for prediction in found.fitting)
+    yield ROW.format(*COLUMNS) + "  most time in"
+    yield from (_row(prediction, hardware) + _slowest(prediction) for prediction in found.fitting)
     others = found.too_large
     if found.fitting:
         yield f"the first of these: {_settings(found.fitting[0].plan.config, plan.config)}"
@@ -234,7 +212,7 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
     elif not found.fitting:
         others = sorted(others, key=lambda prediction: prediction.memory.peak)
         yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
-    yield from (_line(*_cells(prediction, hardware)) + _largest(prediction.memory) for prediction in others[:5])
+    yield from (_row(prediction, hardware) + _largest(prediction.memory) for prediction in others[:5])
     yield from _reasons(found)
 
 
@@ -253,18 +231,14 @@ def _reasons(found: SearchResult) -> Iterator[str]:
         yield f"{counted(times, 'layout')} cannot run: {why}"
 
 
-def _line(*cells: str) -> str:
-    return "".join(f"{text:>{width}}" for text, width in zip(cells, COLUMNS.values(), strict=True))
-
-
-def _cells(prediction: Prediction, hardware: Hardware) -> tuple[str, ...]:
+def _row(prediction: Prediction, hardware: Hardware) -> str:
     plan = prediction.plan
-    return (
-        f"{plan.tensor_size}",
-        f"{plan.context_size}",
-        f"{plan.replicas // plan.context_size}",
-        f"{plan.zero_stage}",
-        f"{plan.config.train.micro_batch_size}",
+    return ROW.format(
+        plan.tensor_size,
+        plan.context_size,
+        plan.replicas // plan.context_size,
+        plan.zero_stage,
+        plan.config.train.micro_batch_size,
         plan.config.train.recompute,
         f"{prediction.time.total:.3f}",
         f"{prediction.tokens_per_second:,.0f}",

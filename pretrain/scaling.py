@@ -11,7 +11,7 @@ from megatron_tape import command_line
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.hardware import KINDS
 from megatron_tape.planning.plan import Plan
@@ -31,10 +31,8 @@ COMPARED_ON = 64
 LONGEST = 2**20
 """Tokens of the longest sequences."""
 
-LAYOUT = (
-    "| GPUs | tokens | tensor x context x data | ZeRO, micro-batch, recompute | s/step | tokens/s/GPU | MFU | GiB |"
-)
-LAYOUT += " most time in |"
+LAYOUT = "| GPUs | tokens | tensor x context x data | ZeRO, micro-batch, recompute | s/step | tokens/s/GPU | MFU "
+LAYOUT += "| GiB | most time in |"
 ALIGNED = "|--:|--:|---|---|--:|--:|--:|--:|---|"
 SIZES = f"{LAYOUT} / RoPE |\n{ALIGNED}--:|"
 PHASES = "| model | tokens | attention | position update | recomputation | communication | rest | together |\n|---|"
@@ -59,20 +57,16 @@ def size_row(model: str, length: int, gpus: int) -> str:
     """Return the row of a model's table for one length and number of GPUs."""
     found = find(model, length, gpus)
     if not found.fitting:
-        config = run(model, length)
-        why = why_not(found, config.train.global_batch_size, config.model.num_attention_heads)
+        if found.tried:
+            least = min(prediction.memory.peak for prediction in found.too_large)
+            why = f"none fits: {least / GIB:,.0f} GiB at least"
+        else:
+            heads = run(model, length).model.num_attention_heads
+            why = f"none: {BATCH // length:,} sequences, and at most {heads} GPUs share one"
         return f"| {gpus:,} | {length:,} | {why} | | | | | | | |"
     best = found.fitting[0]
     rope = find(model, length, gpus, "rope").fitting[0]
     return f"| {gpus:,} | {length:,} | {described(best)} | {best.time.total / rope.time.total:.2f} |"
-
-
-def why_not(found: SearchResult, sequences: int, heads: int) -> str:
-    """Say why no layout of a batch of so many sequences is possible."""
-    if not found.tried:
-        return f"none: {sequences:,} sequences, and at most {heads} GPUs share one"
-    least = min(prediction.memory.peak for prediction in found.too_large)
-    return f"none fits: {least / GIB:,.0f} GiB at least"
 
 
 def described(prediction: Prediction) -> str:
@@ -122,34 +116,31 @@ def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[s
         yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(best)} |" for best in found.fitting)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Print the tables, all of them or of some sizes."""
     parser = command_line.Parser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
     everything = {"models": list(MODELS), "gpus": list(GPUS), "lengths": list(LENGTHS)}
-    names = ", ".join(MODELS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {names} (default: all)")
-    parser.add_argument("--gpus", nargs="+", type=int, metavar="NUMBER", help=f"default: {_listed(GPUS)}")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=f"default: {_listed(LENGTHS)}")
     page = f"{PAGE.parent.name}/{PAGE.name}"
-    parser.add_argument("--write", action="store_true", help=f"write the whole tables into {page}; takes no filter")
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {', '.join(MODELS)} (default: all)")
+    add("--gpus", nargs="+", type=int, metavar="NUMBER", help=f"default: {' '.join(map(str, GPUS))}")
+    add("--lengths", nargs="+", type=int, metavar="TOKENS", help=f"default: {' '.join(map(str, LENGTHS))}")
+    add("--write", action="store_true", help=f"write the whole tables into {page}; takes no filter")
     parser.set_defaults(**everything)
     options = parser.parse_args(argv)
-    if options.write and any(getattr(options, name) != whole for name, whole in everything.items()):
-        raise ConfigError("--write", f"replaces all tables of {page} and needs all sizes", "leave out the filters")
+    filtered = any(getattr(options, name) != whole for name, whole in everything.items())
+    problem = f"replaces all tables of {page} and needs all sizes"
+    refuse(options.write and filtered, "--write", problem, "leave out the filters")
     refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths", "take numbers above 0", "give some")
+    lines = tables(options.models, options.gpus, options.lengths)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
-        lines = "\n".join(tables(options.models, options.gpus, options.lengths))
-        write_whole(PAGE, [f"{before}{BEGINNING}\n{lines}\n\n{END}{after}".encode()])
-        return 0
-    for line in tables(options.models, options.gpus, options.lengths):
+        text = PAGE.read_text(encoding="utf-8")
+        before, after = text.partition(BEGINNING)[0], text.partition(END)[2]
+        whole = "\n".join(lines)
+        write_whole(PAGE, [f"{before}{BEGINNING}\n{whole}\n\n{END}{after}".encode()])
+        return
+    for line in lines:
         print(line, flush=True)
-    return 0
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
 
 
 if __name__ == "__main__":

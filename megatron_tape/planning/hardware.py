@@ -1,6 +1,6 @@
 """How fast GPUs compute, and how they are linked: assumed from data sheets, or measured. Imports no torch.
 
-A rate is what programs reach, not a peak. What `assumed` takes of a peak is a round figure of what is usual for large
+A rate is what programs reach, not a peak. What is assumed of a peak is a round figure of what is usual for large
 sizes; `python -m benchmarks.rates` measures the same rates where there are GPUs.
 """
 
@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import is_positive
 from megatron_tape.errors import FileError
-from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small
+from megatron_tape.io.records import read_record
 from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL
 
 
@@ -55,16 +55,12 @@ MATMUL, MEMORY_BANDWIDTH, INTRA_NODE, INTER_NODE = 0.65, 0.85, 0.8, 0.85
 """Assumed shares of a data sheet's figures that programs reach."""
 
 
-def _assumed(
-    name: str,
-    memory: float,
-    peak: float,
-    attention: float,
-    memory_bandwidth: float,
-    intra_node: float,
-    inter_node: float,
-) -> Hardware:
-    return Hardware(
+# FLOP/s, bytes/s of memory and of NVLink (a direction is half of what is stated): NVIDIA's data sheets of the SXM
+# modules. Between nodes: one 400 Gb/s adapter for each GPU, as in DGX H100, and 200 Gb/s, as in DGX A100. Attention:
+# FlashAttention-2 (Dao, 2023) reports up to 335 TFLOP/s on H100 and 225 on A100 (in training); shorter sequences and
+# narrower heads reach less.
+KINDS = {
+    name: Hardware(
         name,
         memory,
         peak,
@@ -74,20 +70,12 @@ def _assumed(
         INTRA_NODE * intra_node,
         INTER_NODE * inter_node,
     )
-
-
-# FLOP/s, bytes/s of memory and of NVLink (a direction is half of what is stated): NVIDIA's data sheets of the SXM
-# modules. Between nodes: one 400 Gb/s adapter for each GPU, as in DGX H100, and 200 Gb/s, as in DGX A100. Attention:
-# FlashAttention-2 (Dao, 2023) reports up to 335 TFLOP/s on H100 and 225 on A100 (in training); shorter sequences and
-# narrower heads reach less.
-KINDS = {
-    kind.name: kind
-    for kind in (
-        _assumed("H100", 80, 989.4e12, 0.33, 3.35e12, 450e9, 50e9),
-        _assumed("H200", 140, 989.4e12, 0.33, 4.8e12, 450e9, 50e9),
-        _assumed("B200", 178, 2250e12, 0.25, 7.7e12, 900e9, 50e9),
-        _assumed("A100-80GB", 80, 312e12, 0.6, 2.039e12, 300e9, 25e9),
-        _assumed("A100-40GB", 40, 312e12, 0.6, 1.555e12, 300e9, 25e9),
+    for name, memory, peak, attention, memory_bandwidth, intra_node, inter_node in (
+        ("H100", 80, 989.4e12, 0.33, 3.35e12, 450e9, 50e9),
+        ("H200", 140, 989.4e12, 0.33, 4.8e12, 450e9, 50e9),
+        ("B200", 178, 2250e12, 0.25, 7.7e12, 900e9, 50e9),
+        ("A100-80GB", 80, 312e12, 0.6, 2.039e12, 300e9, 25e9),
+        ("A100-40GB", 40, 312e12, 0.6, 1.555e12, 300e9, 25e9),
     )
 }
 """Kinds of GPUs by name."""
@@ -104,13 +92,10 @@ class Rates(TypedDict):
 
 def with_rates(hardware: Hardware, path: str | Path) -> Hardware:
     """Return `hardware` with the measured rates of a file in place of assumed ones. Raises FileError."""
-    write = "write it with python -m benchmarks.rates"
     try:
-        found = parse_record(read_small(path, RECORD_BYTES), Rates)
+        found = read_record(path, Rates)
     except OSError as error:
-        raise FileError(str(path), f"cannot be read: {error.strerror}", write) from None
-    except ValueError as error:
-        raise FileError(str(path), f"cannot be used: {error}", write) from None
+        raise FileError(str(path), f"cannot be read: {error.strerror}", "write it with benchmarks.rates") from None
     for name, value in found["rates"].items():
         if name not in RATES:
             raise FileError(str(path), f"gives {name}", f"choose from {', '.join(RATES)}")

@@ -21,7 +21,6 @@ class Plan:
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the model."""
         return self.config.model
 
     @property
@@ -31,7 +30,6 @@ class Plan:
 
     @cached_property
     def encoding(self) -> PositionEncoding:
-        """The declarations of the model's positional encoding."""
         return encoding_of(self.model)
 
     @property
@@ -51,7 +49,6 @@ class Plan:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO's stage."""
         return self.config.deepspeed.zero_stage
 
     @property
@@ -66,7 +63,6 @@ class Plan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass runs layers forward again."""
         return self.config.train.recompute != "none"
 
     @property
@@ -82,17 +78,14 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step on all GPUs."""
         return self.config.train.global_batch_size * self.model.seq_length
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
         return self.tokens_per_step * self.config.train.steps
 
     @cached_property
     def batch(self) -> MicroBatch:
-        """One GPU's part of a micro-batch."""
         whole = self.config.train.micro_batch_size * self.model.seq_length
         parallel = self.config.parallel
         shards = parallel.ranks_per_sequence if parallel.uses_sequence_parallel else self.context_size
@@ -105,12 +98,10 @@ class Plan:
 
     @cached_property
     def trained_parts(self) -> frozenset[str]:
-        """The parts of the model that are trained."""
         return frozenset(trained_parts(self.extension))
 
     @property
     def trains_output(self) -> bool:
-        """Whether the matrix of the output layer is trained."""
         return trains_output(self.model, self.extension)
 
     @property
