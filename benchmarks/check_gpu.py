@@ -14,7 +14,6 @@ mean nothing and are not kept in benchmarks/results.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -41,6 +40,7 @@ from benchmarks.machine import (
 from benchmarks.report import table
 from benchmarks.wheels import install
 from megatron_tape.io.files import write_whole
+from megatron_tape.io.versions import code_digest
 
 CODE = ("megatron_tape", "pretrain", "benchmarks", "tests/gpu", "tests/ops")
 TOY_OUTPUT = ROOT / "runs" / "check-gpu-toy"
@@ -60,7 +60,7 @@ class Check:
 
     def __init__(self, machine: Machine, output: Path, variables: dict[str, str], options: argparse.Namespace):
         self.machine, self.output, self.variables, self.options = machine, output, variables, options
-        self.code = code_digest()
+        self.code = code_digest(CODE)
         self.outcomes: dict[str, Outcome] = {}
         try:
             record = json.loads((output / "slices.json").read_text(encoding="utf-8"))
@@ -183,15 +183,6 @@ class Check:
         because = f" ({ended.reason}; see {shown(log)})" if ended.reason else ""
         print(f"=== {part.name}: {ended.status} after {ended.seconds:.0f} s{because}", flush=True)
         return ended.status
-
-
-def code_digest() -> str:
-    """Return a digest of the code that slices run, which decides whether results belong to it."""
-    whole = hashlib.sha256()
-    for folder in CODE:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return whole.hexdigest()[:16]
 
 
 def default_output(machine: Machine) -> Path:

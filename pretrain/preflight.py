@@ -132,7 +132,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        facts |= nodes.node_facts(config, home, ("megatron_tape", "pretrain"))
+        facts |= nodes.node_facts(config, home)
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, imported)

@@ -1,12 +1,11 @@
-"""Files that records are appended to whole or not at all, and TensorBoard's event files built on them.
+"""Files that records are appended to, and TensorBoard's event files built on them.
 
-A run's files survive a full disk, because records that cannot be written wait in memory. They also survive an earlier
-attempt that is still alive elsewhere, because every file it may hold open is replaced (`rewrite`): whatever it still
-writes goes to unlinked files.
+A run's files survive a full disk, because what cannot be written waits in memory. They also survive an earlier attempt
+that is still alive elsewhere, because every file it may hold open is replaced (`rewrite`): whatever it still writes
+goes to unlinked files.
 
 TensorBoard reads the event files of a folder in the order of their names. TensorBoard's own code frames the records and
-reads them back. Its `EventFileWriter` is not used: it decides by itself when to flush, and a full disk cuts its last
-record short.
+reads them back. Its `EventFileWriter` is not used: a full disk ends its thread.
 """
 
 import io
@@ -15,19 +14,15 @@ import os
 import re
 import socket
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from itertools import chain, islice
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.image import metadata as images
@@ -41,19 +36,28 @@ TEXT_SUFFIX = "/text_summary"
 
 
 class RecordFile:
-    """Appends records, each whole or not at all; those that cannot be written are retried in order with later ones."""
+    """Appends records; what cannot be written waits in memory and is written, in order, before later ones."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        self._length = os.fstat(self._descriptor).st_size
-        self._waiting: deque[bytes] = deque()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._waiting = b""
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write waiting records and this one, or keep them in memory; other processes see written records at once."""
-        self._waiting.append(record)
-        self._write_waiting()
+        """Write what waits and this record, as far as that is possible; other processes see it at once."""
+        self._waiting += record
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
+        except OSError as error:
+            if not self._failing:
+                logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
+            self._failing = True
+            return
+        if self._failing:
+            logger.info("%s can be written again and holds what was kept for it", self._path)
+        self._failing = False
 
     def sync(self) -> None:
         """Flush what was written to disk, if the disk allows it."""
@@ -61,45 +65,17 @@ class RecordFile:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Try once more to write the waiting records, and log a warning about those that are lost."""
+        """Try once more to write what waits, and log a warning about what is lost."""
         if self._descriptor < 0:
             return
-        self._write_waiting()
+        self.append(b"")
         if self._waiting:
-            logger.warning("%s is closed without its last %d records", self._path, len(self._waiting))
+            logger.warning("%s is closed without its last %d bytes", self._path, len(self._waiting))
         try:
             os.close(self._descriptor)
         except OSError as error:
             logger.warning("%s may lack its last records (%s)", self._path, error)
         self._descriptor = -1
-
-    def _write_waiting(self) -> None:
-        count = len(self._waiting)
-        try:
-            while self._waiting:
-                self._write(self._waiting[0])
-                self._waiting.popleft()
-        except OSError as error:
-            if not self._failing:
-                logger.warning("metrics cannot be written (%s: %s); kept in memory until they can", self._path, error)
-            self._failing = True
-            return
-        if self._failing:
-            logger.info("%s can be written again and holds the %d records kept for it", self._path, count)
-        self._failing = False
-
-    def _write(self, record: bytes) -> None:
-        # The offset is explicit, not O_APPEND's, so that the whole record overwrites a partial one that ftruncate could
-        # not remove.
-        written = 0
-        try:
-            while written < len(record):
-                written += os.pwrite(self._descriptor, record[written:], self._length + written)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._length)
-            raise
-        self._length += len(record)
 
 
 def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) -> None:
@@ -160,11 +136,9 @@ class EventFile:
         )
 
     def sync(self) -> None:
-        """Flush what was written to disk."""
         self._file.sync()
 
     def close(self) -> None:
-        """Close the file; see `RecordFile.close`."""
         self._file.close()
 
     def _add_strings(self, tag: str, strings: list[bytes], metadata: SummaryMetadata, step: int) -> None:
@@ -202,24 +176,12 @@ def keep_events(
         return event.step < last_step or tags.isdisjoint(value.tag for value in event.summary.value)
 
     for path in event_files(directory):
-        kept = (_framed(data) for data, event in read_events(path) if stays(event))
-        head = list(islice(kept, 2))
-        if len(head) < 2:  # only the file version
+        events = map(Event.FromString, RawEventFileLoader(str(path)).Load())  # up to the first truncated or damaged one
+        kept = [_framed(event.SerializeToString()) for event in events if stays(event)]
+        if len(kept) < 2:  # only the file version
             path.unlink()
         else:
-            rewrite(path, chain(head, kept), staging)
-
-
-def read_events(path: Path) -> Iterator[tuple[bytes, Event]]:
-    """Yield each event, encoded and decoded, up to the end of the file or the first truncated or damaged one."""
-    reader = PyRecordReader_New(str(path))
-    while True:
-        try:
-            reader.GetNext()
-            event = Event.FromString(reader.record())
-        except (OutOfRangeError, DataLossError, DecodeError):
-            return
-        yield reader.record(), event
+            rewrite(path, kept, staging)
 
 
 def _framed(data: bytes) -> bytes:

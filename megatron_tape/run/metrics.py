@@ -53,8 +53,6 @@ CHARTS = {
 RESTATED_TEXTS = ("configuration", "parameters")  # every attempt writes it at the step it resumes from
 RECENT = 20
 _LAYER = re.compile(r"position/(\w+)/layer_(\d+)")
-_PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
-_PNG_END = b"IEND\xaeB`\x82"
 
 
 class MetricsWriter:
@@ -100,12 +98,8 @@ class MetricsWriter:
         `validation_loss`, to which its perplexity is added. A name with a slash is used as the TensorBoard tag. The
         exception is `position/NORM/layer_NN`: TensorBoard shows the root mean square over layers as `position/NORM`,
         and the single layers below all other charts. Numbers that are not finite become null in `metrics.jsonl`.
-
-        Raises:
-            ValueError: if `step` does not come after the last one, so the file would contain a step twice.
         """
-        if step <= self._last_step:
-            raise ValueError(f"step {step} is logged after step {self._last_step}; log every step once, in order")
+        assert step > self._last_step, "log every step once, in order"
         self._last_step = step
         self._recent.append((step, self._clock()))
         values = {name: float(value) for name, value in scalars.items()}
@@ -133,13 +127,9 @@ class MetricsWriter:
             self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def picture(self, tag: str, png: bytes, step: int) -> None:
-        """Show a PNG, given as the bytes of its file, in TensorBoard under `tag`.
-
-        Raises:
-            ValueError: if `png` is not a complete PNG file.
-        """
-        size = _png_size(tag, png)
+        """Show a PNG, given as the bytes of its file, in TensorBoard under `tag`."""
         if self._events is not None:
+            size = struct.unpack(">II", png[16:24])  # of its first chunk
             self._events.add_picture(tag, png, size, step)
 
     def sync(self) -> None:
@@ -221,15 +211,6 @@ def _layout(tagged: Mapping[str, float]) -> Layout:
         ]
         categories.append(Category(title=title, chart=shown))
     return Layout(category=categories)
-
-
-def _png_size(tag: str, png: bytes) -> tuple[int, int]:
-    """Return the width and height in pixels from a PNG file's first chunk."""
-    whole = png.startswith(_PNG_START) and png.endswith(_PNG_END)
-    width, height = struct.unpack_from(">II", png, len(_PNG_START)) if whole else (0, 0)
-    if width < 1 or height < 1:
-        raise ValueError(f"the picture {tag} is not a complete PNG file ({len(png)} bytes); pass the bytes of one")
-    return width, height
 
 
 def _exp(value: float) -> float:

@@ -1,11 +1,8 @@
 """Facts about the nodes of a job, and differences that must not exist: versions, code, data, GPUs, directories."""
 
-import hashlib
-import importlib.util
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,10 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.io.files import BLOCKS, fingerprint
-from megatron_tape.io.versions import versions
+from megatron_tape.io.versions import code_digest, versions
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
+CODE = ("megatron_tape", "pretrain")
 BLOCKS_OF_ALL = 4096
 """About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
 GIB = 2**30
@@ -35,16 +33,6 @@ class Problem:
     mistake: bool = False
 
 
-def code_digest(packages: Iterable[str]) -> str:
-    """Return a short sha256 of the Python files of `packages` that would be imported here."""
-    hasher = hashlib.sha256()
-    for package in packages:
-        root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
-        for path in sorted(root.rglob("*.py")):
-            hasher.update(f"{root.name}/{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return hasher.hexdigest()[:12]
-
-
 def inputs(config: RunConfig) -> list[str]:
     """Return the files that every node reads."""
     files = [prefix + suffix for prefix in blend(config.data.prefix)[0] for suffix in (".idx", ".bin")]
@@ -59,12 +47,9 @@ def inputs(config: RunConfig) -> list[str]:
     return files
 
 
-def node_facts(config: RunConfig, home: Path | None, code: Iterable[str]) -> dict[str, Any]:
-    """Describe this node for comparison with the others.
-
-    `home` is where the attempt writes checkpoints; `code` names the packages that must be the same everywhere.
-    """
-    together = versions(PACKAGES) | {"code": code_digest(code)}
+def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
+    """Describe this node for comparison with the others; `home` is where the attempt writes checkpoints."""
+    together = versions(PACKAGES) | {"code": code_digest(CODE)}
     facts: dict[str, Any] = {"versions": together, "data": {}, "directory": None}
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))

@@ -69,7 +69,7 @@ def test_slices_that_are_done_are_not_run_again_unless_they_are_named(check, tmp
 
 def test_slices_run_again_when_the_code_or_the_gpus_have_changed(check, tmp_path, monkeypatch):
     check()
-    monkeypatch.setattr(check_gpu, "code_digest", lambda: "other code")
+    monkeypatch.setattr(check_gpu, "code_digest", lambda _: "other code")
     assert check()[1].count("    measured\n") == 2
     monkeypatch.setattr(check_gpu, "look_at_machine", lambda *_: dataclasses.replace(H100, gpus=H100.gpus * 2))
     assert check()[1].count("    measured\n") == 2

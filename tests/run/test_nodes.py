@@ -5,7 +5,7 @@ import shutil
 import pytest
 from configurations import make
 
-from megatron_tape.io import files
+from megatron_tape.io import files, versions
 from megatron_tape.run import nodes
 
 
@@ -129,12 +129,11 @@ def test_fingerprints_differ_where_bytes_differ(tmp_path):
 
 
 def test_the_code_digest_follows_the_code(monkeypatch, tmp_path):
-    import pretrain
-
-    copy = tmp_path / "pretrain"
-    shutil.copytree(pretrain.__path__[0], copy)
-    before = nodes.code_digest(["megatron_tape", "pretrain"])
-    monkeypatch.setattr(pretrain.__spec__, "submodule_search_locations", [str(copy)])
-    assert nodes.code_digest(["megatron_tape", "pretrain"]) == before
-    (copy / "train.py").write_text("another version")
-    assert nodes.code_digest(["megatron_tape", "pretrain"]) != before
+    folders = ["megatron_tape/run", "megatron_tape/io"]
+    before = versions.code_digest(folders)
+    for folder in folders:
+        shutil.copytree(versions.ROOT / folder, tmp_path / folder)
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    assert versions.code_digest(folders) == before
+    (tmp_path / "megatron_tape" / "io" / "files.py").write_text("another version")
+    assert versions.code_digest(folders) != before
