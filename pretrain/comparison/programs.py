@@ -24,12 +24,13 @@ class Programs:
         self._gpus, self._lock = gpus, lock
 
     def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
-        """Start a module with arguments on the GPU of its slot; its output is added to a file."""
+        """Start a module's `main` with arguments on the GPU of its slot; its output is added to a file."""
         gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]} if self._gpus else {"OMP_NUM_THREADS": "1"}
+        code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-u", "-m", module, *arguments],
+                [sys.executable, "-u", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -419,9 +419,11 @@ def test_the_report_shows_a_comparison_beside_runs(compared, tmp_path):
 
 
 def test_on_gpus_each_program_gets_one_and_a_process_of_its_own(tmp_path, monkeypatch):
-    shown = "import os, sys\nprint(sys.argv[1:], os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(len(sys.argv[1:]))\n"
-    (tmp_path / "shown.py").write_text(shown)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    shown = (
+        "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
+    )
+    (tmp_path / "shown.py").write_text(f"import os\n{shown}")
+    monkeypatch.syspath_prepend(tmp_path)
     programs = Programs(["GPU-a", "GPU-b"], lock=0)
     for slot, (arguments, status) in enumerate(([["--x", "1"], 2], [[], 0])):
         assert programs("shown", arguments, tmp_path / "x" / "log.txt", slot).wait(120) == status
