@@ -22,7 +22,6 @@ import random
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,9 +38,18 @@ from megatron_tape.evaluation.model_source import made_by
 from megatron_tape.extension.base import Base, with_base_settings
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
+from megatron_tape.io.versions import commit
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
-from megatron_tape.run.judging import CRASH_LIMIT, crash_loop, decide, last_error, nodes_to_exclude, read_attempts
+from megatron_tape.run.judging import (
+    CRASH_LIMIT,
+    crash_loop,
+    decide,
+    last_error,
+    nodes_to_exclude,
+    queue_state,
+    read_attempts,
+)
 from pretrain.evaluate import check_evaluation
 
 EXTENDING = "pretrain.extend_context"
@@ -53,8 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run one of the verbs."""
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    begin_parser = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables")
-    add = begin_parser.add_argument
+    add = verbs.add_parser("begin", help="refuse, copy, take over, and print shell variables").add_argument
     add("--module", default="pretrain.train", help="what each process will run (default: %(default)s)")
     add("--job", required=True, help="the scheduler's id of the job")
     add("--source", required=True, help="directory of the code to copy")
@@ -65,16 +72,16 @@ def main(argv: list[str] | None = None) -> None:
     add("--scratch", default="", help="run directories are in SCRATCH/runs unless the configuration says otherwise")
     add("--log", default="", help="the job's log")
     add("arguments", nargs="*", help="after --: RECIPE and overrides")
-    check_parser = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted")
-    check_parser.add_argument("--module", help="what each process will run, if that is known")
-    check_parser.add_argument("arguments", nargs="*", help="after --: RECIPE and overrides")
-    chain_parser = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation if they cannot work")
-    chain_parser.add_argument("--scratch", default="", help="as for begin")
-    chain_parser.add_argument("arguments", nargs="*", help="after --: as above")
-    decide_parser = verbs.add_parser("decide", help="judge an attempt whose processes have ended")
-    decide_parser.add_argument("--run", required=True, help="the run's directory")
-    decide_parser.add_argument("--checkpoints", required=True, help="its checkpoint directory")
-    decide_parser.add_argument("--attempt", type=int, required=True, help="which attempt")
+    add = verbs.add_parser("check", help="refuse what cannot work, before a job is submitted").add_argument
+    add("--module", help="what each process will run, if that is known")
+    add("arguments", nargs="*", help="after --: RECIPE and overrides")
+    add = verbs.add_parser("chain", help="refuse a run, its extension and the evaluation").add_argument
+    add("--scratch", default="", help="as for begin")
+    add("arguments", nargs="*", help="after --: as above")
+    add = verbs.add_parser("decide", help="judge an attempt whose processes have ended").add_argument
+    add("--run", required=True, help="the run's directory")
+    add("--checkpoints", required=True, help="its checkpoint directory")
+    add("--attempt", type=int, required=True, help="which attempt")
     verbs.add_parser("crash-limit", help="print after how many crashes a job is not started again")
     options = parser.parse_args(argv)
     if options.verb == "check":
@@ -113,12 +120,9 @@ def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
     second = parse_run_config(_arguments(arguments[at + 1 :], scratch), completed)
     check(first, Level.FILES, extends=False)
     check(second, Level.FILES, extends=True, base=base)
-    refuse(
-        Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve(),
-        "logging.directory",
-        f"is {first.logging.directory} for both pretraining and extension",
-        "choose another for one",
-    )
+    same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
+    problem = f"is {first.logging.directory} for both pretraining and extension"
+    refuse(same, "logging.directory", problem, "choose another for one")
     if evaluation:
         check_evaluation(evaluation, made_by(second))
     return first.logging.directory, second.logging.directory
@@ -189,17 +193,13 @@ def judge(run: Path, checkpoints: str, number: int) -> None:
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into the training command's arguments."""
-    recipe, rest = (
-        (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
-    )
-    before = []
-    if recipe is not None:
-        problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
-        refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
-        before = ["--config", recipe]
-        if scratch:
-            before += ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"]
-    return [*before, *rest]
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    recipe, *rest = arguments
+    problem, fix = f"does not exist in {Path.cwd()}", "give its path relative to that, before all settings"
+    refuse(not Path(recipe).is_file(), f"recipe {recipe}", problem, fix)
+    directory = ["--logging.directory", f"{scratch}/runs/{Path(recipe).stem}"] if scratch else []
+    return ["--config", recipe, *directory, *rest]
 
 
 def _make_directories(config: RunConfig) -> None:
@@ -224,18 +224,9 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
     other = attempts[-1].facts.get("job") if attempts else None
     if other in (None, job) or attempts[-1].verdict is not None:
         return
-    try:
-        answer = subprocess.run(
-            ["squeue", "--noheader", "--jobs", other, "--format", "%T"], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    refuse(
-        answer.returncode == 0 and answer.stdout.strip() != "",
-        "logging.directory",
-        f"is {run}, which belongs to job {other}, which is {answer.stdout.strip().lower()}",
-        "cancel that job, or choose another directory",
-    )
+    state = (queue_state(other) or "").lower()
+    problem = f"is {run}, which belongs to job {other}, which is {state}"
+    refuse(state != "", "logging.directory", problem, "cancel that job, or choose another directory")
 
 
 def _refuse_crash_loop(run: Path, of_job: list, step: int, job: str) -> None:
@@ -271,11 +262,7 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
         if (source / ".venv").exists():
             (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
         (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        commit = ""
-        with contextlib.suppress(OSError):  # git is not installed
-            command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        write_record(partial / "job.json", {"commit": commit or None})
+        write_record(partial / "job.json", {"commit": commit(source)})
 
 
 def _free_ports(count: int) -> list[int]:

@@ -9,7 +9,6 @@ is not the directory of a run, or cannot be read.
 
 import contextlib
 import logging
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
-from megatron_tape.run.judging import AttemptRecord, last_error, read_attempts
+from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
@@ -92,21 +91,6 @@ def show(run: Path) -> int:
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         print("\n".join(screen(run, attempts, state)), flush=True)
     return 0 if state.well else 1
-
-
-def queue_state(job: str | None) -> str | None:
-    """Return Slurm's state of a job, "" if Slurm no longer knows it, None if there is no job or no answer."""
-    if job is None:
-        return None
-    try:
-        answer = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: the job's id contains a null byte
-        return None
-    if answer.returncode != 0:
-        return "" if "Invalid job id" in answer.stderr else None
-    return answer.stdout.strip()
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:

@@ -1,6 +1,7 @@
 """What the records of a run's attempts say: how each ended, and whether another one is worth starting."""
 
 import logging
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,21 @@ def last_error(attempt: AttemptRecord) -> str:
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, and left no error"
     return attempt.message if attempt.outcome == UNREADY else f"rank {attempt.rank}: {attempt.message}"
+
+
+def queue_state(job: str | None) -> str | None:
+    """Return Slurm's state of a job, "" if Slurm no longer knows it, None if there is no job or no answer."""
+    if job is None:
+        return None
+    try:
+        answer = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: the job's id contains a null byte
+        return None
+    if answer.returncode != 0:
+        return "" if "Invalid job id" in answer.stderr else None
+    return answer.stdout.strip()
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
