@@ -6,21 +6,23 @@ where it stopped.
 """
 
 import argparse
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from megatron_tape import command_line
+from megatron_tape.evaluation.report.models import read_run
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import atomic_output
-from pretrain.stages import Stage, launcher, run_stages
+from pretrain.comparison.programs import find_gpus
+from pretrain.stages import Stage, export, exported_from, launcher, run_stages, shortened
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
@@ -38,12 +40,13 @@ def main() -> int:
     """Run the stages one after another; return the exit status."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("--processes", type=int, help="data-parallel processes (default: 2, or 1 on one core or GPU)")
+    directory = Path("runs/demo")
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)"
+        "--directory", type=Path, default=directory, help="where everything goes (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, help="training steps, with a quicker evaluation (default: the recipes')")
     arguments = parser.parse_args()
-    arguments.processes = arguments.processes or min(2, devices())
+    arguments.processes = arguments.processes or min(2, len(find_gpus()[0]) or os.cpu_count() or 1)
     started = time.monotonic()
     directory = arguments.directory
     as_in_recipes = directory == parser.get_default("directory")
@@ -57,7 +60,7 @@ def main() -> int:
     if run_stages(stages, arguments.processes) != 0:
         return 1
 
-    rows = {name: read_rows(directory / name.lower() / "metrics.jsonl") for name in RECIPES}
+    rows = {name: read_run(run_of(directory, name, CONTEXT)).rows for name in RECIPES}
     write_curves(rows, directory / "curves.png")
     by_position = {
         when: {name: loss_by_position(directory, name, context) for name in RECIPES}
@@ -91,33 +94,29 @@ def preparation(directory: Path) -> list[Stage]:
 
 def training(arguments: argparse.Namespace, as_in_recipes: bool) -> list[Stage]:
     """Return the stages that train, export and extend; each command knows what is done."""
-    python, directory = sys.executable, arguments.directory
-    prefix = dataset(directory)
-    given = []
+    directory, prefix = arguments.directory, dataset(arguments.directory)
+    given = shortened(arguments.steps)
     if not as_in_recipes:
         given += ["--data.prefix", str(prefix), "--data.tokenizer", str(prefix.with_name("tokenizer.model"))]
-    if arguments.steps is not None:
-        given += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
 
     def train(name: str, program: str, recipe: str, logs: Path) -> Stage:
         command = [*launcher(arguments.processes), program, "--config", f"pretrain/recipes/{recipe}.yaml"]
         return Stage(name, [*command, "--logging.directory", str(logs), *given])
 
-    def export(name: str, logs: Path) -> Stage:
-        command = [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(logs)]
-        return Stage(f"export of {name} to Hugging Face", [*command, "--output", str(exported_from(logs))])
+    def exporting(name: str, logs: Path) -> Stage:
+        return Stage(f"export of {name} to Hugging Face", export(logs))
 
     stages = [train(f"training {n}", "pretrain.train", RECIPES[n], run_of(directory, n, CONTEXT)) for n in RECIPES]
-    stages += [export(name, run_of(directory, name, CONTEXT)) for name in RECIPES]
-    exported = exported_from(run_of(directory, "TAPE", CONTEXT))
-    generate = [python, "tools/generate.py", "--model", str(exported), "--prompt", PROMPT, "--trust-remote-code"]
+    stages += [exporting(name, run_of(directory, name, CONTEXT)) for name in RECIPES]
+    model = str(exported_from(run_of(directory, "TAPE", CONTEXT)))
+    generate = [sys.executable, "tools/generate.py", "--model", model, "--prompt", PROMPT, "--trust-remote-code"]
     stages.append(Stage("a continuation", generate))
     for name, recipe in EXTENSIONS.items():
         logs = run_of(directory, name, EXTENDED)
         extend = train(f"extending {name} to {EXTENDED:,} tokens", "pretrain.extend_context", recipe, logs)
         if not as_in_recipes:
             extend.command.extend(["--extension.from", str(run_of(directory, name, CONTEXT))])
-        stages += [extend, export(f"{name} with {EXTENDED:,} tokens", logs)]
+        stages += [extend, exporting(f"{name} with {EXTENDED:,} tokens", logs)]
     return stages
 
 
@@ -154,32 +153,10 @@ def run_of(directory: Path, name: str, context: int) -> Path:
     return directory / (name.lower() if context == CONTEXT else f"{name.lower()}-{context}")
 
 
-def exported_from(run: Path) -> Path:
-    """Return where the model of a run goes, in the format of transformers."""
-    return run.with_name(f"{run.name}-hf")
-
-
-def devices() -> int:
-    """Return the number of GPUs or, if there are none, of CPU cores."""
-    count = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
-    )
-    return int(count.stdout.strip() or 0) or os.cpu_count() or 1
-
-
-def read_rows(path: Path) -> list[dict]:
-    """Return the rows of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
     """Plot training and validation loss by step, and how far TAPE's positions have moved away from RoPE's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1.5, 1])
+    figure = Figure(figsize=(11, 4.2))
+    left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     for name, run in rows.items():
         left.plot(*columns(run, "loss"), **STYLES[name] | {"linewidth": 1, "alpha": 0.5}, label=f"{name}, training")
         left.plot(*columns(run, "validation_loss"), **STYLES[name], marker="o", label=f"{name}, validation")
@@ -188,24 +165,20 @@ def write_curves(rows: dict[str, list[dict]], path: Path) -> None:
     left.grid(alpha=0.3)
     updates = sorted({key for row in rows["TAPE"] for key in row if key.startswith("position/update_norm/")})
     for index, key in enumerate(updates):
-        shade = plt.cm.viridis(index / max(1, len(updates) - 1))
+        shade = matplotlib.colormaps["viridis"](index / max(1, len(updates) - 1))
         right.plot(*columns(rows["TAPE"], key), color=shade, label=f"layer {index}")
     right.set(xlabel="step", ylabel="norm of a layer's update (RoPE: 0)", title="TAPE's positions leave RoPE")
     right.legend(fontsize="small")
     right.grid(alpha=0.3)
-    figure.tight_layout()
-    with atomic_output(path, overwrite=True) as file:
-        figure.savefig(file, format="png", dpi=110)
+    save(figure, path)
 
 
 def write_loss_by_position(by_position: ByPosition, path: Path) -> None:
     """Plot the losses on text held out by position, before and after the extension."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure = Figure(figsize=(11, 4.2))
+    panels = figure.subplots(1, 2, sharey=True)
     for axes, (when, losses) in zip(panels, by_position.items()):
         for name, loss in losses.items():
             axes.plot(*loss, **STYLES[name] | {"linewidth": 2}, label=name)
@@ -214,6 +187,11 @@ def write_loss_by_position(by_position: ByPosition, path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="loss on text held out (nats per token)")
     panels[0].legend()
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG."""
     figure.tight_layout()
     with atomic_output(path, overwrite=True) as file:
         figure.savefig(file, format="png", dpi=110)

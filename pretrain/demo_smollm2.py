@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_tape import command_line
-from pretrain.stages import Stage, launcher, run_stages
+from pretrain.stages import Stage, export, exported_from, launcher, run_stages, shortened
 
 MODEL = "SmolLM2-135M-Instruct"
 METHODS = {"TAPE": "smollm2_tape", "LoRA": "smollm2_lora"}
@@ -52,15 +52,13 @@ def training(arguments: argparse.Namespace, model: Path) -> list[Stage]:
         Stage("tokens", preprocess, prefix.with_suffix(".idx")),
     ]
     for name, recipe in METHODS.items():
-        logs, exported = run_of(arguments, name), export_of(run_of(arguments, name))
+        logs = run_of(arguments, name)
         train = [*launcher(arguments.processes), "pretrain.extend_context", "--config", str(RECIPES / f"{recipe}.yaml")]
         train += ["--extension.from", str(model), "--data.tokenizer", str(model), "--data.prefix", str(prefix)]
-        train += ["--logging.directory", str(logs)]
-        if arguments.steps is not None:
-            train += ["--train.steps", str(arguments.steps), "--schedule.warmup_steps", str(arguments.steps // 10)]
-        export = [python, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(logs), "--output", str(exported)]
+        train += ["--logging.directory", str(logs), *shortened(arguments.steps)]
         # An export is of all steps, so it also says that training is complete.
-        stages += [Stage(f"training {name}", train, exported), Stage(f"exporting {name}", export, exported)]
+        exported = exported_from(logs)
+        stages += [Stage(f"training {name}", train, exported), Stage(f"exporting {name}", export(logs), exported)]
     return stages
 
 
@@ -73,10 +71,9 @@ def evaluation(arguments: argparse.Namespace, model: Path) -> list[Stage]:
     runs = {name: run_of(arguments, name) for name in METHODS}
     stages, results = [], []
     for name, source in {"before": model, **runs}.items():
-        exported = (
-            ["--model", str(export_of(source)), "--trust-remote-code"] if name in runs else ["--model", str(model)]
-        )
-        stages.append(Stage(f"a continuation, {name}", [python, "tools/generate.py", *exported, "--prompt", PROMPT]))
+        given = [str(exported_from(source)), "--trust-remote-code"] if name in runs else [str(model)]
+        generate = [python, "tools/generate.py", "--model", *given, "--prompt", PROMPT]
+        stages.append(Stage(f"a continuation, {name}", generate))
         results.append(str(directory / "results" / (source.name if name in runs else "before")))
         command = [*launcher(arguments.processes), "pretrain.evaluate", *tasks, "--config", EVALUATION, *settings]
         command += ["--model", str(source), "--label", name, "--output", results[-1]]
@@ -95,21 +92,12 @@ def run_of(arguments: argparse.Namespace, name: str) -> Path:
     return arguments.directory / (name.lower() if arguments.steps is None else f"{name.lower()}-{arguments.steps}")
 
 
-def export_of(logs: Path) -> Path:
-    """Return where the model of a run goes, in the format of transformers."""
-    return logs.with_name(f"{logs.name}-hf")
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add(
-        "--directory",
-        type=Path,
-        default=Path("runs/demo_smollm2"),
-        help="where everything goes (default: %(default)s)",
-    )
+    directory = Path("runs/demo_smollm2")
+    add("--directory", type=Path, default=directory, help="where everything goes (default: %(default)s)")
     add("--steps", type=int, help="training steps of each method (default: the recipes', about ten minutes each)")
     add("--processes", type=int, default=2, help="data-parallel processes (default: %(default)s)")
     add("--documents", type=int, default=16, help="documents held out that are compared (default: %(default)s)")

@@ -74,3 +74,19 @@ def launcher(processes: int) -> list[str]:
     """Return the beginning of a command that starts a module in several processes."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
     return [torchrun, "--standalone", "--nproc-per-node", str(processes), "-m"]
+
+
+def shortened(steps: int | None) -> list[str]:
+    """Return the settings of a training of so many steps; none for those of the recipe."""
+    return [] if steps is None else ["--train.steps", str(steps), "--schedule.warmup_steps", str(steps // 10)]
+
+
+def exported_from(run: Path) -> Path:
+    """Return where the model of a run goes, in the format of transformers."""
+    return run.with_name(f"{run.name}-hf")
+
+
+def export(run: Path) -> list[str]:
+    """Return the command that exports the model of a run."""
+    command = [sys.executable, "tools/convert_checkpoint.py", "to-hf", "--checkpoint", str(run)]
+    return [*command, "--output", str(exported_from(run))]
