@@ -203,7 +203,6 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
 
 
 def _make_directories(config: RunConfig) -> None:
-    """Create the run's directories; raises ConfigError, naming the key, if one cannot be created."""
     for key, directory in (
         ("logging.directory", config.logging.directory),
         ("checkpoint.directory", config.checkpoint.directory),
@@ -239,7 +238,6 @@ def _refuse_crash_loop(run: Path, of_job: list, step: int, job: str) -> None:
 
 
 def _point(link: Path, directory: Path) -> None:
-    """Let a symbolic link point to a directory, whatever it was before."""
     link.parent.mkdir(parents=True, exist_ok=True)
     partial = link.with_name(f".{link.name}{SUFFIX}")
     remove(partial)
@@ -248,7 +246,6 @@ def _point(link: Path, directory: Path) -> None:
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:
-    """Copy the code and the resolved configuration of a job, completely or not at all."""
     remove(directory)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
     with atomic_directory(directory) as partial:

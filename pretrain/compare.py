@@ -139,7 +139,6 @@ def _write(plan: Plan) -> str:
 
 
 def _conclude(plan: Plan) -> None:
-    """Collect what there is, show the tables and make the page."""
     plan.collect()
     if not plan.known.runs:
         return

@@ -115,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kind(text: str) -> str:
-    """Return the kind of GPU that is meant, in any case of letters."""
     return next((kind for kind in KINDS if kind.lower() == text.lower()), text)
 
 
@@ -185,13 +184,11 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
 
 
 def _named(hardware: Hardware) -> str:
-    """Say for what a step time is predicted, and where its rates come from."""
     measured = ", ".join(hardware.measured)
     return f"{hardware.name}, " + (f"measured: {measured}; else assumed" if measured else "rates assumed")
 
 
 def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
-    """Yield the tables of a search."""
     gpus, batch = counted(plan.processes, "GPU"), counted(plan.config.train.global_batch_size, "sequence")
     yield (
         f"predicted for {gpus}, {_named(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step; "

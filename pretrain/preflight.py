@@ -235,7 +235,6 @@ def _here() -> str:
 
 
 def _gpu(torch) -> dict[str, Any] | None:
-    """Describe the GPU that this rank will train on, if there is one."""
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

@@ -25,39 +25,31 @@ QUICK_CASES = {
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
+ZERO_2, GATE = "--deepspeed.zero_stage=2", "--model.attention_output_gate=true"
+BY_BF16 = "--deepspeed.communication_precision=bf16"
 DRAWN_AT_ONCE = 4096
 """Numbers; otherwise a model this small would be drawn at once."""
+ROPE, FUSED = "--model.position_encoding=rope", "--model.attention_backend=triton"
+CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
 MANY = {
     "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
-    "zero_1_recomputed": [FULL, "--model.attention_output_gate=true"],
-    "zero_2_recomputed": ["--deepspeed.zero_stage=2", "--train.recompute=selective"],
+    "zero_1_recomputed": [FULL, GATE],
+    "zero_2_recomputed": [ZERO_2, "--train.recompute=selective"],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
-    "zero_2_overlapping_in_bf16": [
-        "--deepspeed.zero_stage=2",
-        "--deepspeed.overlap_comm=true",
-        "--deepspeed.communication_precision=bf16",
-    ],
+    "zero_2_overlapping_in_bf16": [ZERO_2, "--deepspeed.overlap_comm=true", BY_BF16],
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
     "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
-    "rope": ["--model.position_encoding=rope", "--deepspeed.zero_stage=2"],
-    "rope_without_sequence_parallelism": [
-        "--model.position_encoding=rope",
-        "--parallel.sequence_parallel=false",
-        "--model.attention_output_gate=true",
-    ],
+    "rope": [ROPE, ZERO_2],
+    "rope_without_sequence_parallelism": [ROPE, "--parallel.sequence_parallel=false", GATE],
     "packed": PACKED,
-    "extension_zero_1": [*EXTENSION, "--train.recompute=full"],
+    "extension_zero_1": [*EXTENSION, FULL],
     "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],
-    "lora_of_rope": ["--model.position_encoding=rope", "--extension.trains=[lora,embeddings,norms]"],
-    "fused": ["--model.attention_backend=triton"],
-    "fused_packed_with_qk_norm": ["--model.attention_backend=triton", "--model.qk_norm=true", *PACKED],
-    "fused_rope": ["--model.attention_backend=triton", "--model.position_encoding=rope", ONE],
-    "context_and_qk_norm": ["--parallel.context_parallel_size=2", "--model.qk_norm=true"],
-    "context_and_qk_norm_fused": [
-        "--parallel.context_parallel_size=2",
-        "--model.qk_norm=true",
-        "--model.attention_backend=triton",
-    ],
+    "lora_of_rope": [ROPE, "--extension.trains=[lora,embeddings,norms]"],
+    "fused": [FUSED],
+    "fused_packed_with_qk_norm": [FUSED, "--model.qk_norm=true", *PACKED],
+    "fused_rope": [FUSED, ROPE, ONE],
+    "context_and_qk_norm": CONTEXT,
+    "context_and_qk_norm_fused": [*CONTEXT, FUSED],
     "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
 }
 

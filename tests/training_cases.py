@@ -31,6 +31,19 @@ def assert_close(rows, expected, steps=STEPS):
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
 
 
+def without_speed(rows):
+    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in rows]
+
+
+def rows(folder):
+    """The rows of a run's metrics.jsonl, without speeds and times."""
+    return without_speed([json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()])
+
+
+def steps_saved(folder):
+    return sorted(step for step, _ in list_checkpoints(Path(folder, "checkpoints")))
+
+
 def run(folder, name, *overrides, expect=0, trains=None):
     """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit status."""
     steps = [option("train.steps", STEPS), option("train.eval_interval", STEPS // 2)]

@@ -46,15 +46,15 @@ class _CpuRngTracker:
             torch.set_rng_state(outside)
 
 
-def enable_megatron_on_cpu() -> bool:
-    """Make megatron-core usable on this machine; call once per process, before a model is built.
+def prepare_cpu() -> None:
+    """Make megatron-core and DeepSpeed usable without CUDA; call once per process, before a model is built.
 
-    Returns False and changes nothing if CUDA is available, otherwise True. What it changes:
-    `torch.cuda.current_device()` (Megatron allocates its collectives' buffers there) and the random number tracker
-    and state functions of `megatron.core.tensor_parallel.random`, which activation recomputation calls.
+    Changes nothing if CUDA is available. Otherwise it replaces `torch.cuda.current_device()` (Megatron allocates its
+    collectives' buffers there) and the random number tracker and state functions of
+    `megatron.core.tensor_parallel.random`, which activation recomputation calls.
     """
     if torch.cuda.is_available():
-        return False
+        return
     from megatron.core.tensor_parallel import random
 
     cpu = torch.device("cpu")
@@ -64,16 +64,15 @@ def enable_megatron_on_cpu() -> bool:
     if not isinstance(random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
         random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    return True
+    _keep_deepspeed_from_compiling()
+    keep_freed_memory()
 
 
-def keep_deepspeed_from_compiling() -> None:
+def _keep_deepspeed_from_compiling() -> None:
     """Stop DeepSpeed from building its shared-memory collectives with a C++ compiler when it starts without CUDA.
 
-    They serve only inference, take half a minute, and would require a compiler. Does nothing if CUDA is available.
+    They serve only inference, take half a minute, and would require a compiler.
     """
-    if torch.cuda.is_available():
-        return
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
 
@@ -82,19 +81,14 @@ def keep_deepspeed_from_compiling() -> None:
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
 
 
-def keep_freed_memory() -> bool:
-    """Make the C library reuse the memory of freed tensors instead of returning it to the system at once.
+def keep_freed_memory() -> None:
+    """Make the C library, if it is glibc, reuse the memory of freed tensors instead of returning it to the system.
 
     New memory must be mapped page by page when it is first touched, which takes about as long as computing what is
-    written to it. What is kept is freed when the process ends. Returns whether the C library is glibc and took the
-    settings; does nothing if CUDA is available.
+    written to it. What is kept is freed when the process ends.
     """
-    if torch.cuda.is_available():
-        return False
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
-    took = any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25))
-    return took and set_option(_TRIM_THRESHOLD, _LARGEST) == 1
+        # Before 2.35, glibc takes no more than 32 MiB. Either setting ends the automatic choice of both.
+        if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
+            set_option(_TRIM_THRESHOLD, _LARGEST)

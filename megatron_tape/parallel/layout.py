@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
-from megatron_tape.parallel.cpu import enable_megatron_on_cpu, keep_deepspeed_from_compiling, keep_freed_memory
+from megatron_tape.parallel.cpu import prepare_cpu
 from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
@@ -104,11 +104,6 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     return SimpleNamespace(**answers)
 
 
-def world_size_from_environment() -> int:
-    """Return how many processes torchrun started (1 without torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def initialize_distributed(
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool | None = None,
@@ -123,16 +118,15 @@ def initialize_distributed(
     `timeout` seconds, with None practically never. Raises ConfigError when the number of processes is not a multiple of
     both sizes together, or when this process has no GPU to itself.
     """
-    sizes, world_size = (tensor_model_parallel_size, context_parallel_size), world_size_from_environment()
+    sizes = tensor_model_parallel_size, context_parallel_size
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     refuse(
         bool(world_size % math.prod(sizes)),
         ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
         f"{sizes[0]} times parallel.context_parallel_size {sizes[1]} does not divide the {world_size} processes",
         "start a multiple of their product",
     )
-    enable_megatron_on_cpu()
-    keep_deepspeed_from_compiling()
-    keep_freed_memory()
+    prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():

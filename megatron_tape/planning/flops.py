@@ -36,7 +36,6 @@ class LayerWork(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All multiply-adds."""
         return self.projections + 2 * self.scores + self.state_average + self.position
 
 

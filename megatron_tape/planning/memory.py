@@ -53,7 +53,6 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes on the GPU that needs most."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.layer_activations + self.logits + self.buffers + self.working
 

@@ -70,7 +70,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 

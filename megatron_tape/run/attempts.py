@@ -136,7 +136,6 @@ class Attempt:
         return self.home.is_dir()
 
     def check_owner(self) -> None:
-        """Raise StaleAttempt if a newer attempt has taken over."""
         if not self.is_owner():
             raise StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
 
@@ -149,7 +148,6 @@ class Attempt:
         return stop_reason(self.directory)
 
     def heartbeat(self, **facts: Any) -> None:
-        """Record that the attempt is alive, and what it is doing."""
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
 
     def record_end(

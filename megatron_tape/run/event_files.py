@@ -117,7 +117,6 @@ class EventFile:
         self._add(Event(step=step, summary=Summary(value=scalars)))
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """Add Markdown under `tag`."""
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         self._add_strings(tag + TEXT_SUFFIX, [text.encode()], metadata, step)
 
@@ -127,7 +126,6 @@ class EventFile:
         self._add_strings(tag, [width, height, png], images.create_summary_metadata("", ""), step)
 
     def add_layout(self, layout: Layout, step: int) -> None:
-        """Add the layout of the Custom Scalars page."""
         self._add_strings(
             custom_scalars.CONFIG_SUMMARY_TAG,
             [layout.SerializeToString()],

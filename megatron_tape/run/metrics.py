@@ -127,7 +127,6 @@ class MetricsWriter:
             self._events.add_text(tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def picture(self, tag: str, png: bytes, step: int) -> None:
-        """Show a PNG, given as the bytes of its file, in TensorBoard under `tag`."""
         if self._events is not None:
             size = struct.unpack(">II", png[16:24])  # of its first chunk
             self._events.add_picture(tag, png, size, step)

@@ -58,7 +58,6 @@ class Watch:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt passed to `attach`, if any."""
         return self._attempt
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -90,14 +89,12 @@ class Watch:
             yield item
 
     def close(self) -> None:
-        """Stop watching, and restore the signal handlers."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def record_end(self, outcome: str, message: str, error: BaseException | None = None) -> None:
-        """Record how this rank ended."""
         detail = "" if error is None else "".join(traceback.format_exception(error))
         if self._attempt is not None:
             with contextlib.suppress(OSError):

@@ -30,17 +30,14 @@ class Addition(Generator):
     END: ClassVar[int] = 12
 
     def check(self) -> None:
-        """Raise ConfigError unless there are digits."""
         refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
 
     @property
     def vocab_size(self) -> int:
-        """Digits and three marks."""
         return 13
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sum."""
         return 3 * self.digits + 4
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

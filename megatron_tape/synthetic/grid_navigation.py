@@ -38,7 +38,6 @@ class GridNavigation(Generator):
     one dimension and 3 in two."""
 
     def check(self) -> None:
-        """Raise ConfigError for a setting that cannot work."""
         refuse(self.dimensions not in (1, 2), "dimensions", f"is {self.dimensions}", "set it to 1 or 2")
         for key, least in (("steps", 1), ("width", 2), ("objects", 1), ("longest_run", 1)):
             value = getattr(self, key)
@@ -48,12 +47,10 @@ class GridNavigation(Generator):
 
     @property
     def vocab_size(self) -> int:
-        """Objects, blank and actions."""
         return self.objects + 1 + 2 * self.dimensions
 
     @property
     def length(self) -> int:
-        """Tokens of every sequence."""
         return 2 * self.steps
 
     @property

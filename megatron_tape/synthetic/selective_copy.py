@@ -26,19 +26,16 @@ class SelectiveCopy(Generator):
     """Different symbols."""
 
     def check(self) -> None:
-        """Raise ConfigError for a setting that cannot work."""
         for key in ("copied", "symbols"):
             refuse(getattr(self, key) < 1, key, f"is {getattr(self, key)}", "set it to at least 1")
         refuse(self.blanks < 0, "blanks", f"is {self.blanks}", "set it to at least 0")
 
     @property
     def vocab_size(self) -> int:
-        """Symbols, blank and mark."""
         return self.symbols + 2
 
     @property
     def length(self) -> int:
-        """Tokens of every sequence."""
         return 2 * self.copied + self.blanks + 1
 
     @property

@@ -20,7 +20,6 @@ class ValidationLoss(Hook):
     """The mean loss of `train.eval_steps` global batches of the validation split."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return `validation_loss`."""
         batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
         return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
 
@@ -29,7 +28,6 @@ class Sample(Hook):
     """Text that continues `logging.sample_prompt`; nothing without a tokenizer, or if `sample_tokens` is 0."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return the text `sample`."""
         settings = trainer.config.logging
         if trainer.tokenizer is None or settings.sample_tokens == 0:
             return HookResult()

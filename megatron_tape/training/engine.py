@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -165,39 +166,34 @@ class Engine:
             self.deepspeed_engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
-        norm = float("nan") if norm is None else float(norm)
+        norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
-        return StepResult(loss, float("nan") if skipped and math.isfinite(norm) else norm, skipped)
+        return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped)
 
     @torch.no_grad()
+    def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
+        self.deepspeed_engine.eval()
+        result = self.deepspeed_engine(*arguments, **keywords)
+        self.deepspeed_engine.train()
+        return result
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of the batches over all data-parallel ranks."""
-        self.deepspeed_engine.eval()
-        losses = [self.deepspeed_engine(**batch) for batch in batches]
-        self.deepspeed_engine.train()
+        losses = [self._forward(**batch) for batch in batches]
         return self.layout.tokens.average(torch.stack(losses).mean()).item()
 
-    @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
-        self.deepspeed_engine.eval()
-        logits = self.deepspeed_engine(tokens)
-        self.deepspeed_engine.train()
-        return logits
+        return self._forward(tokens)
 
-    @torch.no_grad()
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
-        self.deepspeed_engine.eval()
-        losses = self.deepspeed_engine(tokens, labels, by_token=True)
-        self.deepspeed_engine.train()
-        return losses
+        return self._forward(tokens, labels, by_token=True)
 
     @property
     def optimizer_steps(self) -> int:
         """How many updates Adam has made; skipped steps do not count."""
-        state = next(iter(self.adam.state.values()), {})
-        return int(state.get("step", 0))
+        return int(next(iter(self.adam.state.values()), {}).get("step", 0))
 
     def training_state(self, wanted: Callable[[str], bool], frozen: bool = True) -> dict[str, Tensor]:
         """Return a copy, on the CPU, of this tensor-parallel rank's fp32 weights and Adam moments.

@@ -47,7 +47,6 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
-    """Log what is built and how ranks share it."""
     ranks = f"{counted(layout.world_size, 'process', 'processes')}: {config.parallel.described(layout.world_size)}"
     parameters = f"{parameter_count(config.model, config.extension):,}"
     encoding = config.model.position_encoding

@@ -58,7 +58,6 @@ class ClippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Clip, and update unless the gradient's norm is infinite or NaN."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         replicated = self._group.rank() > 0
         counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not replicated]

@@ -48,7 +48,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return f"{self.variant.label}, seed {self.seed}"
 
     @property
@@ -59,7 +58,6 @@ class PlannedRun:
 
     @property
     def log(self) -> Path:
-        """Where the output of its programs goes."""
         return self.directory / "log.txt"
 
     @property

@@ -24,7 +24,6 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """How results call it."""
         return "+".join([self.encoding, *(f"{key}={value}" for key, value in self.settings)])
 
     @property
@@ -37,7 +36,6 @@ class Variant:
 
     @property
     def arguments(self) -> list[str]:
-        """What sets it on the command line of a run."""
         given = (("position_encoding", self.encoding), *self.settings)
         return [text for key, value in given for text in (f"--model.{key}", value)]
 

@@ -18,7 +18,9 @@ def fewest_pages():
         torch.ones(2**24)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return min(found)
-print(fewest_pages(), keep_freed_memory(), fewest_pages())
+print(fewest_pages())
+keep_freed_memory()
+print(fewest_pages())
 """
 
 
@@ -26,8 +28,8 @@ def test_memory_of_freed_tensors_is_used_again():
     """A tensor of 64 MiB has 16,384 pages of 4 KiB, or 32 of 2 MiB."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
-    before, took, after = done.stdout.split()
-    assert took == "True" and int(before) >= 32 > int(after)
+    before, after = map(int, done.stdout.split())
+    assert before >= 32 > after
 
 
 def test_it_changes_nothing_where_cuda_exists(monkeypatch):
@@ -35,14 +37,12 @@ def test_it_changes_nothing_where_cuda_exists(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER)
-    assert cpu.enable_megatron_on_cpu() is False
-    cpu.keep_deepspeed_from_compiling()
-    assert cpu.keep_freed_memory() is False
+    cpu.prepare_cpu()
     assert (torch.cuda.current_device, random._get_cuda_rng_state, random._CUDA_RNG_STATE_TRACKER) == before
 
 
 def test_random_streams_continue_and_do_not_change_the_outer_stream():
-    assert cpu.enable_megatron_on_cpu()
+    cpu.prepare_cpu()
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     tracker.add("a", 1)

@@ -15,7 +15,7 @@ import torch
 from datasets_for_tests import write_all
 from launch import environment
 from torch.distributed import distributed_c10d
-from training_cases import RECIPE, option, packed
+from training_cases import RECIPE, option, packed, rows, steps_saved
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.io.files import digest
@@ -43,15 +43,6 @@ def run(data, tmp_path):
 
     start.folder = tmp_path / "run"
     return start
-
-
-def rows(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]
-
-
-def steps_saved(folder):
-    return sorted(step for step, _ in checkpoint_files.list_checkpoints(folder / "checkpoints"))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +77,9 @@ def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypa
         assert capfd.readouterr().err.startswith(f"{prefix}model.") and waited == seconds
 
 
-def test_metrics_rows_count_from_one_and_carry_the_promised_keys(run):
-    assert run("--logging.interval=3") == 0
+def test_a_run_leaves_rows_its_newest_checkpoints_and_its_configuration_and_stays_as_it_is_once_finished(run):
+    settings = ["--logging.interval=3", "--checkpoint.interval=2", "--checkpoint.keep=2"]
+    assert run(*settings) == 0
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 3, 5, 6, 9, 10]
     for row in found:
@@ -95,6 +87,12 @@ def test_metrics_rows_count_from_one_and_carry_the_promised_keys(run):
         assert ("validation_loss" in row) == (row["step"] in (5, 10))
     assert found[-1]["position/update_norm/layer_00"] > found[0]["position/update_norm/layer_00"] == 0
     assert found[0]["position/state_norm/layer_01"] == pytest.approx(1, abs=1e-5)
+    assert steps_saved(run.folder) == [8, 10]
+    again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
+    assert again.logging.interval == 3 and again.logging.directory == str(run.folder)
+    before = rows(run.folder)
+    assert run(*settings) == 0
+    assert rows(run.folder) == before
 
 
 def test_tensorboard_shows_curves_configuration_and_sample(run, data):
@@ -132,11 +130,6 @@ def test_sampling_leaves_training_as_it_is(run, data):
     assert rows(run.folder) == rows(run.folder.parent / "sampled")
 
 
-def test_it_keeps_the_newest_checkpoints(run):
-    assert run("--checkpoint.interval=2", "--checkpoint.keep=2") == 0
-    assert steps_saved(run.folder) == [8, 10]
-
-
 def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(run, capfd, caplog):
     assert run("--checkpoint.interval=2", name="whole") == 0
     assert run("--checkpoint.interval=2", "--checkpoint.keep=9") == 0
@@ -159,13 +152,6 @@ def test_it_does_not_start_afresh_when_every_checkpoint_is_broken(run, capfd):
     next((run.folder / "checkpoints/step-00000010").glob("tensors*")).unlink()
     assert run() == 1
     assert "no checkpoint" in capfd.readouterr().err
-
-
-def test_a_finished_run_is_left_as_it_is(run):
-    assert run() == 0
-    before = rows(run.folder)
-    assert run() == 0
-    assert rows(run.folder) == before
 
 
 SHORT = ["--schedule.warmup_steps=0"]
@@ -239,14 +225,22 @@ def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd)
     assert rows(run.folder.parent / "other") == rows(run.folder)[8:]
 
 
-def test_a_validation_share_too_small_is_refused(run, capfd):
-    assert run("--data.split=999,1,0") == 1
-    assert "validation share gives" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    "override, status, reported",
+    [
+        ("data.split=999,1,0", 1, "validation share gives"),
+        ("model.vocab_size=60", 2, "model.vocab_size is 60"),  # smaller than the tokenizer's
+        ("logging.directory={data}/a.bin/x", 2, "logging.directory"),
+    ],
+)
+def test_what_does_not_fit_the_data_is_refused(run, data, capfd, override, status, reported):
+    assert run(*packed(data), f"--{override.format(data=data)}") == status
+    assert reported in capfd.readouterr().err
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(run, data, capfd):
-    assert run("--model.vocab_size=60", *packed(data)) == 2
-    assert "model.vocab_size is 60" in capfd.readouterr().err
+def test_data_with_tokens_that_the_model_lacks_is_refused(run, capfd):
+    assert run("--model.vocab_size=32") == 1
+    assert "model.vocab_size is 32" in capfd.readouterr().err
 
 
 def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
@@ -325,11 +319,6 @@ def test_an_error_is_recorded_and_then_the_process_groups_are_aborted(run, monke
     assert run("--train.steps=3") == 0
 
 
-def test_data_with_tokens_the_model_lacks_is_refused(run, capfd):
-    assert run("--model.vocab_size=32") == 1
-    assert "model.vocab_size is 32" in capfd.readouterr().err
-
-
 def test_damaged_data_is_refused_before_anything_starts(run, data, tmp_path, capfd):
     for ending, keep in (("bin", 100), ("idx", 60), ("idx", 0)):
         for name in ("bin", "idx"):
@@ -349,39 +338,25 @@ def test_data_without_the_required_document_ends_is_refused(run, data, tmp_path,
     assert "--append-eod" in capfd.readouterr().err
 
 
-def test_a_directory_that_cannot_be_written_is_refused(run, data, capfd):
-    assert run(f"--logging.directory={data}/a.bin/x") == 2
-    assert "logging.directory" in capfd.readouterr().err
-
-
-def test_the_configuration_is_left_beside_the_metrics(run):
-    assert run("--train.steps=2", "--train.eval_interval=null", "--schedule.warmup_steps=0") == 0
-    again = train.parse_run_config(["--config", str(run.folder / "config.yaml")])
-    assert again.train.steps == 2 and again.logging.directory == str(run.folder)
-
-
-def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, monkeypatch, capfd):
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    """The fused kernel of attention returns wrong numbers."""
     attend = triton_attention.attend
     monkeypatch.setattr(parity, "LENGTH", 16)
     monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
+
+
+def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, wrong_kernel, capfd):
     assert run("--model.hidden_size=128", "--model.attention_backend=triton") == 1
     reported = capfd.readouterr().err
     assert "the fused kernel of the attention does not work here" in reported and "Traceback" not in reported
     assert not steps_saved(run.folder)
 
 
-def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, monkeypatch, capfd):
-    attend = triton_attention.attend
-    monkeypatch.setattr(parity, "LENGTH", 16)
+def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, wrong_kernel, monkeypatch, capfd):
     monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
-    monkeypatch.setattr(triton_attention, "attend", lambda *x: [y if y is None else 1.1 * y for y in attend(*x)])
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
     assert run("--model.hidden_size=128", *short) == 0
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: model.attention_backend is triton" in log
     assert "attention runs as torch" in log
-
-
-def test_a_program_may_choose_what_is_trained(run):
-    with pytest.raises(ValueError, match="no parameter of the model is trained"):
-        run("--train.steps=1", "--schedule.warmup_steps=0", trains=lambda name, parameter: False)

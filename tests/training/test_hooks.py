@@ -1,12 +1,10 @@
 """Evaluations as hooks: one that a test registers, and those that every run has."""
 
-import json
-
 import pytest
 import torch
 from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_cases import RECIPE, option
+from training_cases import RECIPE, option, rows
 
 from megatron_tape.training.hooks import EVALUATIONS, HOOKS, Hook, HookResult, joined, register
 from megatron_tape.training.position_norms import picture
@@ -43,10 +41,6 @@ def run(tmp_path):
     yield start
     EVALUATIONS.remove("toy")
     del HOOKS["toy"]
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_findings_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):

@@ -3,16 +3,12 @@
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import LAYOUTS, RESUMED_STEPS, assert_close
+from training_cases import LAYOUTS, RESUMED_STEPS, assert_close, without_speed
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     return run_group("training_cases", 2, write_all(tmp_path_factory.mktemp("data")), "resume")
-
-
-def without_speed(rows):
-    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in rows]
 
 
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]

@@ -1,7 +1,6 @@
 """Signals, hangs and failing disks in one training process; tests/slurm shows them on a cluster."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from datasets_for_tests import write_all
 from launch import environment, free_port
-from training_cases import RECIPE, option
+from training_cases import RECIPE, option, rows, steps_saved
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint import writing
@@ -44,15 +43,6 @@ def run(data, tmp_path):
 def arguments(data, folder, *overrides):
     prefix = option("data.prefix", f"{data}/a")
     return ["--config", str(RECIPE), prefix, f"--logging.directory={folder}", *overrides]
-
-
-def rows(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if "per_second" not in k and k != "time"} for row in found]
-
-
-def steps_saved(folder):
-    return sorted(step for step, _ in checkpoint_files.list_checkpoints(folder / "checkpoints"))
 
 
 def interrupt_at(monkeypatch, place, name, count, number):

@@ -31,13 +31,11 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within the tolerance."""
         if self.tolerance is None or self.estimated is None:
             return True
         return abs(self.rehearsed - self.estimated) <= self.tolerance * max(self.rehearsed, self.estimated)
 
     def __str__(self) -> str:
-        """Return the row of the report's table."""
         figures = (("-" if figure is None else self._shown(figure)) for figure in (self.rehearsed, self.estimated))
         return f"{self.name:<44}{''.join(f'{figure:>14}' for figure in figures)}{'' if self.agrees else '  DIFFERS'}"
 

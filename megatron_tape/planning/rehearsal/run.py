@@ -184,7 +184,6 @@ class _ObservedRun:
             self.tracker.name_group(group, name)
 
     def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
-        """Build the engine, and observe its steps and forward passes."""
         self.outcome.config = replaced(self.outcome.config, {"model.attention_backend": model.attention_backend})
         self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
@@ -218,7 +217,6 @@ class _ObservedRun:
             self.outcome.activations = self.tracker.live["forward"] - self.tracker.bytes_of(others, "forward")
 
     def _measure_state(self, engine: Engine) -> None:
-        """Measure the weights and Adam's state, between two steps."""
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
         adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         self.outcome.weights = self.tracker.bytes_of(weights)

@@ -117,7 +117,6 @@ class Tracker(TorchDispatchMode):
 
     @staticmethod
     def note_launch(kernel: str) -> None:
-        """Note a kernel of our own."""
         if tracker := Tracker.active:
             tracker.record.launches[kernel] += 1
 
