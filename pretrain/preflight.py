@@ -26,7 +26,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings
-from megatron_tape.io.versions import versions
+from megatron_tape.io.versions import code_digest, versions
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
@@ -132,7 +132,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     store.wait(["ready"])
     facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        facts |= nodes.node_facts(config, home)
+        facts |= nodes.node_facts(config, home, code_digest(("megatron_tape", "pretrain")))
     store.set(f"facts/{rank}", json.dumps(facts))
     if rank == 0:
         problems = _problems(store, config, options, size, home, token, imported)

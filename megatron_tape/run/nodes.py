@@ -11,10 +11,9 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.io.files import BLOCKS, fingerprint
-from megatron_tape.io.versions import code_digest, versions
+from megatron_tape.io.versions import versions
 
 PACKAGES = ("torch", "megatron-core", "deepspeed")
-CODE = ("megatron_tape", "pretrain")
 BLOCKS_OF_ALL = 4096
 """About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
 GIB = 2**30
@@ -47,10 +46,12 @@ def inputs(config: RunConfig) -> list[str]:
     return files
 
 
-def node_facts(config: RunConfig, home: Path | None) -> dict[str, Any]:
-    """Describe this node for comparison with the others; `home` is where the attempt writes checkpoints."""
-    together = versions(PACKAGES) | {"code": code_digest(CODE)}
-    facts: dict[str, Any] = {"versions": together, "data": {}, "directory": None}
+def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any]:
+    """Describe this node for comparison with the others.
+
+    `home` is where the attempt writes checkpoints; `code` is the digest of the code that runs here.
+    """
+    facts: dict[str, Any] = {"versions": versions(PACKAGES) | {"code": code}, "data": {}, "directory": None}
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
     for path in files:
