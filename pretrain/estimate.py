@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     memory_help = "memory of one GPU; default: that of --gpu or, without both, every usual size is compared"
     add("--gpu-memory", type=float, metavar="GIB", help=memory_help)
     gpu_help = "kind of GPU, for memory and the step time, which is otherwise that of an H100"
-    add("--gpu", type=_kind, choices=KINDS, help=gpu_help)
+    kinds = {kind.lower(): kind for kind in KINDS}
+    add("--gpu", type=lambda text: kinds.get(text.lower(), text), choices=KINDS, help=gpu_help)
     add("--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones")
     search_help = (
         "list the ten fastest layouts that fit on --processes GPUs: tensor- and context-parallel sizes, ZeRO stage, "
@@ -112,10 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--search", action="store_true", help=search_help)
     return parser
-
-
-def _kind(text: str) -> str:
-    return next((kind for kind in KINDS if kind.lower() == text.lower()), text)
 
 
 def _warn(message: str) -> None:
@@ -199,7 +196,9 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
         yield from _reasons(found)
         return
     yield ROW.format(*COLUMNS) + "  most time in"
-    yield from (_row(prediction, hardware) + _slowest(prediction) for prediction in found.fitting)
+    for prediction in found.fitting:
+        most = ", ".join(f"{name} {share:.0%}" for name, share in prediction.phases()[:3])
+        yield f"{_row(prediction, hardware)}  {most}"
     others = found.too_large
     if found.fitting:
         yield f"the first of these: {_settings(found.fitting[0].plan.config, plan.config)}"
@@ -209,7 +208,9 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
     elif not found.fitting:
         others = sorted(others, key=lambda prediction: prediction.memory.peak)
         yield f"none fits in {gib:g} GiB, of which {HEADROOM:.0%} must stay free" + "; the smallest:" * bool(others)
-    yield from (_row(prediction, hardware) + _largest(prediction.memory) for prediction in others[:5])
+    for prediction in others[:5]:
+        size, part = max((getattr(prediction.memory, part), name) for part, name in PARTS.items())
+        yield f"{_row(prediction, hardware)}  {size / GIB:.1f} of them {part}"
     yield from _reasons(found)
 
 
@@ -242,15 +243,6 @@ def _row(prediction: Prediction, hardware: Hardware) -> str:
         f"{prediction.utilization(hardware):.1%}",
         f"{prediction.memory.peak / GIB:.1f}",
     )
-
-
-def _slowest(prediction: Prediction) -> str:
-    return "  " + ", ".join(f"{name} {share:.0%}" for name, share in prediction.phases()[:3])
-
-
-def _largest(needed: Memory) -> str:
-    part = max(PARTS, key=lambda part: getattr(needed, part))
-    return f"  {getattr(needed, part) / GIB:.1f} of them {PARTS[part]}"
 
 
 def _advice(plan: Plan, needed: Memory, given: float | None) -> str:

@@ -187,7 +187,9 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
 
     def plan() -> list[Planned]:
-        digest = _digest_of_model(source)
+        progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
+        digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
+        progress.end()
         return unfinished((plan_task(task, digest, dtype) for task in tasks), output, options.overwrite)
 
     planned = ranks.first(plan)
@@ -223,15 +225,6 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: Planne
     for picture in pictures:
         print(f"  {picture}")
     sys.stdout.flush()
-
-
-def _digest_of_model(source: Source) -> str:
-    if source.checkpoint:
-        return source.digest()
-    progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
-    digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
-    progress.end()
-    return digest
 
 
 def _load(source: Source, output: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:

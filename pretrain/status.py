@@ -162,7 +162,9 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
     except (ValueError, OverflowError, OSError):  # the time is outside the range of years that can be shown
         started = "at an unknown time"
     job = attempt.facts.get("job")
-    where = f"{f'job {job} on ' if job else ''}{_nodes(attempt.facts.get('nodes', []))}"
+    nodes = attempt.facts.get("nodes", [])
+    shown = ",".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} .. {nodes[-1]} ({len(nodes)} nodes)"
+    where = f"{f'job {job} on ' if job else ''}{shown}"
     newest = attempt.facts.get("checkpoint_step", 0)
     begun = attempt.heartbeat.get("from_step", newest)
     where += f", from step {begun:,}"
@@ -176,10 +178,6 @@ def _line(attempt: AttemptRecord, alive: bool) -> str:
     else:
         end = "" if alive else "killed, or its node was lost"
     return f"{attempt.number:>4}  {started}  {where}  {end}".rstrip()
-
-
-def _nodes(names: list[str]) -> str:
-    return ",".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} nodes)"
 
 
 def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:

@@ -16,12 +16,7 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Save, Writer
-from megatron_tape.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.parallel.layout import end_process_groups
 from megatron_tape.run.attempts import Attempt

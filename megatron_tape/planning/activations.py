@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.config.schema import OF_ENCODING, ModelConfig
-from megatron_tape.ops.backends import (
-    AVERAGE,
-    BIAS,
-    GATE,
-    HEAD_DIMS,
-    POINTWISE,
-    REFLECTIONS,
-    ROTATION,
-    SCORES,
-    lacks,
-)
+from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, HEAD_DIMS, POINTWISE, REFLECTIONS, ROTATION, SCORES, lacks
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.plan import Plan
 from megatron_tape.position import encoding_of
@@ -58,7 +48,8 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     backward = sum(layers)
     if plan.recomputes:
         whole = layers
-        attended = [_kept_attention(plan, layer) for layer in range(model.num_layers)]
+        keeps = plan.config.train.recompute == "selective" and keeps_attention(model)
+        attended = [_attention_outputs(plan, layer) if keeps else 0 for layer in range(model.num_layers)]
         layers = [_layer_input(plan, layer) + kept for layer, kept in enumerate(attended)]
         # Each layer is run again when what those above it kept is gone.
         backward = max(below + layer - kept for below, layer, kept in zip(accumulate(layers), whole, attended))
@@ -95,12 +86,6 @@ def _layer_input(plan: Plan, layer: int) -> int:
     return plan.batch.local_tokens * (plan.model.hidden_size * plan.width + state)
 
 
-def _kept_attention(plan: Plan, layer: int) -> int:
-    """Return the bytes of attention's outputs that a recomputed layer keeps."""
-    keeps = plan.config.train.recompute == "selective" and keeps_attention(plan.model)
-    return _attention_outputs(plan, layer) if keeps else 0
-
-
 def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     """Return the bytes that a layer keeps without recomputation."""
     model, encoding, batch, trained = plan.model, plan.encoding, plan.batch, plan.trained_parts
@@ -128,11 +113,8 @@ def _norm(plan: Plan, fused: bool) -> int:
 def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     """Return the bytes that one layer's attention keeps, without its outputs."""
     model, encoding, batch, width = plan.model, plan.encoding, plan.batch, plan.width
-    dim, heads, groups = (
-        model.head_dim,
-        model.num_attention_heads // batch.head_shards,
-        batch.groups(model.query_groups),
-    )
+    dim, groups = model.head_dim, batch.groups(model.query_groups)
+    heads = model.num_attention_heads // batch.head_shards
     grouped, exchanged = heads > groups, batch.context_size > 1
     # With a rotation that depends on parameters, the rotation keeps its inputs.
     learns_rotation = ROTATION in encoding.needs and encoding.learns_rotation(layer)

@@ -42,17 +42,15 @@ class LayerWork(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     """Count the multiply-adds of every layer, once for all layouts of a search."""
-    return tuple(_layer_work(model, layer) for layer in range(model.num_layers))
-
-
-def _layer_work(model: ModelConfig, layer: int) -> LayerWork:
     hidden, heads, groups, dim = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
-    encoding = encoding_of(model)
+    encoding, works = encoding_of(model), []
     scores = heads * dim * model.seq_length // 2
     projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (1 + model.attention_output_gate)
-    average = scores if AVERAGE in encoding.needs and encoding.updates(layer) else 0
-    position = encoding.multiply_adds(layer) - average
-    return LayerWork(projections + 3 * hidden * model.ffn_hidden_size, scores, average, position)
+    for layer in range(model.num_layers):
+        average = scores if AVERAGE in encoding.needs and encoding.updates(layer) else 0
+        position = encoding.multiply_adds(layer) - average
+        works.append(LayerWork(projections + 3 * hidden * model.ffn_hidden_size, scores, average, position))
+    return tuple(works)
 
 
 def flops_per_token(model: ModelConfig, extension: ExtensionConfig | None = None) -> int:

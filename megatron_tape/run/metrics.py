@@ -153,34 +153,26 @@ class MetricsWriter:
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [form.format(values[name]) for name, form in formats.items() if name in values]
-        parts.append(f"ETA {duration(self._seconds_left(step))}")
+        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        seconds = (last_time - first_time) / (last_step - first_step)
+        parts.append(f"ETA {duration(seconds * max(0, self.total_steps - step))}")
         if "validation_loss" in values:
             loss, perplexity = values["validation_loss"], values["validation_perplexity"]
             parts.append(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}")
         return " | ".join(parts)
-
-    def _seconds_left(self, step: int) -> float:
-        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
-        return (last_time - first_time) / (last_step - first_step) * max(0, self.total_steps - step)
-
-
-def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
-            if _step_of(line) <= step:
-                yield line.removesuffix(b"\n") + b"\n"
 
 
 class _Row(TypedDict):
     step: float
 
 
-def _step_of(line: bytes) -> float:
-    try:
-        return parse_record(line, _Row)["step"]
-    except ValueError:
-        return math.inf
+def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a file, which need not exist, up to `step`, without one that a killed process cut short."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                if parse_record(line, _Row)["step"] <= step:
+                    yield line.removesuffix(b"\n") + b"\n"
 
 
 def _by_tag(values: Mapping[str, float]) -> dict[str, float]:

@@ -134,7 +134,11 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            self._add_stack(file.read() + "\n")
+            # One file for all ranks of a node, to which each adds its stack in one piece.
+            path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
+            with open(path, "ab", buffering=0) as stacks:
+                stacks.write(f"{file.read()}\n".encode())
+                os.fsync(stacks.fileno())
         # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
@@ -143,13 +147,6 @@ class Watch:
             f"nothing happened for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
             f"stack is in {self._attempt.directory}",
         )
-
-    def _add_stack(self, stack: str) -> None:
-        # One file for all ranks of a node, to which each adds its stack in one piece.
-        path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
-        with open(path, "ab", buffering=0) as file:
-            file.write(stack.encode())
-            os.fsync(file.fileno())
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

@@ -164,7 +164,8 @@ class _ObservedRun:
                 trainer.run()
         except Exception as error:
             logger.debug("the rehearsal ended", exc_info=True)
-            self.tracker.faults[f"{type(error).__name__}: {_first_line(error)} at {place_of(error)}"] += 1
+            first_line = str(error).partition("\n")[0]
+            self.tracker.faults[f"{type(error).__name__}: {first_line} at {place_of(error)}"] += 1
         finally:
             watch.close()
         self._end_record()
@@ -252,7 +253,3 @@ def _share_of(parameter: torch.nn.Parameter) -> int:
     if hasattr(parameter, "_hp_mapping"):  # under ZeRO 1 and 2
         return 0 if parameter._hp_mapping is None else parameter._hp_mapping.lp_fragment_address.numel
     return parameter.numel()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
