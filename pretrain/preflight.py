@@ -10,6 +10,7 @@ may pass, and is recorded with the nodes that the next attempt should avoid.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -49,10 +50,6 @@ class Unready(Exception):
         self.bad_nodes = list(bad_nodes)
 
 
-class Verdict(Exception):
-    """The problems that rank 0 found on all nodes and has already recorded."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Check, print what was found, and return the exit status."""
     parser = command_line.Parser(
@@ -61,18 +58,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         epilog="Settings of the run are explained by `python -m pretrain.train --help`.",
     )
-    parser.add_argument("--nodes", default="", help="names of the job's nodes, in order, separated by commas")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300,
-        help="seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-memory-check", action="store_true", help="start although the estimate says that the GPUs are too small"
-    )
+    add = parser.add_argument
+    add("--nodes", default="", help="names of the job's nodes, in order, separated by commas")
+    add("--gpus", type=int, default=0, help="GPUs that each node must have (default: %(default)s)")
+    patience = "seconds that a rank may take to answer after rank 0 has imported torch, and again for the all-reduce"
+    add("--timeout", type=float, default=300, help=f"{patience} (default: %(default)s)")
+    anyway = "start although the estimate says that the GPUs are too small"
+    add("--no-memory-check", action="store_true", help=anyway)
     with command_line.refusing():
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest, with_base_settings)
@@ -84,11 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
     try:
         check(config, Level.SETTINGS, size)
-        _check(config, options, rank, size, attempt)
-    except Verdict as verdict:
-        if rank == 0:
-            print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
-        return 1
+        verdict = _check(config, options, rank, size, attempt)
     except Exception as error:
         foreseen = isinstance(error, (Unready, ConfigError))
         message = str(error) if foreseen else f"{_here()}: {type(error).__name__}: {error}"
@@ -96,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
         _record(attempt, rank, REFUSED if isinstance(error, ConfigError) else UNREADY, message, bad_nodes)
         print(f"error: preflight: {message}", file=sys.stderr, flush=True)
         return 1
-    return 0
+    if verdict and rank == 0:
+        print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
+    return int(verdict != "")
 
 
 def _record(attempt: Attempt | None, rank: int, outcome: str, message: str, bad_nodes: Iterable[str]) -> None:
@@ -110,10 +100,11 @@ def _interrupted(attempt: Attempt | None, number: int) -> None:
     os._exit(EXIT_RESTART)
 
 
-def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> None:
+def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None) -> str:
+    """Return the problems that rank 0 has found on all nodes and recorded, in words; "" if there are none."""
     started = time.monotonic()
-    say = print if rank == 0 else lambda *_, **__: None
-    say(f"preflight: {counted(size, 'rank')}, importing torch", flush=True)
+    say = functools.partial(print, "preflight:", flush=True) if rank == 0 else lambda _: None
+    say(f"{counted(size, 'rank')}, importing torch")
     import torch
     from torch.distributed import TCPStore
 
@@ -153,12 +144,20 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
             # The store ends with this rank, so let the others read the reason first.
             with contextlib.suppress(RuntimeError):
                 store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
-        raise Verdict(verdict)
+        return verdict
     if rank == 0:
-        _describe(config, facts, size, say)
+        plan, parameters = Plan(config, size), parameter_count(config.model, config.extension)
+        say(", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
+        say(f"{len(nodes.inputs(config))} input files are the same on every node")
+        say(
+            f"{parameters:,} parameters, about {memory(plan).peak / nodes.GIB:.2f} GiB a rank, "
+            f"{flops_per_step(plan) / 1e12:,.2f} TFLOP a step, "
+            f"{checkpoint_bytes(plan) / nodes.GIB:.2f} GiB a checkpoint"
+        )
     if size > 1:
         _measure(torch, store, rank, size, options, say)
-    say(f"preflight: passed in {time.monotonic() - started:.1f} s", flush=True)
+    say(f"passed in {time.monotonic() - started:.1f} s")
+    return ""
 
 
 def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
@@ -207,19 +206,6 @@ def _in_words(problems: list[nodes.Problem]) -> str:
     return "; ".join(problem.sentence for problem in problems[:SHOWN]) + more
 
 
-def _describe(config: RunConfig, facts: dict[str, Any], size: int, say) -> None:
-    plan = Plan(config, size)
-    if "versions" in facts:
-        say("preflight: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), flush=True)
-    say(f"preflight: {len(nodes.inputs(config))} input files are the same on every node", flush=True)
-    say(
-        f"preflight: {parameter_count(config.model, config.extension):,} parameters, "
-        f"about {memory(plan).peak / nodes.GIB:.2f} GiB a rank, {flops_per_step(plan) / 1e12:,.2f} TFLOP a step, "
-        f"{checkpoint_bytes(plan) / nodes.GIB:.2f} GiB a checkpoint",
-        flush=True,
-    )
-
-
 def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[str]:
     """Return the names of the nodes that the ranks run on, or none if `--nodes` is not given."""
     names = [name for name in options.nodes.split(",") if name]
@@ -246,8 +232,7 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
     """Print the bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times its bytes, divided by its time."""
     import torch.distributed as dist
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    if on_gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device, megabytes = ("cuda", 256) if on_gpu else ("cpu", 16)
     store.set(f"joining/{rank}", "yes")
@@ -272,13 +257,12 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
             absent = [other for other in range(size) if not store.check([f"joining/{other}"])]
         bad_nodes = _nodes_of(absent, options, size)
         where = f" without {', '.join(bad_nodes)}" if bad_nodes else ""
-        raise Unready(
-            f"{_here()}: the all-reduce over all ranks failed{where}: {_first_line(error)}", bad_nodes
-        ) from None
+        problem = f"{_here()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
+        raise Unready(problem, bad_nodes) from None
     if not sums_right:
         raise Unready(f"{_here()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
-    say(f"preflight: all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s", flush=True)
+    say(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
 if __name__ == "__main__":
