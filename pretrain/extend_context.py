@@ -14,17 +14,11 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.extension.base import with_base_settings
 from pretrain.train import supervised
 
-PURPOSE = (
-    "Extend a model to longer contexts: train all or a part of it further, from the weights of extension.from, which "
-    "is a run of this project, one of its checkpoints, or a directory in the format of transformers. Settings of the "
-    "model that are not given are those of that model."
-)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check and train; return the exit status. Mistakes end in one sentence, before torch is imported."""
     with refusing():
-        config = parse_run_config(argv, with_base_settings, PURPOSE)
+        config = parse_run_config(argv, with_base_settings, __doc__.strip())
     return supervised(config, _trainer_arguments, extends=True)
 
 

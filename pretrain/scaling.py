@@ -1,4 +1,4 @@
-"""Print the tables of docs/scaling.md, or some of their rows: `python -m pretrain.scaling [--models 1B] [--gpus 64]`.
+"""Print the tables of docs/scaling.md: `python -m pretrain.scaling`.
 
 Nothing is measured: every figure comes from the arithmetic of `pretrain.estimate --search`.
 """
@@ -11,7 +11,6 @@ from megatron_tape import command_line
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.planning.hardware import KINDS
 from megatron_tape.planning.plan import Plan
@@ -100,46 +99,29 @@ def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
     return f"| {model} | {length:,} | {cells} |"
 
 
-def tables(models: list[str], gpus: list[int], lengths: list[int]) -> Iterator[str]:
+def tables() -> Iterator[str]:
     """Yield the tables line by line."""
-    for model in models:
+    for model in MODELS:
         yield f"### {model}\n\n{SIZES}"
-        yield from (size_row(model, length, number) for length in lengths for number in gpus)
+        yield from (size_row(model, length, gpus) for length in LENGTHS for gpus in GPUS)
         yield ""
-    if COMPARED_ON not in gpus:
-        return
     yield f"### TAPE's step on {COMPARED_ON} GPUs beside RoPE's in the same layout, in % of RoPE's\n\n{PHASES}"
-    yield from filter(None, (phase_row(model, length) for model in models for length in lengths))
-    if "1B" in models:
-        yield f"\n### 1B with sequences of {LONGEST:,} tokens\n\n{LAYOUT}\n{ALIGNED}"
-        found = find("1B", LONGEST, COMPARED_ON, wanted=3)
-        yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(best)} |" for best in found.fitting)
+    yield from filter(None, (phase_row(model, length) for model in MODELS for length in LENGTHS))
+    yield f"\n### 1B with sequences of {LONGEST:,} tokens\n\n{LAYOUT}\n{ALIGNED}"
+    found = find("1B", LONGEST, COMPARED_ON, wanted=3)
+    yield from (f"| {COMPARED_ON} | {LONGEST:,} | {described(best)} |" for best in found.fitting)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables, all of them or of some sizes."""
-    parser = command_line.Parser(prog="python -m pretrain.scaling", description=__doc__.splitlines()[0])
-    everything = {"models": list(MODELS), "gpus": list(GPUS), "lengths": list(LENGTHS)}
-    page = f"{PAGE.parent.name}/{PAGE.name}"
-    add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {', '.join(MODELS)} (default: all)")
-    add("--gpus", nargs="+", type=int, metavar="NUMBER", help=f"default: {' '.join(map(str, GPUS))}")
-    add("--lengths", nargs="+", type=int, metavar="TOKENS", help=f"default: {' '.join(map(str, LENGTHS))}")
-    add("--write", action="store_true", help=f"write the whole tables into {page}; takes no filter")
-    parser.set_defaults(**everything)
-    options = parser.parse_args(argv)
-    filtered = any(getattr(options, name) != whole for name, whole in everything.items())
-    problem = f"replaces all tables of {page} and needs all sizes"
-    refuse(options.write and filtered, "--write", problem, "leave out the filters")
-    refuse(min(*options.gpus, *options.lengths) < 1, "--gpus and --lengths", "take numbers above 0", "give some")
-    lines = tables(options.models, options.gpus, options.lengths)
-    if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.partition(BEGINNING)[0], text.partition(END)[2]
-        whole = "\n".join(lines)
+    """Print the tables, or write them into the page."""
+    parser = command_line.Parser(prog="python -m pretrain.scaling", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.parent.name}/{PAGE.name}")
+    if parser.parse_args(argv).write:
+        page, whole = PAGE.read_text(encoding="utf-8"), "\n".join(tables())
+        before, after = page.partition(BEGINNING)[0], page.partition(END)[2]
         write_whole(PAGE, [f"{before}{BEGINNING}\n{whole}\n\n{END}{after}".encode()])
         return
-    for line in lines:
+    for line in tables():
         print(line, flush=True)
 
 

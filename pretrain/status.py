@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_whole, read_manifest
@@ -34,17 +34,14 @@ LONGEST = 120
 logger = logging.getLogger(__name__)
 
 
-class _Step(TypedDict):
-    step: int
-
-
-class Row(_Step, total=False):
+class Row(TypedDict):
     """The keys of a row of `metrics.jsonl` that are shown; null stands for a number that was not finite."""
 
-    time: float
-    loss: float | None
-    tokens_per_second: float | None
-    validation_loss: float | None
+    step: int
+    time: NotRequired[float]
+    loss: NotRequired[float | None]
+    tokens_per_second: NotRequired[float | None]
+    validation_loss: NotRequired[float | None]
 
 
 class _Train(TypedDict, total=False):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import StaleAttempt
@@ -43,18 +43,15 @@ class Facts(TypedDict, total=False):
     log: str
 
 
-class _End(TypedDict):
+class End(TypedDict):
+    """How a rank ended, and which nodes caused it: the contents of `rank-RRRRR.json`."""
+
     rank: int
     outcome: Literal["finished", "interrupted", "refused", "unready", "failed", "hung", "stale"]
     message: str
     detail: str
     time: float
-
-
-class End(_End, total=False):
-    """How a rank ended, and which nodes caused it: the contents of `rank-RRRRR.json`."""
-
-    bad_nodes: list[str]
+    bad_nodes: NotRequired[list[str]]
 
 
 class Verdict(TypedDict):
@@ -64,18 +61,15 @@ class Verdict(TypedDict):
     reason: str
 
 
-class _Beat(TypedDict):
+class Heartbeat(TypedDict):
+    """When rank 0 was last known to be alive, what it was doing, and since when: the contents of `heartbeat.json`."""
+
     time: float
     since: float
     stage: str
     step: int | None
     hang_timeout: float | None
-
-
-class Heartbeat(_Beat, total=False):
-    """When rank 0 was last known to be alive, what it was doing, and since when: the contents of `heartbeat.json`."""
-
-    from_step: int
+    from_step: NotRequired[int]
     """The step after which the attempt has continued, once it is known: of damaged checkpoints, earlier ones serve."""
 
 
@@ -142,10 +136,6 @@ class Attempt:
     def request_stop(self, reason: str) -> None:
         """Ask the attempt, from any process, to save a checkpoint and end after its current step."""
         (self.directory / "stop").write_text(reason + "\n", encoding="utf-8")
-
-    def stop_reason(self) -> str | None:
-        """Return the reason passed to `request_stop`, or None if it was not called."""
-        return stop_reason(self.directory)
 
     def heartbeat(self, **facts: Any) -> None:
         write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)

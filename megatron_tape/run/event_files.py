@@ -97,7 +97,7 @@ def rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None = None) ->
         raise OSError(error.errno, reason, str(path)) from error
 
 
-class EventFile:
+class EventFile(RecordFile):
     """A new event file, the last by name in its folder."""
 
     def __init__(self, directory: Path, first_step: int):
@@ -107,7 +107,7 @@ class EventFile:
         taken = [int(number) for path in event_files(directory) for number in re.findall(r"tfevents\.(\d+)", path.name)]
         seconds = max([int(time.time()), *(number + 1 for number in taken)])
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = RecordFile(directory / name)
+        super().__init__(directory / name)
         self._add(Event(file_version="brain.Event:2"))
         self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
@@ -133,12 +133,6 @@ class EventFile:
             step,
         )
 
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
     def _add_strings(self, tag: str, strings: list[bytes], metadata: SummaryMetadata, step: int) -> None:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(strings))])
         tensor = TensorProto(dtype="DT_STRING", string_val=strings, tensor_shape=shape)
@@ -147,7 +141,7 @@ class EventFile:
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
-        self._file.append(_framed(event.SerializeToString()))
+        self.append(_framed(event.SerializeToString()))
 
 
 def event_files(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_tape.run.attempts import HUNG, STALE, Attempt
+from megatron_tape.run.attempts import HUNG, STALE, Attempt, stop_reason
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
@@ -116,7 +116,7 @@ class Watch:
                     owner_seen = now
                 if self._rank == 0:
                     # One rank is enough: all ranks share the result after every step.
-                    self.stop = self.stop or self._attempt.stop_reason()
+                    self.stop = self.stop or stop_reason(self._attempt.directory)
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
                         self._beat()

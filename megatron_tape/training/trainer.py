@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
-from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
 from megatron_tape.config.schema import RunConfig, to_yaml
 from megatron_tape.data.batches import build_batches
@@ -83,14 +82,18 @@ class Trainer:
         """Train to the last step.
 
         Returns None, or the reason if the watch was asked to stop; in that case the state was saved after the current
-        step, if that was possible. Raises TrainingStopped if the loss or gradient remains infinite or NaN.
+        step, if that was possible. Raises TrainingStopped if the loss or gradient remains infinite or NaN, and
+        ConfigError if the vocabulary has changed since the save.
         """
         if self.step >= self.config.train.steps:
             logger.info("%s already holds all %d steps; nothing to do", self.checkpoint.path, self.config.train.steps)
             self._leave_together()
             return None
-        if self.checkpoint is not None:
-            self._compare_settings(self.checkpoint)
+        if self.checkpoint is not None and self.tokenizer is not None:
+            check_same_vocabulary(self.checkpoint.path, self.checkpoint.state, self.tokenizer, self.config)
+        if self.step > 0:
+            for change in changes(self.checkpoint.state["config"], self.config):
+                logger.info("since %s: %s", self.checkpoint.path.name, change)
         self._build()
         try:
             stopped = self._train()
@@ -100,10 +103,14 @@ class Trainer:
         finally:
             if self.writer is not None:
                 self.writer.close()
-        if stopped is not None:
-            return self._record_stop(stopped)
+        if stopped is None:
+            self._leave_together()
+            return None
+        reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
+        if self.layout.rank == 0:  # before any rank exits and the launcher ends the others
+            self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
-        return None
+        return reason
 
     def _leave_together(self) -> None:
         """Wait for the other ranks: a process that ends closes connections that they may still be using."""
@@ -117,14 +124,6 @@ class Trainer:
     def evaluates(self, step: int) -> bool:
         """Return whether the model is evaluated after `step`."""
         return any(hook.due(self, step) for hook in self.hooks.values())
-
-    def _compare_settings(self, checkpoint: Checkpoint) -> None:
-        """Log the settings that have changed since the save. Raises ConfigError if the vocabulary has changed."""
-        if self.tokenizer is not None:
-            check_same_vocabulary(checkpoint.path, checkpoint.state, self.tokenizer, self.config)
-        if checkpoint.step > 0:
-            for change in changes(checkpoint.state["config"], self.config):
-                logger.info("since %s: %s", checkpoint.path.name, change)
 
     def _build(self) -> None:
         config, layout = self.config, self.layout
@@ -263,14 +262,6 @@ class Trainer:
             self.writer.text(tag, text, self.step)
         for tag, png in whole.pictures.items():
             self.writer.picture(tag, png, self.step)
-
-    def _record_stop(self, where: str) -> str:
-        """Record on rank 0 why the run stops, before any rank exits and the launcher ends the others."""
-        reason = f"{self.watch.stop or 'a signal to another rank'} {where}"
-        if self.layout.rank == 0:
-            self.watch.record_end(INTERRUPTED, reason)
-        self._leave_together()
-        return reason
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:

@@ -8,7 +8,7 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
 from megatron_tape.io.files import digest
-from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.attempts import Attempt, stop_reason
 from megatron_tape.run.judging import crash_loop, decide, nodes_to_exclude, read_attempts
 
 
@@ -303,7 +303,7 @@ def test_a_file_system_that_fails_is_not_taken_for_an_attempt_that_left_no_recor
 def test_a_request_to_stop_counts_whatever_its_file_contains(run, content):
     attempt = claim(run)
     (attempt.directory / "stop").write_bytes(content)
-    reason = attempt.stop_reason()
+    reason = stop_reason(attempt.directory)
     assert reason and "\n" not in reason and len(reason) < 100
     assert read_attempts(run)[0].stop_reason == reason
 
