@@ -2,11 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
 from megatron_tape.parallel.layout import ParallelLayout
+
+T = TypeVar("T")
+
+
+def on_rank_0(layout: ParallelLayout, path: Path, what: str, action: Callable[[], T]) -> T:
+    """Return on all ranks what `action` returns on rank 0; if it fails there, all raise as `Agreement.check` does."""
+    result: list[T | None] = [None]
+    with Agreement(layout) as agreement:
+        if layout.rank == 0:
+            result[0] = action()
+    agreement.check(path, what)
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
 
 
 class Agreement:

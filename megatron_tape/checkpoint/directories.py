@@ -237,12 +237,7 @@ def prune(root: str | Path, keep: int, keep_every: int | None = None, published:
     `published` is the step of the checkpoint that the run has just saved. A run that has later ones skipped them
     because they were damaged: they are set aside as `step-00000100.abandoned`, which no reader accepts, and removed
     once the run has come as far again.
-
-    Raises:
-        ValueError: if `keep` is below 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
     root = Path(root)
     if published is not None:
         _set_aside_later(root, published)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-
-from typing_extensions import TypedDict
+from typing import Any
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.directories import MANIFEST, Source, State
@@ -13,14 +12,6 @@ from megatron_tape.io.records import read_yaml
 
 IMPORTED = "base"
 """Where a run that extends a model of transformers keeps its import, within the run's directory."""
-
-
-class _Checkpoints(TypedDict):
-    directory: str
-
-
-class _Config(TypedDict):
-    checkpoint: _Checkpoints
 
 
 class NoCheckpoint(CheckpointError):
@@ -54,8 +45,8 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda messa
 def _configured(run: Path) -> Path | None:
     """Return where a run keeps its checkpoints according to its configuration."""
     try:
-        return Path(read_yaml(run / "config.yaml", _Config)["checkpoint"]["directory"])
-    except (OSError, ValueError):
+        return Path(read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -1,12 +1,13 @@
 """Opens the checkpoint that a run continues, after every byte of it has been checked, each of which one rank reads."""
 
+import functools
 import logging
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.agreement import Agreement
+from megatron_tape.checkpoint.agreement import Agreement, on_rank_0
 from megatron_tape.checkpoint.held_files import check_files
 from megatron_tape.checkpoint.index import readers
 from megatron_tape.checkpoint.locate import check_whole, find_source, what_to_resume
@@ -31,15 +32,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     broken: set[Path] = set()
     warned: set[str] = set()
     while True:
-        chosen: list[Path | None] = [None]
-        with Agreement(layout) as agreement:
-            if layout.rank == 0:
-                chosen[0] = None if resume == "none" else _choose(resume, directory, broken, warned)
-                if resume != "auto":
-                    _refuse_later(directory, chosen[0])
-        agreement.check(directory, "cannot start")
-        dist.broadcast_object_list(chosen, src=0)
-        (path,) = chosen
+        path = on_rank_0(layout, directory, "cannot start", lambda: _choose(resume, directory, broken, warned))
         if path is None:
             return None
         checkpoint, found = _open(path, layout)
@@ -51,10 +44,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
         if layout.rank == 0:
             logger.warning("checkpoint %s is skipped: %s", path, "; ".join(found))
     _open_source(checkpoint, layout)
-    with Agreement(layout) as agreement:
-        if layout.rank == 0:
-            check_same_model(path, config)
-    agreement.check(path, "cannot continue")
+    on_rank_0(layout, path, "cannot continue", lambda: check_same_model(path, config))
     return checkpoint
 
 
@@ -77,15 +67,11 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     Every file is read by the rank that will need it, at the same time as the others. Raises CheckpointError on all
     ranks if one cannot read a file.
     """
-    facts: list = [None, []]
     with Agreement(layout) as agreement:
-        if layout.rank == 0:
-            facts = [*_records(path)]
         if not path.is_dir():
             raise CheckpointError(str(path), "is not there", "let all nodes see checkpoint.directory")
     agreement.check(path, "cannot read a checkpoint")
-    dist.broadcast_object_list(facts, src=0)
-    checkpoint, found = facts
+    checkpoint, found = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
     if found:
         return None, found
     sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
@@ -117,23 +103,23 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
     """Open the checkpoint that holds what this one leaves out, too. Raises CheckpointError if it is not complete."""
-    source: list[Path | None] = [None]
-    with Agreement(layout) as agreement:
-        if layout.rank == 0:
-            source[0] = find_source(checkpoint.path, checkpoint.state)
-    agreement.check(checkpoint.path, "cannot continue")
-    dist.broadcast_object_list(source, src=0)
-    if source[0] is None:
+    find = functools.partial(find_source, checkpoint.path, checkpoint.state)
+    source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
+    if source is None:
         return
-    checkpoint.source, found = _open(source[0], layout)
+    checkpoint.source, found = _open(source, layout)
     if found:
         problem = f"has the frozen parameters of {checkpoint.path} and is not whole: {'; '.join(found)}"
-        raise CheckpointError(str(source[0]), problem, "put the original checkpoint back")
+        raise CheckpointError(str(source), problem, "put the original checkpoint back")
     _open_source(checkpoint.source, layout)
 
 
 def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -> Path | None:
-    """Return the checkpoint to continue, judged by the sizes of its files; none of the `broken` ones."""
+    """Return the checkpoint to continue, judged by the sizes of its files; none of the `broken` ones.
+
+    One that is given, or none, may not be before an existing one: the run's new ones would count as older and be
+    removed.
+    """
 
     def warn(message: str) -> None:
         if message not in warned:
@@ -145,13 +131,11 @@ def _choose(resume: str, directory: Path, broken: set[Path], warned: set[str]) -
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(str(directory), "holds no checkpoint that is whole", "move them away to start afresh")
         return path
-    check_whole(Path(resume), deep=False)
-    return Path(resume)
-
-
-def _refuse_later(directory: Path, chosen: Path | None) -> None:
-    """Refuse a start before an existing checkpoint: the run's new ones would count as older and be removed."""
-    start = 0 if chosen is None else files.read_manifest(chosen)["step"]
+    path, start = None, 0
+    if resume != "none":
+        path = Path(resume)
+        check_whole(path, deep=False)
+        start = files.read_manifest(path)["step"]
     newest = files.checkpointed_step(directory)
     if newest > start:
         raise CheckpointError(
@@ -159,3 +143,4 @@ def _refuse_later(directory: Path, chosen: Path | None) -> None:
             f"holds checkpoints up to step {newest}, beyond step {start} where this run would start",
             "move them away, choose another checkpoint.directory, or continue with checkpoint.resume: auto",
         )
+    return path

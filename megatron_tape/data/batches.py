@@ -128,9 +128,6 @@ class _Samples(Dataset):
         self._samples = samples
         self._eod = eod
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = self._samples[index]
         result = {"tokens": sample["tokens"], "labels": sample["labels"]}

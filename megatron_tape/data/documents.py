@@ -29,19 +29,15 @@ class Problems:
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, reason: str, place: str) -> None:
-        """Count a bad document."""
-        self.counts[reason] += 1
+    def add(self, reason: str, *places: str, count: int = 1) -> None:
+        self.counts[reason] += count
         examples = self.examples.setdefault(reason, [])
-        if len(examples) < _EXAMPLES:
-            examples.append(place)
+        examples.extend(places[: _EXAMPLES - len(examples)])
 
     def merge(self, other: "Problems") -> None:
         """Count the bad documents of a later chunk."""
-        self.counts.update(other.counts)
         for reason, places in other.examples.items():
-            examples = self.examples.setdefault(reason, [])
-            examples.extend(places[: _EXAMPLES - len(examples)])
+            self.add(reason, *places, count=other.counts[reason])
 
     def first(self) -> tuple[str, str] | None:
         """Return place and reason of the first bad document, or None."""

@@ -17,6 +17,7 @@ was made from; Megatron-core does not read it.
 import os
 import struct
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,8 @@ class IndexedDatasetWriter:
 class IndexedDatasetReader:
     """A dataset on disk, memory-mapped.
 
-    `lengths`, `pointers` and `document_indices` are the arrays of the index, `multimodal` says whether it also has
+    Its length is the number of documents. `lengths`, `pointers` and `document_indices` are the arrays of the index,
+    `multimodal` says whether it also has
     sequence modes. Raises FileError when a file is missing or the index cannot be read at all; `problems` finds
     everything else.
     """
@@ -216,29 +218,20 @@ class IndexedDatasetReader:
         self.lengths = index[ends[0] : ends[1]].view("<i4")
         self.pointers = index[ends[1] : ends[2]].view("<i8")
         self.document_indices = index[ends[2] : ends[3]].view("<i8")
-        self._tokens = None
 
     def _damaged(self, problem: str) -> FileError:
         return FileError(str(self.idx_path), problem, "write the dataset again")
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return max(len(self.document_indices) - 1, 0)
 
-    @property
+    @cached_property
     def tokens(self) -> np.ndarray:
         """All token ids, memory-mapped."""
-        if self._tokens is None:
-            count = self.bin_size // self.dtype.itemsize
-            self._tokens = (
-                np.memmap(self.bin_path, mode="r", dtype=self.dtype, shape=(count,))
-                if count
-                else np.empty(0, self.dtype)
-            )
-        return self._tokens
+        count = self.bin_size // self.dtype.itemsize
+        return np.memmap(self.bin_path, self.dtype, "r", shape=(count,)) if count else np.empty(0, self.dtype)
 
     def document(self, index: int) -> np.ndarray:
-        """Return the ids of one document."""
         first, stop = self.document_indices[index], self.document_indices[index + 1]
         start = int(self.pointers[first]) // self.dtype.itemsize if stop > first else 0
         return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]

@@ -86,17 +86,14 @@ def build_split(kind: type[AllDocuments], settings: DatasetSettings, split: int,
     Rank 0 builds the indices, unless they are cached. Then every rank opens the datasets without reading an index, of
     which it maps what a sample needs when the first one is drawn.
     """
-    alone = replace(settings, num_dataset_builder_threads=_threads(len(settings.blend[0])))
+    threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
+    alone = replace(settings, num_dataset_builder_threads=threads)
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
     BlendedMegatronDatasetBuilder(kind, sizes, lambda: dist.get_rank() == 0, alone).build()
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
     alone.fast_cache_load = alone.defer_npy_index_mmap = True
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
-
-
-def _threads(datasets: int) -> int:
-    return min(_THREADS, datasets, len(os.sched_getaffinity(0)))
 
 
 def mix_with_long_documents(

@@ -310,11 +310,6 @@ def test_pruning_never_counts_a_broken_checkpoint_so_a_whole_one_always_stays(tm
     assert steps(tmp_path) == [4]
 
 
-def test_keeping_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep is 0"):
-        files.prune(tmp_path, keep=0)
-
-
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 5, value=1)
     assert value_of(save(tmp_path, 5, value=2)) == 2.0
