@@ -5,32 +5,21 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 import zstandard
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
-from tool_runs import ROOT, command, read_pair, write_lines
+from tool_runs import command, read_pair, write_lines
 
 from megatron_tape.data import preprocessing
 from megatron_tape.data.raw_chunks import Chunk
 from megatron_tape.data.tokenizer import load_tokenizer
-
-
-@pytest.fixture
-def preprocess(run_tool, tokenizer_path, tmp_path):
-    def run(*inputs, prefix="out", workers=1, code=0, options=()):
-        return run_tool(
-            "preprocess_data", "--input", *inputs, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / prefix,
-            "--workers", workers, *options, code=code,
-        )  # fmt: skip
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +43,13 @@ def files_in(directory):
 def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
     preprocess, corpus, expected, tmp_path, workers, chunk_bytes
 ):
-    preprocess(corpus, workers=workers, options=["--chunk-bytes", chunk_bytes])
+    preprocess(corpus, "--workers", workers, "--chunk-bytes", chunk_bytes)
     assert read_pair(tmp_path / "out") == expected
     assert files_in(tmp_path) == ["out.bin", "out.idx"]
 
 
 def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts, tmp_path, tokenizer_path):
-    preprocess(corpus, workers=2, options=["--append-eod"])
+    preprocess(corpus, "--workers", 2, "--append-eod")
     dataset, tokenizer = IndexedDataset(str(tmp_path / "out")), load_tokenizer(tokenizer_path)
     assert len(dataset) == len(texts)
     for ids, text in zip(dataset, texts):
@@ -87,7 +76,7 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
             (source / f"{number:02}.txt").write_text(text, encoding="utf-8", newline="")
     else:
         (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
-    preprocess(source / "*", workers=2, options=["--chunk-bytes", 20000])
+    preprocess(source / "*", "--workers", 2, "--chunk-bytes", 20000)
     assert read_pair(tmp_path / "out") == expected
 
 
@@ -118,11 +107,10 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("reason", BAD_LINES)
-def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path, reason):
-    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + BAD_LINES[reason] + b'\n{"text": "b"}\n')
-    error = preprocess(tmp_path / "bad.jsonl", code=2, options=["--chunk-bytes", 20]).stderr
-    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: {reason}; repair it, or pass --on-error skip" in error
+def test_bad_line_stops_naming_the_line_and_leaves_no_output(preprocess, tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
+    error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
+    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error skip" in error
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
@@ -132,8 +120,8 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     (tmp_path / "bad.jsonl").write_bytes(
         b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"\n" * 4 + good
     )
-    options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes]
-    report = preprocess(tmp_path / "bad.jsonl", options=options, workers=2).stderr
+    options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes, "--workers", 2]
+    report = preprocess(tmp_path / "bad.jsonl", *options).stderr
     for number, reason in enumerate(BAD_LINES):
         if reason != "empty line":
             assert f"skipped 1: {reason} ({tmp_path}/bad.jsonl:{2 * number + 2})" in report
@@ -142,83 +130,72 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(preprocess, corpus, tmp_path, texts, name):
-    raw, path = corpus.read_bytes(), tmp_path / name
-    if name.endswith("parquet"):
-        path.write_bytes(b"PAR1 and then something else")
-    else:
-        compress = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
-        content = compress(raw)
-        path.write_bytes(content[: len(content) * 3 // 4])
+def cut_off(content):
+    return content[: len(content) * 3 // 4]
+
+
+def damaged(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 255]) + content[len(content) // 2 + 1 :]
+
+
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw))),
+        ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw))),
+        ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw))),
+        ("a.parquet", lambda raw: b"PAR1 and then something else"),
+    ],
+)
+def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
+    preprocess, corpus, tmp_path, texts, name, write
+):
+    path = tmp_path / name
+    path.write_bytes(write(corpus.read_bytes()))
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
     assert re.search(rf"error: {path} cannot be used: the rest of a file that .*--on-error skip", error)
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
-    report = preprocess(path, tmp_path / "b.jsonl", options=["--on-error", "skip"]).stderr
+    report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
     assert re.search(rf"skipped 1: the rest of a file that .* \({path}\)", report)
     dataset = IndexedDataset(str(tmp_path / "out"))
     assert 1 <= len(dataset) < len(texts)
     assert name.endswith("parquet") or len(dataset) > 1
 
 
-def test_damaged_gzip_data_is_reported(preprocess, corpus, tmp_path):
-    content = bytearray(gzip.compress(corpus.read_bytes()))
-    content[len(content) // 2] ^= 255
-    (tmp_path / "a.jsonl.gz").write_bytes(content)
-    assert "a.jsonl.gz" in preprocess(tmp_path / "a.jsonl.gz", code=2).stderr
-
-
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     raw = pa.array([b"good", b"\xff", None, b""], type=pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
     pa.parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
-    report = preprocess(tmp_path / "a.parquet", options=["--on-error", "skip"]).stderr
+    report = preprocess(tmp_path / "a.parquet", "--on-error", "skip").stderr
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
-    error = preprocess(tmp_path / "a.parquet", code=2, options=["--text-key", "body", "--overwrite"]).stderr
+    error = preprocess(tmp_path / "a.parquet", "--text-key", "body", "--overwrite", code=2).stderr
     assert "has no column 'body', only ['text']" in error
 
 
-def test_user_errors_are_one_sentence_before_any_work(preprocess, run_tool, corpus, tmp_path):
+def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").touch()
-    for message, run in {
-        "names no file": lambda: preprocess(tmp_path / "none*.jsonl", code=2),
-        "folder/*.jsonl": lambda: preprocess(tmp_path / "folder", code=2),
-        "unknown format": lambda: preprocess(tmp_path / "a.csv", code=2),
-        "holds no document": lambda: preprocess(tmp_path / "empty.jsonl", code=2),
-        "--workers is 0": lambda: preprocess(corpus, workers=0, code=2),
-        "--chunk-bytes is 0": lambda: preprocess(corpus, options=["--chunk-bytes", 0], code=2),
-        "is not a SentencePiece model": lambda: preprocess(corpus, options=["--tokenizer", corpus], code=2),
-        "does not exist; give": lambda: preprocess(corpus, options=["--tokenizer", "none.model"], code=2),
-        "a.csv": lambda: preprocess(corpus, prefix="a.csv/out", code=1),
-        "a directory; give it a name for the dataset, such as folder/NAME": lambda: preprocess(
-            corpus, options=["--output-prefix", "folder/"], code=2
-        ),
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for message, arguments in {
+        "names no file": [tmp_path / "none*.jsonl"],
+        "folder/*.jsonl": [tmp_path / "folder"],
+        "unknown format": [tmp_path / "a.csv"],
+        "holds no document": [tmp_path / "empty.jsonl"],
+        "--workers is 0": [corpus, "--workers", 0],
+        "--chunk-bytes is 0": [corpus, "--chunk-bytes", 0],
+        "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
+        "does not exist; give": [corpus, "--tokenizer", "none.model"],
+        "has no end-of-document token": [corpus, "--append-eod", "--tokenizer", tmp_path / "tokenizer.json"],
+        "a directory; give it a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
     }.items():
-        lines = run().stderr.splitlines()
+        lines = preprocess(*arguments, code=2).stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]
-    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder"]
-
-
-def test_end_of_document_needs_a_tokenizer_with_one(preprocess, corpus, tmp_path):
-    import tokenizers
-
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    options = ["--append-eod", "--tokenizer", tmp_path / "tokenizer.json"]
-    assert "has no end-of-document token" in preprocess(corpus, options=options, code=2).stderr
-
-
-def test_existing_output_needs_overwrite(preprocess, corpus, tmp_path, expected):
-    write_lines(tmp_path / "a.jsonl", ["old"])
-    preprocess(tmp_path / "a.jsonl")
-    old = read_pair(tmp_path / "out")
-    assert "out.idx exists; pass --overwrite" in preprocess(corpus, code=2).stderr
-    assert read_pair(tmp_path / "out") == old
-    preprocess(corpus, options=["--overwrite"])
-    assert read_pair(tmp_path / "out") == expected
+    assert "error: " in preprocess(corpus, prefix="a.csv/out", code=1).stderr
+    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder", "tokenizer.json"]
 
 
 @pytest.fixture
@@ -329,17 +306,3 @@ def test_no_more_chunks_are_read_than_may_be_in_flight(monkeypatch, workers):
         assert next(results).tokens == np.array([*map(ord, str(taken)), 0], "<u2").tobytes()
         assert read <= taken - 1 + preprocessing.CHUNKS_IN_FLIGHT * workers
     results.close()
-
-
-def test_start_imports_neither_torch_nor_model_code(corpus, tokenizer_path, tmp_path):
-    arguments = command(
-        "preprocess_data", "--input", corpus, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out"
-    )
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", *arguments[1:]], capture_output=True, text=True, cwd=ROOT
-    )
-    assert result.returncode == 0
-    imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, re.MULTILINE))
-    assert "numpy" in imported
-    heavy = {"torch", "deepspeed", "megatron", "transformers", "datasets", "pyarrow", "tokenizers"}
-    assert imported.isdisjoint(heavy)
