@@ -24,6 +24,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("the command line", f"cannot be read: {message}", "see --help")
 
 
+def whole_number(text: str) -> int:
+    """Read an option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 class Interrupted(BaseException):
     """A signal asked the program to end; like KeyboardInterrupt, this is not an Exception."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape import command_line
+from megatron_tape.command_line import whole_number
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.long_documents import (
     divide,
@@ -66,6 +67,12 @@ def check(arguments: argparse.Namespace) -> None:
     for option, value in needing.items():
         if value is not None and arguments.seq_length is None:
             raise ConfigError(option, "needs --seq-length", "give the length of training sequences")
+    if arguments.long_documents is not None:
+        minimum, share = arguments.long_documents
+        if minimum % 1 or share > 1:
+            problem, fix = f"is {minimum:g} {share:g}", "give a whole number of tokens, and a share of at most 1"
+            raise ConfigError("--long-documents", problem, fix)
+        arguments.long_documents = int(minimum), share
     if arguments.sequences is not None and arguments.long_documents is None:
         raise ConfigError("--sequences", "needs --long-documents", "give the minimum and the share")
     if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in _PICTURES:
@@ -152,11 +159,11 @@ def reach(
             if of_mix and largest <= seq_length:
                 raise ConfigError(
                     ("--long-documents", "--seq-length"),
-                    f"is {minimum:g} {share:g} and draws {100 * of_mix:g} % from documents of {name} {minimum:g} "
+                    f"is {minimum} {share:g} and draws {100 * of_mix:g} % from documents of {name} {minimum} "
                     f"tokens, but no dataset has more than {largest:,} tokens in these, too few for a sequence",
                     "choose another minimum or share",
                 )
-        rows[f"long_documents: {{minimum: {minimum:g}, share: {share:g}}}"] = share_past_in_mix(
+        rows[f"long_documents: {{minimum: {minimum}, share: {share:g}}}"] = share_past_in_mix(
             lengths, arguments.weights, seq_length, distances, minimum, share
         )
     rows["one document per sequence"] = np.array([1 - distance / seq_length for distance in distances])
@@ -200,13 +207,6 @@ def plot_reach(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> 
     command_line.say(f"{arguments.plot}: written")
 
 
-def whole_number(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def positive(text: str) -> float:
     """Read a finite number above 0."""
     try:
@@ -216,19 +216,6 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
-
-
-class _LongDocuments(argparse.Action):
-    """Read MINIMUM and SHARE."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        try:
-            minimum, share = whole_number(values[0]), positive(values[1])
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        if share > 1:
-            raise argparse.ArgumentError(self, f"{values[1]!r} is not a share of at most 1")
-        setattr(namespace, self.dest, (minimum, share))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -243,8 +230,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--long-documents",
         nargs=2,
+        type=positive,
         metavar=("MINIMUM", "SHARE"),
-        action=_LongDocuments,
         help="show it also for data.long_documents: {minimum: MINIMUM, share: SHARE}",
     )
     add(

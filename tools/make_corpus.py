@@ -74,8 +74,6 @@ def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield {"text"} of a data set's rows; without empty texts. Raises UserError when it cannot be read."""
     import datasets
 
-    if arguments.max_documents is not None and arguments.max_documents < 1:
-        raise ConfigError("--max-documents", f"is {arguments.max_documents}", "give 1 or more")
     command_line.say(f"opening {arguments.name} ...")
     rows = _open(datasets, arguments)
     if rows.column_names is not None and arguments.text_key not in rows.column_names:
@@ -126,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     hub.add_argument("--data-files", nargs="+", metavar="GLOB", help="the files, for a format or a directory")
     hub.add_argument("--split", default="train", help="default: %(default)s")
     hub.add_argument("--streaming", action="store_true", help="do not download the whole data set first")
-    hub.add_argument("--max-documents", type=int, metavar="N", help="stop after N documents")
+    hub.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
     hub.add_argument("--text-key", default="text", help="the column with the text (default: %(default)s)")
     for source in (stdlib, hub):
         source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")

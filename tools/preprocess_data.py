@@ -30,10 +30,6 @@ from megatron_tape.errors import ConfigError, FileError
 def main() -> None:
     """Parse the command line, check it, and write the dataset."""
     arguments = parser().parse_args()
-    if arguments.workers < 1:
-        raise ConfigError("--workers", f"is {arguments.workers}", "give 1 or more")
-    if arguments.chunk_bytes < 1:
-        raise ConfigError("--chunk-bytes", f"is {arguments.chunk_bytes}", "give 1 or more")
     check_output_prefix("--output-prefix", arguments.output_prefix)
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -112,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add(
         "--workers",
-        type=int,
+        type=command_line.whole_number,
         default=os.cpu_count(),
         help="processes that tokenize (default: %(default)s, the number of cores)",
     )
@@ -126,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     add("--shard", metavar="I/N", help="make only part I (from 0) of N; see below")
-    add("--chunk-bytes", type=int, default=1 << 18, help="bytes given to a worker at a time (default: %(default)s)")
+    size = "bytes given to a worker at a time (default: %(default)s)"
+    add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
     return result
 
 

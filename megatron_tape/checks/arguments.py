@@ -16,9 +16,12 @@ def parse_run_config(
 
     Raises ConfigError if it is refused, and ends the process with status 0 after `--help` or `--print_config`.
     """
-    config, print_only = parse.read_run_config(argv, encoding_settings(), complete, purpose)
-    if print_only:
+
+    def check(config: RunConfig) -> None:
         validate(config, world_size=config.parallel.ranks_per_sequence)
+
+    config, print_only = parse.read_run_config(argv, encoding_settings(), check, complete, purpose)
+    if print_only:
         sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
         print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
         print(to_yaml(config), end="")

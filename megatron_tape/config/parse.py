@@ -27,16 +27,21 @@ Complete = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def read_run_config(
-    argv: list[str] | None, encodings: Mapping[str, type], complete: Complete = dict, purpose: str = ""
+    argv: list[str] | None,
+    encodings: Mapping[str, type],
+    check: Callable[[RunConfig], None],
+    complete: Complete = dict,
+    purpose: str = "",
 ) -> tuple[RunConfig, bool]:
     """Read `--config` files and overrides from `argv` (`sys.argv` if None); later ones override earlier ones.
 
-    `encodings` has the settings of each positional encoding, a dataclass, by the encoding's name. `complete` may add
-    settings that neither gives, such as those of the model that a run extends. `purpose` begins the text of `--help`,
-    after which the process ends. Directories that are not set get defaults from the recipe's name.
+    `encodings` has the settings of each positional encoding, a dataclass, by the encoding's name. `check` raises
+    ConfigError for settings that cannot work. `complete` may add settings that neither gives, such as those of the
+    model that a run extends. `purpose` begins the text of `--help`, after which the process ends. Directories that are
+    not set get defaults from the recipe's name.
 
-    Returns the configuration, and whether it is only to be printed. Raises ConfigError if a key is unknown, missing or
-    of the wrong type.
+    Returns the configuration, and whether it is only to be printed. Raises ConfigError, with file and line, if a key is
+    unknown, missing or of the wrong type, or for what `check` refuses.
     """
     sections: dict[str, Section] = {section.name: section.type for section in dataclasses.fields(RunConfig)}
     sections["model"] = (ModelConfig, *encodings.values())
@@ -59,6 +64,7 @@ def read_run_config(
         config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source
         config = with_directories(config, name)
+        check(config)
     except ConfigError as error:
         raise error.at(next((places[key] for key in error.subjects if key in places), "")) from None
     return config, arguments.print_config

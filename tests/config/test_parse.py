@@ -151,6 +151,7 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"\nmodel: {num_layers: wide}", ":2: model.num_layers is 'wide'; set it to a whole number"),
         (b"model: {num_layers: 2024-13-45}", ":1: model.num_layers is '2024-13-45'; set it to a whole number"),
         (b"model: {num_layers: 0x10}", ":1: model.num_layers is '0x10'; set it to a whole number"),
+        (b"\nmodel: {hidden_size: 65}", ":2: model.hidden_size 65 is not divisible by model.num_attention_heads 8; "),
         (b"model:\n  heads: 3", ":2: model.heads is an unknown key; "),
         (b"model: {seq_len: 3}", ":1: model.seq_len is an unknown key; did you mean model.seq_length?"),
         (b"model.num_layers: 3", ":1: model.num_layers is not a section; "),

@@ -139,16 +139,16 @@ def damaged(content):
 
 
 @pytest.mark.parametrize(
-    "name, write",
+    "name, write, least",
     [
-        ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw))),
-        ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw))),
-        ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw))),
-        ("a.parquet", lambda raw: b"PAR1 and then something else"),
+        ("a.jsonl.gz", lambda raw: cut_off(gzip.compress(raw)), 2),
+        ("a.jsonl.gz", lambda raw: damaged(gzip.compress(raw)), 1),
+        ("a.jsonl.zst", lambda raw: cut_off(zstandard.compress(raw)), 2),
+        ("a.parquet", lambda raw: b"PAR1 and then something else", 1),
     ],
 )
 def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
-    preprocess, corpus, tmp_path, texts, name, write
+    preprocess, corpus, tmp_path, texts, name, write, least
 ):
     path = tmp_path / name
     path.write_bytes(write(corpus.read_bytes()))
@@ -158,9 +158,7 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
     assert re.search(rf"skipped 1: the rest of a file that .* \({path}\)", report)
-    dataset = IndexedDataset(str(tmp_path / "out"))
-    assert 1 <= len(dataset) < len(texts)
-    assert name.endswith("parquet") or len(dataset) > 1
+    assert least <= len(IndexedDataset(str(tmp_path / "out"))) < len(texts)
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
@@ -185,8 +183,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "folder/*.jsonl": [tmp_path / "folder"],
         "unknown format": [tmp_path / "a.csv"],
         "holds no document": [tmp_path / "empty.jsonl"],
-        "--workers is 0": [corpus, "--workers", 0],
-        "--chunk-bytes is 0": [corpus, "--chunk-bytes", 0],
+        "argument --workers: '0' is not a whole number of at least 1": [corpus, "--workers", 0],
         "is not a SentencePiece model": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
         "has no end-of-document token": [corpus, "--append-eod", "--tokenizer", tmp_path / "tokenizer.json"],
@@ -275,7 +272,8 @@ def test_death_of_a_worker_is_an_error(interrupted, tmp_path):
     tool, workers = interrupted
     os.kill(workers[0], signal.SIGKILL)
     with open(tmp_path / "endless.jsonl", "r+b", buffering=0) as writer:
-        os.write(writer.fileno(), b'{"text": "a"}\n' * 2000)
+        os.set_blocking(writer.fileno(), False)  # the tool may have ended already, and the pipe be full
+        writer.write(b'{"text": "a"}\n' * 2000)
     _, error = tool.communicate(timeout=60)
     assert tool.returncode == 1
     assert "error: a worker process died" in error
