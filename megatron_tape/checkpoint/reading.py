@@ -42,7 +42,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
         return self.state["step"]
 
     @cached_property
@@ -79,10 +78,6 @@ class Checkpoint:
         keys = {key for places in self.index.values() for key in places}
         names = {key.partition("/")[2] for key in keys if key.startswith("weight/")}
         return names if self.source is None else names | self.source.weight_names()
-
-    def reader(self, parameters: Mapping[str, nn.Parameter], layout: ParallelLayout) -> Reader:
-        """Return a function from a key such as `exp_avg/NAME` to this rank's share of that tensor."""
-        return Reader(self, parameters, layout)
 
     def release(self) -> None:
         """Free what is held of the files; they are read again if more of them is asked for."""
@@ -125,7 +120,7 @@ class Reader:
         self._readers = readers(sizes, self._size, layout.tensor_parallel_size, layout.replica_size)
         self._error: Exception | None = None
         self._check_shapes()
-        self._left_out = None if checkpoint.source is None else checkpoint.source.reader(parameters, layout)
+        self._left_out = None if checkpoint.source is None else Reader(checkpoint.source, parameters, layout)
 
     def _check_shapes(self) -> None:
         kinds = sorted({key.partition("/")[0] for key in self._places})

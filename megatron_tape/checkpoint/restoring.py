@@ -19,7 +19,7 @@ from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.interfaces import EngineState
 from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
-from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint
+from megatron_tape.checkpoint.reading import ANOTHER, Checkpoint, Reader
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, refuse
 from megatron_tape.model.names import WRAPPED, kind_of
@@ -32,7 +32,7 @@ from megatron_tape.position import model_config
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Load the weights into a newly built model with memory; call this before the engine is built."""
     parameters = dict(model.named_parameters())
-    read = checkpoint.reader(parameters, layout)
+    read = Reader(checkpoint, parameters, layout)
     for name, parameter in parameters.items():
         write_share(parameter, read(f"weight/{name}"))
     read.check()
@@ -56,7 +56,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
         raise CheckpointError(str(base.path), f"holds no {missing[0]}", another)
     if extra := sorted(held - parameters.keys()):
         raise CheckpointError(str(base.path), f"holds {extra[0]}, which the model of this run does not have", another)
-    read = base.reader(parameters, layout)
+    read = Reader(base, parameters, layout)
     for name, parameter in parameters.items():
         if name in held:
             write_share(parameter, read(f"weight/{name}"))
@@ -75,7 +75,7 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
     if updates and without:
         problem = f"has no moments of {without[0]}, which was frozen there and is trained now"
         raise CheckpointError(str(checkpoint.path), problem, f"train what it trained, or {ANOTHER}")
-    read = checkpoint.reader(engine.trained, engine.layout)
+    read = Reader(checkpoint, engine.trained, engine.layout)
     engine.load_training_state(read, updates)
     read.check()
     with Agreement(engine.layout) as agreement:

@@ -22,33 +22,24 @@ class Tokenizer(Protocol):
     Encoding adds no special tokens, and no text encodes to one; special tokens are added by id.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod(self) -> int | None:
-        """The id that ends a document, or None."""
-
-    @property
-    def bos(self) -> int | None:
-        """The id that begins a text, or None."""
-
-    @property
-    def prefix(self) -> list[int]:
-        """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
+    vocab_size: int
+    """One more than the largest id."""
+    eod: int | None
+    """The id that ends a document."""
+    bos: int | None
+    """The id that begins a text."""
+    prefix: list[int]
+    """What it puts before a text where it adds special tokens, which `encode` does not: `bos`, or nothing."""
 
     def vocabulary_digest(self) -> str:
         """Return a sha256, in hexadecimal, of the pieces and their ids."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of every text as an int32 array."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -43,27 +43,11 @@ class PartialFile:
     def _open(self) -> IO[bytes]:
         while True:
             file = os.fdopen(os.open(self.partial_path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                # Some network file systems have no locks; there, users must not start two writers of one output.
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    file.close()
-                    raise _taken(self.path) from None
-            # The previous holder may have renamed or removed the file before it was locked here.
-            if self._is_ours(file):
+            if _lock(file.fileno(), self.partial_path, self.path):
                 file.truncate(0)
                 return file
-            file.close()
-
-    def _is_ours(self, file: IO[bytes]) -> bool:
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.partial_path))
-        except FileNotFoundError:
-            return False
 
     def sync(self) -> None:
-        """Flush what was written to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -86,8 +70,6 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
     After that, the file survives a power cut. Raises FileError before anything is written if `path` exists and
     `overwrite` is false; with `overwrite` the old file stays until the new one is complete.
     """
-    if mode not in ("w", "wb"):
-        raise ValueError(f"mode {mode!r} is not supported; use 'w' or 'wb'")
     if not overwrite:
         refuse_existing(path)
     partial = PartialFile(path)
@@ -121,13 +103,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     ours = False
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.samestat(os.fstat(descriptor), os.stat(partial))
-        except FileNotFoundError:  # the previous holder renamed or removed it before it was locked here
-            pass
-        except OSError as error:
-            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # some network file systems have no locks
+        ours = _lock(descriptor, partial, path)
         if not ours:
             raise _taken(path)
         for leftover in partial.iterdir():
@@ -143,6 +119,20 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         if ours:
             shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
+
+
+def _lock(descriptor: int, partial: Path, path: Path) -> bool:
+    """Lock an open file or directory, and return whether it still has its name; FileError if it is locked already."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Some network file systems have no locks; there, users must not start two writers of one output.
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise _taken(path) from None
+    # The previous holder may have renamed or removed it before it was locked here.
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(partial))
+    return False
 
 
 def _taken(path: Path) -> FileError:

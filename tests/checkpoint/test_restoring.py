@@ -17,7 +17,7 @@ from megatron_tape.checkpoint import directories, held_files, writing
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.index import INDEX, read_index
 from megatron_tape.checkpoint.opening import open_to_resume
-from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.checkpoint.reading import Checkpoint, Reader
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Writer
 from megatron_tape.config.schema import (
@@ -160,7 +160,7 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     assert list(held) == holds and problems == []
     checkpoint.held.update(held)
     expected = saved[0].training_state(lambda key: True)
-    read = checkpoint.reader(saved[0].names, saved[0].layout)
+    read = Reader(checkpoint, saved[0].names, saved[0].layout)
     assert all(torch.equal(read(key), expected[key]) for key in expected)
     content = bytearray((checkpoint.path / TENSORS).read_bytes())
     content[-1] ^= 1
