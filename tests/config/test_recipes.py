@@ -1,15 +1,29 @@
+"""Recipes: each parses and can run where it says, differs from others as it should, and the paper's are the paper's."""
+
 import difflib
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
+from megatron_tape.config.examples import examples_of
+from megatron_tape.config.schema import config_dict
+from megatron_tape.evaluation.model_source import made_by
+from megatron_tape.extension.base import with_base_settings
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import BUILT_IN, encoding_of, with_values
-from pretrain.evaluate import read_command
+from megatron_tape.synthetic.settings import generator_of
+from pretrain import evaluate
 
 RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
+ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
+SYNTHETIC = [
+    f"synthetic/{task}{size}" for task in ("addition", "selective_copy", "grid_navigation") for size in ("", "_small")
+]
 # Numbers of processes: what each recipe is meant for, then others that must work as well.
 WORLD_SIZES = {
     "tape_demo": (1, 2),
@@ -19,14 +33,26 @@ WORLD_SIZES = {
     "tape_7b": (64, 2, 8, 2048),
     "tape_70b": (512, 8, 64, 8192),
 }
+WORLD_SIZES |= {f"encodings/{name}": (1, 2) for name in ENCODINGS}
+WORLD_SIZES |= {f"{name}_{encoding}": (1, 2) for name in SYNTHETIC for encoding in ("tape", "rope")}
 
 
-def recipe(name):
-    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml")])
+def recipe(name, *overrides):
+    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+
+
+def lines_of(name):
+    return [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if not line.startswith("#")]
+
+
+def changed(a, b):
+    return [line for line in difflib.ndiff(lines_of(a), lines_of(b)) if line[:2] in ("- ", "+ ")]
 
 
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == WORLD_SIZES.keys()
+    found = {path for pattern in ("*", "encodings/*", "synthetic/*") for path in RECIPES.glob(f"{pattern}.yaml")}
+    assert {str(path.relative_to(RECIPES).with_suffix("")) for path in found} == WORLD_SIZES.keys()
+    assert {path.stem for path in (RECIPES / "finetune").glob("*")} == BEGINS_WITH.keys()
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
@@ -34,50 +60,36 @@ def test_a_recipe_parses_and_can_run_where_it_says(name):
     config = recipe(name)
     for world_size in WORLD_SIZES[name]:
         validate(config, world_size)
-    assert config.logging.directory == f"runs/{name}"
-    assert config.checkpoint.directory == f"runs/{name}/checkpoints"
+    assert config.logging.directory == f"runs/{Path(name).name}"
+    assert config.checkpoint.directory == f"runs/{Path(name).name}/checkpoints"
 
 
-def test_the_demos_differ_only_in_the_position_encoding():
-    tape, rope = ((RECIPES / f"{name}_demo.yaml").read_text().splitlines() for name in ("tape", "rope"))
-    changed = [line for line in difflib.ndiff(tape, rope) if line[:2] in ("- ", "+ ")]
-    assert changed == ["-   position_encoding: tape", "+   position_encoding: rope"]
-
-
-ENCODINGS = sorted(path.stem for path in (RECIPES / "encodings").glob("*.yaml"))
+@pytest.mark.parametrize(
+    "tape, rope", [("tape_demo", "rope_demo"), *((f"{name}_tape", f"{name}_rope") for name in SYNTHETIC)]
+)
+def test_tape_and_rope_differ_in_one_line(tape, rope):
+    assert changed(tape, rope) == ["-   position_encoding: tape", "+   position_encoding: rope"]
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_an_encodings_recipe_differs_from_the_demo_in_its_line_alone(name):
-    validate(recipe(f"encodings/{name}"), 1)
-    validate(recipe(f"encodings/{name}"), 2)
-    demo, own = (
-        [line for line in (RECIPES / path).read_text().splitlines() if not line.startswith("#")]
-        for path in ("tape_demo.yaml", f"encodings/{name}.yaml")
-    )
-    changed = [line for line in difflib.ndiff(demo, own) if line[:2] in ("- ", "+ ")]
     expected = ["-   position_encoding: tape", f"+   position_encoding: {'rope' if name == 'yarn' else name}"]
     if name == "yarn":
         expected += ["+   rope_scaling_type: yarn", "+   rope_scaling_factor: 4", "+   rope_original_seq_length: 64"]
-    assert changed == ([] if name == "tape" else expected)
+    assert changed("tape_demo", f"encodings/{name}") == ([] if name == "tape" else expected)
 
 
-def test_every_encoding_has_a_recipe():
-    assert set(ENCODINGS) == {"yarn", *(encoding.name for encoding in BUILT_IN)}
+def sizes_of(config):
+    model, train = config.model, config.train
+    sizes = model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size
+    return sizes, (train.steps, train.global_batch_size, config.optimizer.lr, config.optimizer.weight_decay)
 
 
 def test_the_155m_recipe_is_the_papers():
     config = recipe("tape_155m")
     model, train = config.model, config.train
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size) == (
-        12,
-        768,
-        12,
-        3072,
-    )
-    assert (encoding_of(model).mlp_width, model.seq_length) == (48, 1024)
-    assert (train.global_batch_size, train.steps, train.precision) == (512, 10_000, "bf16")
-    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
+    assert sizes_of(config) == ((12, 768, 12, 3072), (10_000, 512, 1e-4, 0.01))
+    assert (encoding_of(model).mlp_width, model.seq_length, train.precision) == (48, 1024, "bf16")
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("polynomial", 0.02 * train.steps)
     assert config.deepspeed.zero_stage == 2
 
@@ -90,7 +102,72 @@ def test_the_papers_flops_of_the_rope_model_are_counted_where_no_key_is_masked()
     assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)
 
 
+def test_paper_size_recipes_of_synthetic_tasks_are_the_papers():
+    sizes, (steps, batch, rate, _) = sizes_of(recipe("synthetic/addition_tape"))
+    assert (sizes, steps, batch, rate) == ((16, 1024, 16, 2048), 20_000, 512, 1e-4)
+    sizes, (steps, *rest) = sizes_of(recipe("synthetic/selective_copy_tape"))
+    assert sizes[:3] == (2, 64, 2) and steps * 64 // 1000 == 100 and rest == [64, 2e-4, 0.05]
+    sizes, (steps, *rest) = sizes_of(recipe("synthetic/grid_navigation_tape"))
+    assert sizes[0] == 4 and steps * 128 // 1000 == 700 and rest == [128, 3e-4, 0.05]
+
+
 @pytest.mark.parametrize("path", sorted((RECIPES / "evaluate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_file_of_evaluations_parses(path):
-    _, tasks = read_command(["--config", str(path), "--model", "runs/demo/tape"])
+    _, tasks = evaluate.read_command(["--config", str(path), "--model", "runs/demo/tape"])
     assert tasks
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_evaluation_that_a_recipe_of_a_task_names_is_of_what_it_trains(name):
+    config = recipe(f"{name}_tape")
+    generator = generator_of(config.data.generator)
+    assert generator.vocab_size == config.model.vocab_size and config.data.cache_directory is None
+    text = (RECIPES / f"{name}_tape.yaml").read_text().replace("\\\n#", "")
+    (command,) = re.findall(r"#\s+python -m pretrain.evaluate (.*)", text)
+    options, (task,) = evaluate.read_command(shlex.split(command))
+    assert options.model == config.logging.directory
+    task.check(made_by(config).info)
+    trained = task.generators()["IID"] if task.name != "addition" else task.settings.digits
+    assert trained == (generator if task.name != "addition" else generator.digits)
+
+
+@pytest.mark.parametrize(
+    "file, overrides, trained",
+    [
+        ("addition_tape", ["--data.generator", "{task: addition, digits: 20}", "--model.seq_length", "64"], 64),
+        ("grid_navigation_tape", ["--data.generator", "{task: grid_navigation, dimensions: 1}"], 256),
+    ],
+)
+def test_the_variants_that_a_recipe_names_can_run(file, overrides, trained):
+    config = recipe(f"synthetic/{file}", *overrides)
+    validate(config, 1)
+    assert config.model.seq_length == trained
+    head = (RECIPES / "synthetic" / f"{file}.yaml").read_text().partition("\nmodel:")[0]
+    assert overrides[1] in " ".join(head.replace("\n#", "").split())
+
+
+BEGINS_WITH = {"scrolls": "tape_155m", "tiny": "tape_demo"}
+"""The recipe of the model that each recipe of fine-tuning trains further."""
+
+
+@pytest.mark.parametrize("name", BEGINS_WITH)
+def test_a_recipe_of_fine_tuning_trains_all_of_its_model_on_targets_with_the_papers_numbers(name, tmp_path):
+    base = recipe(BEGINS_WITH[name])
+    model = tmp_path / "model.yaml"  # as if read from what it begins with
+    model.write_text(yaml.safe_dump({"model": config_dict(base)["model"]}))
+    files = ["--config", str(model), "--config", str(RECIPES / "finetune" / f"{name}.yaml")]
+    config = parse_run_config(files, with_base_settings)
+    for world_size in (1, 4) if name == "scrolls" else (1, 2):
+        validate(config, world_size)
+    assert config.model.hidden_size == base.model.hidden_size and config.extension.trains == ["all"]
+    assert config.data.source == "examples" and config.data.loss_on == "answers"
+    assert config.model.position.rope_scaling_factor == 1
+    assert config.data.tokenizer == base.data.tokenizer
+    if name != "scrolls":
+        assert config.model.seq_length == base.model.seq_length
+        return
+    train, examples = config.train, examples_of(config.data.examples)
+    assert (train.steps, train.global_batch_size, config.optimizer.lr) == (1000, 64, 1e-5)
+    assert config.schedule.warmup_steps == 0.1 * train.steps
+    # The released code's.
+    assert (config.model.seq_length, examples.target_tokens, examples.template) == (8192, 200, "{input}")
