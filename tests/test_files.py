@@ -127,8 +127,7 @@ def test_removing_does_not_follow_links(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds, written",
-    [(0, "0:00:00"), (-3, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90_061, "1d 1:01:01")],
+    "seconds, written", [(0, "0:00:00"), (-3, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90_061, "1d 1:01:01")]
 )
 def test_how_a_duration_is_written(seconds, written):
     assert duration(seconds) == written

@@ -288,10 +288,7 @@ def _validate_examples(config: RunConfig) -> None:
     data, length = config.data, config.model.seq_length
     examples = examples_of(data.examples)
     refuse(
-        data.tokenizer is None,
-        ("data.tokenizer", "data.examples"),
-        "is null, but data.examples are texts",
-        "set it",
+        data.tokenizer is None, ("data.tokenizer", "data.examples"), "is null, but data.examples are texts", "set it"
     )
     refuse(
         examples.target_tokens >= length,

@@ -114,12 +114,7 @@ class Cutter:
     """
 
     def __init__(
-        self,
-        encode: Callable[[str], Sequence[int]],
-        bos: Sequence[int],
-        template: str,
-        length: int,
-        target_tokens: int,
+        self, encode: Callable[[str], Sequence[int]], bos: Sequence[int], template: str, length: int, target_tokens: int
     ):
         """Take what encodes a text without special tokens, and what begins a sequence.
 

@@ -83,11 +83,7 @@ def _identify(prefixes: list[str]) -> dict[str, list[int]]:
 
 
 def _large_enough(
-    name: str,
-    prefixes: list[str],
-    weights: list[float] | None,
-    bounds: tuple[float, float] | None,
-    config: RunConfig,
+    name: str, prefixes: list[str], weights: list[float] | None, bounds: tuple[float, float] | None, config: RunConfig
 ) -> Blend:
     """Leave out the datasets whose share of a split is less than one sequence, with a warning for each.
 
