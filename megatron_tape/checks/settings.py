@@ -4,6 +4,7 @@ No file is read, and torch is not imported.
 """
 
 import dataclasses
+import functools
 
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import (
@@ -20,7 +21,7 @@ from megatron_tape.config.schema import (
     split_shares,
 )
 from megatron_tape.config.values import check_section, shown
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
@@ -54,6 +55,17 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_shifted_sparse(config)
 
 
+def _clash(config: RunConfig, refused: bool, keys: str, fix: str, why: str = "") -> None:
+    """Raise ConfigError if the settings `keys` cannot work together; the sentence gives their values, then `why`."""
+    if refused:
+        subjects = tuple(keys.split())
+        first, *others = (
+            shown(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in subjects
+        )
+        but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
+        raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)
+
+
 def _validate_parallel(config: RunConfig, world_size: int) -> None:
     model, parallel = config.model, config.parallel
     tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -77,41 +89,22 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     ):
         by = joint if keys == joint_keys else tensor
         refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
-    key = "parallel.sequence_parallel"
-    refuse(
-        tensor_size == 1 and sequence_parallel,
-        (key, tensor_key),
-        f"is true with {tensor}, so there is nothing to shard",
-        "set it to null",
-    )
+    clash, key = functools.partial(_clash, config), "parallel.sequence_parallel"
+    clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"
-        refuse(context_size > 1, (key, context_key), f"is false, and {both} needs it", fix)
-        refuse(
-            encoding_of(model).needs_sharded_tokens,
-            (key, "model.position_encoding"),
-            f"is false, and model.position_encoding {model.position_encoding} with {tensor} needs it, since its "
-            "parameters work where tokens are sharded",
-            fix,
-        )
-        refuse(
-            model.qk_norm,
-            (key, "model.qk_norm"),
-            f"is false, and model.qk_norm with {tensor} needs it, since it adds up the norms' gradients",
-            fix,
-        )
+        clash(context_size > 1, f"{key} {tensor_key} {context_key}", fix)
+        why = "whose parameters work where tokens are sharded"
+        sharded = encoding_of(model).needs_sharded_tokens
+        clash(sharded, f"{key} {tensor_key} model.position_encoding", fix, why)
+        clash(model.qk_norm, f"{key} {tensor_key} model.qk_norm", fix, "which adds up the norms' gradients")
 
 
 def _validate_batches(config: RunConfig, world_size: int) -> None:
     train, data_size = config.train, world_size // config.parallel.ranks_per_sequence
+    why = f"and at most {LARGEST_RUN:,} sequences can be indexed"
     sequences = train.steps * train.global_batch_size
-    refuse(
-        sequences > LARGEST_RUN,
-        ("train.steps", "train.global_batch_size"),
-        f"{train.steps} times train.global_batch_size {train.global_batch_size} is {sequences:,} sequences, and at "
-        f"most {LARGEST_RUN:,} can be indexed",
-        "lower either",
-    )
+    _clash(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
     refuse(
         train.global_batch_size % (train.micro_batch_size * data_size) != 0,
         ("train.global_batch_size", "train.micro_batch_size"),
@@ -122,22 +115,13 @@ def _validate_batches(config: RunConfig, world_size: int) -> None:
 
 
 def _validate_checkpoint(config: RunConfig) -> None:
-    checkpoint, tensor_size = config.checkpoint, config.parallel.tensor_model_parallel_size
+    checkpoint, clash = config.checkpoint, functools.partial(_clash, config)
     refuse(not checkpoint.resume, "checkpoint.resume", "is empty", "set it to auto, none or a checkpoint's path")
-    refuse(
-        checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0,
-        ("checkpoint.keep_every", "checkpoint.interval"),
-        f"{checkpoint.keep_every} is not a multiple of checkpoint.interval {checkpoint.interval}, so there would be no "
-        "checkpoint to keep at most of those steps",
-        "change either",
-    )
-    refuse(
-        checkpoint.writers is not None and checkpoint.writers < tensor_size,
-        ("checkpoint.writers", "parallel.tensor_model_parallel_size"),
-        f"{checkpoint.writers} is less than parallel.tensor_model_parallel_size {tensor_size}, and every "
-        "tensor-parallel rank writes its own shares",
-        "set it to at least that, or to null",
-    )
+    never = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
+    clash(never, "checkpoint.keep_every checkpoint.interval", "set it to a multiple of the interval")
+    few = checkpoint.writers is not None and checkpoint.writers < config.parallel.tensor_model_parallel_size
+    why, fix = "and each tensor-parallel rank writes its own shares", "set it to at least that, or to null"
+    clash(few, "checkpoint.writers parallel.tensor_model_parallel_size", fix, why)
 
 
 def _parameters_of_encoding(model: ModelConfig) -> list[str]:
@@ -153,61 +137,29 @@ def _validate_optimizer(config: RunConfig) -> None:
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
-    refuse(
-        optimizer.min_lr > optimizer.lr,
-        ("optimizer.min_lr", "optimizer.lr"),
-        f"{optimizer.min_lr} exceeds optimizer.lr {optimizer.lr}",
-        "lower it",
-    )
+    _clash(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
 
 
 def _validate_schedule(config: RunConfig) -> None:
-    schedule, steps = config.schedule, config.train.steps
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    refuse(
-        warmup > steps,
-        ("schedule.warmup_steps", "train.steps"),
-        f"{warmup} exceeds train.steps {steps}",
-        "lower schedule.warmup_steps or raise train.steps",
-    )
-    refuse(
-        decay is not None and schedule.kind != "wsd",
-        ("schedule.decay_steps", "schedule.kind"),
-        f"{decay} has no meaning for schedule.kind {schedule.kind}, which decays until the last step",
-        "remove it or use kind wsd",
-    )
-    refuse(
-        warmup + (decay or 0) > steps,
-        ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
-        f"{warmup} and schedule.decay_steps {decay} together exceed train.steps {steps}",
-        "lower either",
-    )
+    warmup, decay, steps = config.schedule.warmup_steps, config.schedule.decay_steps, config.train.steps
+    clash, key = functools.partial(_clash, config), "schedule.warmup_steps"
+    clash(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
+    other, why = decay is not None and config.schedule.kind != "wsd", "which decays until the last step"
+    clash(other, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
+    clash(warmup + (decay or 0) > steps, f"{key} schedule.decay_steps train.steps", "lower either")
 
 
 def _validate_precision(config: RunConfig) -> None:
-    precision, deepspeed = config.train.precision, config.deepspeed
-    refuse(
-        precision == "bf16" and deepspeed.zero_stage == 0,
-        ("train.precision", "deepspeed.zero_stage"),
-        "bf16 with deepspeed.zero_stage 0 keeps no fp32 copy of the weights",
-        "set zero_stage to 1, 2 or 3, or precision to fp32",
-    )
-    for key, value, why in (
-        ("deepspeed.communication_precision", deepspeed.communication_precision, "bf16"),
-        ("model.attention_backend", config.model.attention_backend, "flash_attn"),
+    precision, deepspeed, clash = config.train.precision, config.deepspeed, functools.partial(_clash, config)
+    fix, why = "set zero_stage to 1, 2 or 3, or precision to fp32", "which keeps no fp32 copy of the weights"
+    clash(precision == "bf16" and deepspeed.zero_stage == 0, "train.precision deepspeed.zero_stage", fix, why)
+    for key, in_bf16 in (
+        ("deepspeed.communication_precision", deepspeed.communication_precision == "bf16"),
+        ("model.attention_backend", config.model.attention_backend == "flash_attn"),
     ):
-        refuse(
-            precision == "fp32" and value == why,
-            (key, "train.precision"),
-            f"is {value}, which needs train.precision bf16, and that is fp32",
-            "change either",
-        )
-    refuse(
-        deepspeed.offload_optimizer and deepspeed.zero_stage == 0,
-        ("deepspeed.offload_optimizer", "deepspeed.zero_stage"),
-        "is true with deepspeed.zero_stage 0",
-        "set zero_stage to 1, 2 or 3",
-    )
+        clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
+    offloads = deepspeed.offload_optimizer and deepspeed.zero_stage == 0
+    clash(offloads, "deepspeed.offload_optimizer deepspeed.zero_stage", "set zero_stage to 1, 2 or 3")
 
 
 def _validates(config: RunConfig) -> bool:
@@ -216,92 +168,56 @@ def _validates(config: RunConfig) -> bool:
 
 
 def _validate_data(config: RunConfig) -> None:
-    data, interval = config.data, config.train.eval_interval
+    data, interval, clash = config.data, config.train.eval_interval, functools.partial(_clash, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     blend(data.prefix)
-    validation_share = split_shares(data.split)[1]
-    refuse(
-        data.source == "prefix" and _validates(config) and validation_share == 0,
-        ("train.eval_interval", "data.split"),
-        f"is {interval}, but data.split {data.split} leaves nothing for validation",
-        "raise its second share, or set eval_interval to null",
-    )
-    refuse(
-        data.reset_attention_mask and data.tokenizer is None,
-        ("data.reset_attention_mask", "data.tokenizer"),
-        "is true, but data.tokenizer, which knows the end-of-document id, is null",
-        "set it",
-    )
+    nothing = data.source == "prefix" and _validates(config) and split_shares(data.split)[1] == 0
+    fix, why = "raise its second share, or set eval_interval to null", "which leaves nothing for validation"
+    clash(nothing, "train.eval_interval data.split", fix, why)
+    without = data.tokenizer is None
+    clash(data.reset_attention_mask and without, "data.reset_attention_mask data.tokenizer", "set the tokenizer")
     if data.long_documents is not None:
         _validate_long_documents(config)
-    samples = "sample" in config.train.evaluations and config.logging.sample_tokens > 0
-    refuse(
-        interval is not None and samples and data.tokenizer is None,
-        ("logging.sample_tokens", "data.tokenizer"),
-        f"is {config.logging.sample_tokens}, but data.tokenizer, which turns samples into text, is null",
-        "set it or set sample_tokens to 0",
-    )
+    samples = interval is not None and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
+    fix = "set the tokenizer, or sample_tokens to 0"
+    clash(samples and without, "logging.sample_tokens data.tokenizer", fix)
 
 
 def _validate_samples(config: RunConfig) -> None:
     """Check a source of samples that stands in place of indexed datasets."""
-    data = config.data
+    why = "which makes samples that are not cut from documents"
     for key, unset in (("long_documents", None), ("reset_attention_mask", False)):
-        value = getattr(data, key)
-        refuse(
-            value != unset,
-            (f"data.{key}", f"data.{data.source}"),
-            f"is {shown(value)}, but data.{data.source} makes samples that are not cut from documents",
-            f"set it to {shown(unset)}",
-        )
-    if data.source == "generator":
+        given = getattr(config.data, key) != unset
+        _clash(config, given, f"data.{key} data.{config.data.source}", f"set it to {shown(unset)}", why)
+    if config.data.source == "generator":
         _validate_generator(config)
     else:
         _validate_examples(config)
 
 
 def _validate_generator(config: RunConfig) -> None:
-    data, model = config.data, config.model
-    generator = generator_of(data.generator)
-    refuse(
-        data.tokenizer is not None,
-        ("data.tokenizer", "data.generator"),
-        f"is {data.tokenizer}, but data.generator makes tokens that are no text",
-        "set it to null",
-    )
-    refuse(
-        generator.vocab_size > model.vocab_size,
-        ("data.generator", "model.vocab_size"),
-        f"makes {generator.vocab_size} different tokens, but model.vocab_size is {model.vocab_size}",
-        "raise it",
-    )
-    refuse(
-        generator.length > model.seq_length + 1,
-        ("data.generator", "model.seq_length"),
-        f"makes sequences of up to {generator.length} tokens, but model.seq_length is {model.seq_length}",
-        f"raise it to at least {generator.length - 1}",
-    )
+    data, model, clash = config.data, config.model, functools.partial(_clash, config)
+    generator, fix = generator_of(data.generator), "set it to null"
+    clash(data.tokenizer is not None, "data.tokenizer data.generator", fix, "which makes tokens that are no text")
+    fix = f"raise model.vocab_size to {generator.vocab_size}, the number of its tokens"
+    clash(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
+    fix = f"raise model.seq_length to at least {generator.length - 1}"
+    clash(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
 
 
 def _validate_examples(config: RunConfig) -> None:
-    data, length = config.data, config.model.seq_length
-    examples = examples_of(data.examples)
-    refuse(
-        data.tokenizer is None, ("data.tokenizer", "data.examples"), "is null, but data.examples are texts", "set it"
-    )
+    length, clash = config.model.seq_length, functools.partial(_clash, config)
+    examples = examples_of(config.data.examples)
+    clash(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which are texts")
     refuse(
         examples.target_tokens >= length,
         ("data.examples.target_tokens", "model.seq_length"),
         f"is {examples.target_tokens}, but model.seq_length is {length}",
         "set target_tokens to less",
     )
-    refuse(
-        _validates(config) and examples.validation is None,
-        ("train.eval_interval", "data.examples"),
-        f"is {config.train.eval_interval}, but data.examples names no validation file",
-        "add the key validation, or set eval_interval to null",
-    )
+    without, fix = _validates(config) and examples.validation is None, "add validation, or set eval_interval to null"
+    clash(without, "train.eval_interval data.examples", fix, "which names no validation file")
 
 
 def _validate_long_documents(config: RunConfig) -> None:
@@ -313,12 +229,8 @@ def _validate_long_documents(config: RunConfig) -> None:
     refuse(wrong, f"{key}.minimum", f"is {minimum}", "set it to a whole number of tokens, at least 1")
     fix = "set it above 0 and at most to 1, or remove long_documents"
     refuse(not 0 < share <= 1, f"{key}.share", f"is {share}", fix)
-    refuse(
-        not config.data.reset_attention_mask,
-        (key, "data.reset_attention_mask"),
-        "is set, but data.reset_attention_mask is false, so that tokens would attend to the documents before their own",
-        "set it to true",
-    )
+    why = "so that tokens would attend to the documents before their own"
+    _clash(config, not config.data.reset_attention_mask, f"{key} data.reset_attention_mask", "set it to true", why)
 
 
 def _validate_evaluations(config: RunConfig) -> None:
@@ -334,37 +246,20 @@ def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:
 
 def _validate_trained_parts(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
-    choices = (*TRAINABLE, "all")
+    choices, clash = (*TRAINABLE, "all"), functools.partial(_clash, config)
     refuse(not trains, key, "is empty", f"choose from {', '.join(choices)}")
     _check_names(key, trains, choices)
-    refuse(
-        "all" in trains and len(trains) > 1,
-        key,
-        f"is {shown(trains)}",
-        "name all alone, as it includes the others but lora",
-    )
-    refuse(
-        trains == ["output"] and model.tie_embeddings,
-        (key, "model.tie_embeddings"),
-        "names output alone, but model.tie_embeddings is true, so there is no output layer to train",
-        "name embeddings",
-    )
+    mixed, fix = "all" in trains and len(trains) > 1, "name all alone, as it includes the others but lora"
+    refuse(mixed, key, f"is {shown(trains)}", fix)
+    nothing, why = trains == ["output"] and model.tie_embeddings, "so there is no output layer to train"
+    clash(nothing, f"{key} model.tie_embeddings", "name embeddings", why)
     kinds = {OF_ENCODING: "position", "output": "embeddings"}
     of_encoding, scales = _parameters_of_encoding(model), config.optimizer.lr_scale_of
     rates = [scales.get(kinds.get(name, name), 1) for name in trains]
     rates += [scales.get(name, 0) for name in of_encoding if OF_ENCODING in trains]
-    refuse(
-        not any(rates),
-        (key, "optimizer.lr_scale_of"),
-        f"is {shown(trains)}, but optimizer.lr_scale_of is 0 for all of that, so nothing would be trained",
-        "raise it",
-    )
-    refuse(
-        OF_ENCODING in trains and not of_encoding,
-        (key, "model.position_encoding"),
-        f"names {OF_ENCODING}, but model.position_encoding {model.position_encoding} has no parameters",
-        f"choose another encoding, or leave {OF_ENCODING} out",
-    )
+    clash(not any(rates), f"{key} optimizer.lr_scale_of", "raise it", "so nothing would be trained")
+    nothing, fix = OF_ENCODING in trains and not of_encoding, f"choose another encoding, or leave {OF_ENCODING} out"
+    clash(nothing, f"{key} model.position_encoding", fix, "which has no parameters")
 
 
 def _validate_lora(config: RunConfig) -> None:
@@ -373,13 +268,9 @@ def _validate_lora(config: RunConfig) -> None:
     _check_names("extension.lora_targets", targets, LORA_TARGETS)
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
-            value = getattr(extension, key)
-            refuse(
-                value != getattr(ExtensionConfig(), key),
-                (f"extension.{key}", "extension.trains"),
-                f"is {shown(value)}, but extension.trains is {shown(extension.trains)}, so there are no LoRA layers",
-                "add lora to it, or remove the setting",
-            )
+            given = getattr(extension, key) != getattr(ExtensionConfig(), key)
+            fix = "add lora to trains, or remove the setting"
+            _clash(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
         return
     for target, widths in lora_widths(config.model).items():
         refuse(
@@ -391,26 +282,16 @@ def _validate_lora(config: RunConfig) -> None:
 
 
 def _validate_shifted_sparse(config: RunConfig) -> None:
-    model, key = config.model, "extension.attention"
+    model, key, clash = config.model, "extension.attention", functools.partial(_clash, config)
     if config.extension.attention != "shifted_sparse":
         return
-    refuse(
-        model.seq_length % 8 != 0,
-        (key, "model.seq_length"),
-        f"is shifted_sparse, but model.seq_length {model.seq_length} is not divisible by 8: a quarter of the sequence "
-        "is a segment, and half of it the shift",
-        "change the length",
-    )
+    why = "which is not divisible by 8: a quarter of the sequence is a segment, and half of it the shift"
+    clash(model.seq_length % 8 != 0, f"{key} model.seq_length", "change the length", why)
     refuse(
         model.query_groups < 2,
         (key, "model.num_query_groups"),
         "is shifted_sparse, which shifts half of the heads, but all heads of this model share one group of keys",
         "set it to full",
     )
-    refuse(
-        bool({SCORES, REFLECTIONS} & encoding_of(model).needs),
-        (key, "model.position_encoding"),
-        f"is shifted_sparse, which cannot be combined with model.position_encoding {model.position_encoding}, whose "
-        "scores are computed from whole rows",
-        "set it to full",
-    )
+    whole, why = {SCORES, REFLECTIONS} & encoding_of(model).needs, "whose scores are computed from whole rows"
+    clash(bool(whole), f"{key} model.position_encoding", "set it to full", why)
