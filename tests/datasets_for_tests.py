@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+
 EOD = 63
 
 
@@ -18,6 +20,14 @@ def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
         tokens = [(start + stride * i) % vocabulary for i in range(length)] + [EOD]
         builder.add_document(torch.tensor(tokens), [len(tokens)])
     builder.finalize(f"{prefix}.idx")
+
+
+def write_documents(prefix, documents, dtype="<u2", **options):
+    """Write documents, given as ids, with our own writer."""
+    with IndexedDatasetWriter(prefix, np.dtype(dtype), **options) as writer:
+        for document in documents:
+            writer.add(np.array(document, dtype).tobytes(), np.array([len(document)]))
+        writer.finish()
 
 
 def write_tokenizer(path):

@@ -1,10 +1,7 @@
 """`make test`: what it runs and how it reports the outcomes, with dummy programs in place of Python."""
 
 import os
-import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,12 +47,6 @@ def test_slow_tests_are_left_out_by_default_and_this_is_said(make_test):
     assert first.endswith("-m slow") and second.endswith("-m slow")
 
 
-def test_the_make_file_installs_nothing_for_these_tests(make_test):
-    """Every stamp has a stand-in, so that no test builds an environment in the clone."""
-    stamps = set(re.findall(r"^(\w*STAMP)\b", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert stamps == set(STAMPS)
-
-
 def test_the_check_of_a_gpu_takes_its_options_as_variables():
     variables = ["WHEELS=w", "PYTHON=python3.12", "SLICE=kernels 3", "MINUTES=9", "OUTPUT=o", "PROFILE=1", "COMMIT=c"]
     command = ["make", "-s", "-n", "check-gpu", *variables]
@@ -67,18 +58,3 @@ def test_the_check_of_a_gpu_takes_its_options_as_variables():
 def test_chosen_tests_are_one_command(make_test):
     assert make_test("TESTS=tests/slurm -m 'not slow'").stdout == "ran -m pytest tests/slurm -m not slow\n"
     assert make_test("TESTS=tests/config", slurm=1).returncode != 0
-
-
-def test_programs_that_tests_start_can_be_interrupted_even_where_pytest_cannot():
-    """As under nohup, or in the background of a script, where SIGINT is ignored."""
-    program = "import conftest, subprocess\nprint(subprocess.run(['sh', '-c', 'kill -INT $$; echo lives']).returncode)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT / "tests",
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{-signal.SIGINT}\n"

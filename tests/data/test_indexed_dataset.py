@@ -3,6 +3,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from datasets_for_tests import write_documents
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from tool_runs import read_pair
 
@@ -17,18 +18,11 @@ def documents():
     return [random.integers(0, 60000, size) for size in (1, 700, 3, 0, 64)]
 
 
-def write(prefix, documents, dtype="<u2", **options):
-    with IndexedDatasetWriter(prefix, np.dtype(dtype), **options) as writer:
-        for document in documents:
-            writer.add(document.astype(dtype).tobytes(), np.array([len(document)]))
-        writer.finish()
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("block", [2, 1 << 18])
 def test_bytes_equal_what_megatrons_builder_writes(tmp_path, documents, dtype, block, monkeypatch):
     monkeypatch.setattr(indexed_dataset, "BLOCK", block)
-    write(tmp_path / "ours", documents, dtype)
+    write_documents(tmp_path / "ours", documents, dtype)
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
     for document in documents:
         builder.add_document(torch.from_numpy(document), [len(document)])
@@ -37,7 +31,7 @@ def test_bytes_equal_what_megatrons_builder_writes(tmp_path, documents, dtype, b
 
 
 def test_megatron_and_our_reader_read_the_documents(tmp_path, documents):
-    write(tmp_path / "data", documents)
+    write_documents(tmp_path / "data", documents)
     theirs, ours = IndexedDataset(str(tmp_path / "data")), IndexedDatasetReader(tmp_path / "data")
     assert len(theirs) == len(ours) == len(documents)
     assert theirs.document_indices.tolist() == list(range(len(documents) + 1))
@@ -71,19 +65,19 @@ def test_unfinished_dataset_leaves_no_file(tmp_path, documents):
 
 
 def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):
-    write(tmp_path / "data", documents)
+    write_documents(tmp_path / "data", documents)
 
     def killed(file):
         raise SystemExit
 
     monkeypatch.setattr(indexed_dataset.PartialFile, "publish", killed)
     with pytest.raises(SystemExit):
-        write(tmp_path / "data", documents[:2], overwrite=True)
+        write_documents(tmp_path / "data", documents[:2], overwrite=True)
     assert not (tmp_path / "data.idx").exists()
     monkeypatch.undo()
     with pytest.raises(FileError, match="data.bin exists"):
-        write(tmp_path / "data", documents[:2])
-    write(tmp_path / "data", documents[:2], overwrite=True)
+        write_documents(tmp_path / "data", documents[:2])
+    write_documents(tmp_path / "data", documents[:2], overwrite=True)
     assert len(IndexedDatasetReader(tmp_path / "data")) == 2
 
 

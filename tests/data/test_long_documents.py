@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 import torch
+from datasets_for_tests import write_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from models import small_model
 
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.data import long_documents
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.long_documents import Pools, share_past_in_mix, share_past_in_stream
 from megatron_tape.data.windows import DocumentWindows
@@ -28,9 +28,7 @@ def write(prefix, lengths, first_token):
     """Documents of tokens that occur nowhere else, `first_token`, `first_token` + 1, ..., each closed by EOD."""
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
     tokens[np.cumsum(lengths) - 1] = EOD
-    with IndexedDatasetWriter(prefix, np.dtype("<i4")) as writer:
-        writer.add(tokens.tobytes(), np.array(lengths))
-        writer.finish()
+    write_documents(prefix, np.split(tokens, np.cumsum(lengths)[:-1]), "<i4")
 
 
 @pytest.fixture(scope="module")
@@ -239,18 +237,6 @@ def messages(caplog, level):
     return [record.getMessage() for record in caplog.records if record.levelname == level]
 
 
-def test_the_run_says_how_often_it_passes_over_either_part(configure, lengths, caplog):
-    caplog.set_level("INFO")
-    build(configure(["books"], 64, 0.5, steps=100))
-    parts = [[n for n in lengths["books"][:180] if (n >= 64) == long] for long in (True, False)]
-    for part, relation in zip(parts, ("at least", "less than")):
-        passes = 0.5 * 400 * LENGTH / sum(part)
-        said = f"the run passes {passes:.2f} times over the {len(part)} documents of {relation} 64 tokens"
-        assert sum(message.startswith(said) for message in messages(caplog, "INFO")) == 1
-    assert "% of training positions are 16 or more tokens into their document" in caplog.text
-    assert not messages(caplog, "WARNING")
-
-
 @pytest.mark.parametrize(
     "minimum, share, repeated, fix",
     [(140, 0.9, "at least 140", "lower the share or the minimum"),
@@ -274,6 +260,8 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
             pattern = rf"passes (\S+) times over the \d+ documents of {relation} 40 tokens in \S*/{name},"
             (said,) = re.findall(pattern, caplog.text)
             assert float(said) == pytest.approx(drawn / total, abs=0.02)
+    assert "% of training positions are 16 or more tokens into their document" in caplog.text
+    assert not messages(caplog, "WARNING")
 
 
 @pytest.mark.parametrize(

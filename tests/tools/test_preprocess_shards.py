@@ -6,12 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from datasets_for_tests import write_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tool_runs import read_pair, write_lines
 
 from megatron_tape.data import raw_chunks
 from megatron_tape.data.documents import parse_chunk
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.raw_chunks import FilePart, read_chunks
 from megatron_tape.data.shards import Shard, read_origin
 
@@ -249,20 +250,13 @@ def test_user_errors_are_one_sentence(preprocess, run_tool, two_shards, tmp_path
         assert message in run_tool("merge_datasets", *options, code=2).stderr
 
 
-def write_dataset(prefix, documents, dtype="<u2"):
-    with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            writer.add(np.array(document, dtype).tobytes(), np.array([len(document)]))
-        writer.finish()
-
-
 def test_any_datasets_of_one_token_type_are_merged_in_the_order_given(run_tool, tmp_path):
-    write_dataset(tmp_path / "a", [[1, 2], [3]])
+    write_documents(tmp_path / "a", [[1, 2], [3]])
     builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype=np.uint16)
     builder.add_document(np.arange(5), [2, 3])
     builder.add_document(np.arange(5, 9), [4])
     builder.finalize(str(tmp_path / "b.idx"))
-    write_dataset(tmp_path / "empty", [])
+    write_documents(tmp_path / "empty", [])
     inputs = [tmp_path / name for name in ("b", "empty", "a", "b")]
     run_tool("merge_datasets", "--input", *inputs, "--output-prefix", tmp_path / "ours")
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
@@ -276,9 +270,9 @@ def test_any_datasets_of_one_token_type_are_merged_in_the_order_given(run_tool, 
 
 
 def test_merge_refuses_what_does_not_fit(run_tool, tmp_path):
-    write_dataset(tmp_path / "a", [[1, 2], [3]])
-    write_dataset(tmp_path / "b", [[1]], "<i4")
-    write_dataset(tmp_path / "empty", [])
+    write_documents(tmp_path / "a", [[1, 2], [3]])
+    write_documents(tmp_path / "b", [[1]], "<i4")
+    write_documents(tmp_path / "empty", [])
     builder = IndexedDatasetBuilder(str(tmp_path / "pictures.bin"), dtype=np.uint16, multimodal=True)
     builder.add_document(np.arange(5), [5], [1])
     builder.finalize(str(tmp_path / "pictures.idx"))
