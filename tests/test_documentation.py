@@ -44,6 +44,12 @@ def test_the_map_names_what_is_there():
     assert packages == {place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()}
 
 
+def test_every_recipe_of_an_extension_is_listed():
+    page = (ROOT / "docs" / "extension.md").read_text(encoding="utf-8")
+    recipes = (ROOT / "pretrain" / "recipes" / "extend").glob("*.yaml")
+    assert [path.stem for path in recipes if f"`{path.stem}`" not in page] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
@@ -69,12 +69,7 @@ class Source(TypedDict):
     manifest_sha256: str
 
 
-class _FrozenParameters(TypedDict, total=False):
-    frozen: list[str]
-    frozen_from: Source | None
-
-
-class State(_FrozenParameters):
+class State(TypedDict):
     """The contents of `state.json`; `config` holds the run's settings by section. An import has nothing frozen."""
 
     step: int
@@ -84,6 +79,8 @@ class State(_FrozenParameters):
     tensor_model_parallel_size: int
     data_parallel_size: int
     sharded: dict[str, Cut]
+    frozen: NotRequired[list[str]]
+    frozen_from: NotRequired[Source | None]
     config: dict[str, dict[str, Any]]
 
 

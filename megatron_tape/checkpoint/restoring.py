@@ -1,13 +1,9 @@
 """Restores a run: weights, Adam's state and random number generators.
 
-A checkpoint holds `state.json` (the position in the data, the settings), files `tensors-tpTT-dpNNNNN.safetensors`, the
-random states of all ranks, and `index.json`. Each file has fp32 weights and moments by parameter name, as
-tensor-parallel rank TT holds them; `state.json` says how it cuts them. Nothing depends on the ZeRO stage, and the
-tensors of another tensor-parallel size are joined and cut: a run may continue under another layout. `writing` writes
-checkpoints, and `directories` makes sure that one is either complete or invisible.
-
-Frozen parameters have weights and no moments. With `checkpoint.frozen: false` their weights are left out too, and
-`state.json` says which checkpoint holds them.
+docs/training.md lists the files of a checkpoint. Those of tensors hold fp32 weights and moments by parameter name, as a
+tensor-parallel rank holds them. Nothing depends on the ZeRO stage, and the tensors of another tensor-parallel size are
+joined and cut: a run may continue under another layout. Frozen parameters have weights and no moments; with
+`checkpoint.frozen: false` their weights are left out too, and `state.json` says which checkpoint holds them.
 """
 
 from pathlib import Path

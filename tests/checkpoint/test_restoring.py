@@ -146,12 +146,6 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-def test_a_checkpoint_that_is_left_alone_loads(saved, damaged):
-    checkpoint = damaged(INDEX)
-    load_weights(checkpoint, saved[0].module, saved[0].layout)
-    load_training_state(checkpoint, saved[0])
-
-
 @pytest.mark.parametrize("share, holds", [(held_files.HELD_SHARE, [TENSORS]), (2**60, [])])
 def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damaged, monkeypatch, share, holds):
     monkeypatch.setattr(held_files, "HELD_SHARE", share)
