@@ -36,26 +36,21 @@ class TrainingModel:
         self._tokens, self._device = trainer.layout.tokens, trainer.layout.device
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without tokens that mark its beginning or end."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of ids, with special tokens and all spaces."""
         return self.tokenizer.decode(tokens)
 
     @property
     def bos(self) -> list[int]:
-        """What the tokenizer puts before a text: a list of one id, or an empty one."""
         return [] if self.tokenizer is None else self.tokenizer.prefix
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on."""
         ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None]
         losses = self._forward(self._engine.losses, ids[:, :-1], ids[:, 1:])
         return losses[0, first - 1 :].double().cpu().numpy()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
         return self._forward(self._engine.logits, tokens)[..., : self.info.vocab_size].float().cpu()
 
     def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
@@ -94,7 +89,6 @@ class TaskHook(Hook):
             self._units = self._task.units(self._model(trainer))
 
     def due(self, trainer: Training, step: int) -> bool:
-        """Return whether the task is done after `step`."""
         return step % self._every == 0 or step == trainer.config.train.steps
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:

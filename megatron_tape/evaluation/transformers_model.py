@@ -36,7 +36,6 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
         return self.model.device
 
     @property
@@ -45,16 +44,13 @@ class HFModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without tokens that mark its beginning or end."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of ids, with special tokens and all spaces."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def bos(self) -> list[int]:
-        """What the tokenizer puts before a text: a list of one id, or an empty one."""
         if self.tokenizer is None:
             return []
         own = self.tokenizer.bos_token_id
@@ -100,7 +96,6 @@ class HFModel:
 
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        """Return the loss in nats (N - `first`,), float64, of every token of `tokens` (N,) from `first` >= 1 on."""
         if not 1 <= first <= len(tokens):
             raise ValueError(f"first is {first}, but must lie between 1 and the {len(tokens)} tokens")
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
@@ -130,13 +125,11 @@ class HFModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU; for small vocabularies."""
         self.forget_lengths()
         return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
 
     @torch.inference_mode()
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
-        """Return what it generates greedily in at most `count` tokens, and whether it ended by itself."""
         from transformers import GenerationConfig
 
         own = self.model.generation_config.eos_token_id
@@ -155,7 +148,6 @@ class HFModel:
         return text.strip(), ended
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
-        """Return it as a model of lm-evaluation-harness (`HFLM`), which takes up to `max_length` tokens."""
         from megatron_tape.evaluation.tasks.harness_model import harness_model
 
         self.forget_lengths()

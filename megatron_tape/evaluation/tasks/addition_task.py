@@ -50,7 +50,6 @@ class Addition(SyntheticTask):
     Settings = AdditionSettings
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for sizes that cannot work."""
         self.refuse_below(digits=1, longest=1, step=1, samples=1, batch_size=1)
         self.check_seed()
         for name in ("digits", "longest", "samples"):
@@ -76,7 +75,6 @@ class Addition(SyntheticTask):
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        """Return one unit for every length of the first operand."""
         # The work grows with the tokens: two operands, and a sum as long as the longer of them.
         return [
             Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
@@ -96,7 +94,6 @@ class Addition(SyntheticTask):
         return {"right": right}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the accuracy over all pairs of lengths, over those that were trained, and over the others."""
         from megatron_tape.evaluation.statistics import wilson
 
         lengths, trained = np.array(self.lengths), self.settings.digits
@@ -119,7 +116,6 @@ class Addition(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return one picture with a heat map per model; a line marks the trained lengths."""
         from megatron_tape.evaluation.figures import model_panels
 
         if not results:

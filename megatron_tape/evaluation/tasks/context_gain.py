@@ -64,7 +64,6 @@ class ContextGain(DocumentTask):
         return [self.short(info), *super().lengths(info)]
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for sizes that do not fit together, for bad data, and for unusable key tokens."""
         short, *lengths = self.lengths(info)
         fix = f"set it to at least 2 and below the shortest of lengths, {min(lengths)}"
         refuse(not 2 <= short < min(lengths), (self.key("short"), self.key("lengths")), f"is {short}", fix)
@@ -72,7 +71,6 @@ class ContextGain(DocumentTask):
         super().check(info)
 
     def inputs(self) -> list[Path]:
-        """Return the files of `data`, and the results whose key tokens are used."""
         given = self.settings.key_tokens_from
         return super().inputs() + ([] if given is None else [results_file(given)])
 
@@ -91,7 +89,6 @@ class ContextGain(DocumentTask):
         return details
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        """Return one unit for each document and length, among them the short one."""
         units = super().units(model)
         self.other = self._key_tokens_of_another()
         for key, work in self.work.items() if self.other is not None else ():
@@ -113,13 +110,11 @@ class ContextGain(DocumentTask):
         return hashlib.sha256(f"{first} ".encode() + tokens.tobytes()).hexdigest()[:16]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return the losses of the scored tokens."""
         work = self.work[unit.key]
         losses = np.concatenate([window_losses(model, work.document, window, model.bos) for window in work.windows])
         return {"tokens": self._digest(unit.key), "losses": np.round(losses, DECIMALS).tolist()}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the gains by source and length."""
         short, *lengths = self.lengths(info)
         documents = list(dict.fromkeys(key.rpartition("/")[0] for key in values))
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
@@ -160,7 +155,6 @@ class ContextGain(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return pictures of the gain by length, on all tokens and on key tokens."""
         from megatron_tape.evaluation.pictures_of_losses import by_length
 
         return [

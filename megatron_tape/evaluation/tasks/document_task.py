@@ -115,7 +115,6 @@ class DocumentTask(Task):
         return self.longest(info) + 1
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for sizes that do not fit together, and for bad data by file and line."""
         self.refuse_below(stride=1, windows=1, documents=1, minimum_length=1)
         lengths, minimum = self.lengths(info), self.settings.minimum_length
         refuse(
@@ -128,11 +127,9 @@ class DocumentTask(Task):
         check_sources(self.sources, info, text_key, self.needed(info), self.most_documents, key)
 
     def inputs(self) -> list[Path]:
-        """Return the files of `data`."""
         return [file for source in self.sources for file in source.files]
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        """Return the units of all sources, with costs that grow with the tokens that are read."""
         self.work.clear()
         self.left_out.clear()
         for source in self.sources:

@@ -22,7 +22,6 @@ class HarnessModel(HFLM):
         """The texts of requests whose left part the model has not seen: (prompt,) or (context, continuation)."""
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model generates; see `HFLM`."""
         for request in requests:
             prompt, options = request.args
             generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]

@@ -54,7 +54,6 @@ class LmEval(Task):
     generates = True
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for names that nobody knows and for results that cannot be compared with."""
         settings = self.settings
         self.require("lm_eval")
         key, include = self.key("tasks"), settings.include_path
@@ -73,18 +72,15 @@ class LmEval(Task):
         find_tasks(settings.tasks, self._include)
 
     def inputs(self) -> list[Path]:
-        """Return the files of one's own tasks, and the results that are compared with."""
         files = [Path(name) for name in self.settings.tasks if name.endswith((".yaml", ".yml"))]
         for folder in self._include:
             files += sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in _FILES)
         return files + ([results_file(self.settings.before)] if self.settings.before else [])
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        """Return one unit per name."""
         return [Unit(name) for name in self.settings.tasks]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
-        """Return what the tasks behind a name scored."""
         from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run
 
         settings = self.settings
@@ -98,7 +94,6 @@ class LmEval(Task):
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the metrics of all tasks, and their differences to the results before."""
         outcomes = _outcomes(values)
         scores, notes, tasks = [], [], {}
         for name, outcome in outcomes.items():
@@ -133,7 +128,6 @@ class LmEval(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return the shares that models score in each task, side by side, and the changes where there are any."""
         shares: dict[str, dict[str, Score]] = {}
         changed: dict[str, dict[str, Score]] = {}
         for label, result in results.items():

@@ -63,7 +63,6 @@ class Passkey(Task):
         self._published: dict[str, list[Hidden]] = {}
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for sizes out of range."""
         settings = self.settings
         self.require("lm_eval")
         self.refuse_below(depths=1, samples=1, batch_size=1)
@@ -77,7 +76,6 @@ class Passkey(Task):
         )
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        """Return one unit per length and depth; ConfigError for a length that is too short for the prompt."""
         settings, lengths = self.settings, self._lengths(model.info)
         if settings.form == "exact":
             shortest = self._prompts(model, lengths[0]).smallest("9" * settings.digits) + self._room
@@ -91,7 +89,6 @@ class Passkey(Task):
         ]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
-        """Return the keys of one length and depth, and what the model answered."""
         from megatron_tape.evaluation.tasks.harness import own_task, run
 
         if self.settings.form == "exact":
@@ -116,7 +113,6 @@ class Passkey(Task):
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return accuracies by length; those of each depth are in the details."""
         lengths, depths = self._lengths(info), range(self.settings.depths)
         scores, cells = [], {}
         for length in lengths:
@@ -135,7 +131,6 @@ class Passkey(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return a heat map by length and depth for each model, and the accuracies by length of all."""
         from megatron_tape.evaluation import figures
 
         figure, axes = figures.model_panels(results, width=4.4, height=3.4)

@@ -77,21 +77,17 @@ class Perplexity(DocumentTask):
 
     @property
     def most_documents(self) -> int | None:
-        """How many documents of a source are used at most."""
         return self.settings.documents if self._protocol != "documents" else super().most_documents
 
     def longest(self, info: ModelInfo) -> int:
-        """Return the context length that scored tokens are placed for."""
         return super().longest(info) if self._protocol == "documents" else max(self.lengths(info))
 
     def needed(self, info: ModelInfo) -> int:
-        """Return how many tokens a document must have."""
         if self._protocol == "documents":
             return super().needed(info)
         return 2 if self._protocol == "longlora" else (self.settings.minimum_length or 1) + 1
 
     def check(self, info: ModelInfo) -> None:
-        """Raise UserError for sizes that do not fit together, and for bad data by file and line."""
         stride, shortest = self.settings.stride, self.lengths(info)[0]
         too_far = self._protocol == "yarn" and stride > shortest
         keys, fix = (
@@ -120,14 +116,12 @@ class Perplexity(DocumentTask):
         return work
 
     def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
-        """Return the windows of a document."""
         if self._protocol == "documents":
             return super().windows(document, length, model)
         windows = _yarn_windows(len(document.tokens), length, self.settings.stride, len(model.bos))
         return list(windows)[: self.settings.windows]
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Return the sum of the losses and what they are to be divided by, or the windows' means."""
         work, marks = self.work[unit.key], [] if self._protocol == "longlora" else model.bos
         if self._protocol != "documents":
             losses = (window_losses(model, work.document, window, marks) for window in work.windows)
@@ -145,7 +139,6 @@ class Perplexity(DocumentTask):
         return value
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the scores by source and length."""
         protocol = self._protocol
         scores, positions, notes, scored = [], {}, [], self.scored()
         for (name, length), found in by_source_and_length(values).items():
@@ -165,7 +158,6 @@ class Perplexity(DocumentTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return pictures of the perplexity by length and of the loss by position, one panel for each source."""
         from megatron_tape.evaluation.pictures_of_losses import by_length, by_position
 
         return [

@@ -67,7 +67,6 @@ class PositionPictures(Task):
     generates: ClassVar[bool] = True
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for a model without position states, or settings or data that do not suit it."""
         settings, config = self.settings, info.config
         kind = config.get("model_type")
         problem = f"looks at the position states of TAPE models, and {info.label} is a {kind} model, which has none"
@@ -85,11 +84,9 @@ class PositionPictures(Task):
         check_sources(self._sources(), info, settings.text_key, length, settings.documents, self.key("data"))
 
     def inputs(self) -> list[Path]:
-        """Return the files of `data`."""
         return [file for source in self._sources() for file in source.files]
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        """Return a unit for each document, and one for the attention maps."""
         self._tokens = self._read(model)
         length, layers = self._length(model.info), model.info.config["num_hidden_layers"]
         cost = float(length * (1 + (layers if self.settings.ablation else 0)))
@@ -97,7 +94,6 @@ class PositionPictures(Task):
         return [*documents, Unit(MAPS, 2.0 * min(self.settings.map_tokens, length))]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
-        """Return what the hooks see in one document, or the maps of the first."""
         import torch
 
         index = 0 if unit.key == MAPS else int(unit.key.partition("/")[2])
@@ -158,7 +154,6 @@ class PositionPictures(Task):
         return {"change": changes, "shown": shown}
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return distances and increases of the loss by layer, with intervals over documents."""
         found = [value for key, value in values.items() if key != MAPS]
         length, count = self._length(info), len(found)
         common = {"length": length, "count": count, "counted": "document"}
@@ -217,7 +212,6 @@ class PositionPictures(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return heat maps, curves and bars of all models, and the attention maps of each."""
         from megatron_tape.evaluation.tasks import position_drawings as drawings
 
         return drawings.draw(results)

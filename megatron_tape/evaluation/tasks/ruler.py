@@ -75,7 +75,6 @@ class Ruler(Task):
         self._tasks = list({"offline": OFFLINE, "all": TASKS}.get(given, given) if isinstance(given, str) else given)
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for unknown tasks, sizes out of range and files that are not there."""
         settings = self.settings
         self.require("lm_eval", "wonderwords", "nltk", "scipy")
         key = self.key("tasks")
@@ -94,7 +93,6 @@ class Ruler(Task):
         self._lengths(info)
 
     def inputs(self) -> list[Path]:
-        """Return the files that chosen tasks read."""
         settings, files = self.settings, []
         if settings.haystack is not None and set(self._tasks) & set(ESSAYS):
             files.append(Path(settings.haystack))
@@ -102,7 +100,6 @@ class Ruler(Task):
         return files
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        """Return one unit per task and length; ConfigError for lengths that are too short for a task."""
         from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples, smallest_length
 
         lengths, sources, seed = self._lengths(model.info), self._sources(), self.settings.seed
@@ -121,7 +118,6 @@ class Ruler(Task):
         return [Unit(f"{task}/{length}", cost=self.settings.samples * length) for task, length in pairs]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
-        """Return what the model answered in one task of one length."""
         from megatron_tape.evaluation.tasks.harness import run
         from megatron_tape.evaluation.tasks.ruler_samples import TooShort, make_samples
 
@@ -143,7 +139,6 @@ class Ruler(Task):
         }
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return the scores by task and length, their mean by length, and the lengths that are effective."""
         lengths, mean_name = self._lengths(info), self._mean_name()
         scores, means, by_task = [], [], {task: [] for task in self._tasks}
         for length in lengths:
@@ -162,7 +157,6 @@ class Ruler(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return the means by length of all models, one panel for each set of tasks, and heat maps of the tasks."""
         return [_draw_means(results), _draw_tasks(results)]
 
     def _lengths(self, info: ModelInfo) -> list[int]:

@@ -75,7 +75,6 @@ class Scrolls(Task):
     generates: ClassVar[bool] = True
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for settings that cannot work, and for bad data by file and line."""
         settings = self.settings
         nothing, keys = not (settings.generate or settings.loss), (self.key("generate"), self.key("loss"))
         refuse(nothing, keys, "is false, and so is loss", "set one to true")
@@ -94,7 +93,6 @@ class Scrolls(Task):
             self._read(name)
 
     def inputs(self) -> list[Path]:
-        """Return the files of `data`."""
         return [Path(path) for path in self._files().values()]
 
     def _length(self, info: ModelInfo) -> int:
@@ -147,7 +145,6 @@ class Scrolls(Task):
         return list(examples.values())
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        """Return a unit for each example."""
         length, settings = self._length(model.info), self.settings
         self._examples: dict[str, _Example] = {}
         self._cutters: dict[str, Cutter] = {}
@@ -163,7 +160,6 @@ class Scrolls(Task):
         return units
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
-        """Return the answer with its scores, the loss on the first target, and what was cut."""
         example, settings = self._examples[unit.key], self.settings
         cut = self._cutters[example.dataset](example.input, example.targets[0])
         found: dict[str, Any] = {"input_cut": cut.input_cut, "target_cut": cut.target_cut}
@@ -178,7 +174,6 @@ class Scrolls(Task):
         return found
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        """Return scores and losses by dataset, and the mean over datasets, with intervals over examples."""
         length, by_dataset = self._length(info), {name: [] for name in self._files()}
         for key, value in values.items():
             by_dataset[key.rpartition("/")[0]].append(value)
@@ -243,7 +238,6 @@ class Scrolls(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return bars of the scores and of the losses by dataset."""
         return [
             picture
             for picture in (

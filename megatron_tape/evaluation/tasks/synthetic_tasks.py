@@ -76,7 +76,6 @@ class Variants(SyntheticTask):
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for settings that cannot work."""
         self.refuse_below(samples=1, batch_size=1)
         self.check_seed()
         for generator in self.generators().values():
@@ -133,7 +132,6 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        """Return a picture of the accuracy by variant."""
         from megatron_tape.evaluation.figures import legend, new_figure, score_curve, styles
 
         names = list(dict.fromkeys(score.group for result in results.values() for score in result.scores))
@@ -179,12 +177,10 @@ class SelectiveCopy(Variants):
     Settings = SelectiveCopySettings
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for settings that cannot work."""
         refuse(not self.settings.blanks, self.key("blanks"), "is empty", "name a variant, such as {IID: 128}")
         super().check(info)
 
     def generators(self) -> dict[str, Generator]:
-        """Return the generator of each variant."""
         sizes = {"copied": self.settings.copied, "symbols": self.settings.symbols}
         return {name: Copies(blanks=blanks, **sizes) for name, blanks in self.settings.blanks.items()}
 
@@ -218,7 +214,6 @@ class GridNavigation(Variants):
     Settings = GridNavigationSettings
 
     def check(self, info: ModelInfo) -> None:
-        """Raise ConfigError for settings that cannot work."""
         key, variants = self.key("variants"), self.settings.variants
         refuse(not variants, key, "is empty", "name a variant, such as {IID: [128, 64, 0.5]}")
         for name, values in variants.items():
@@ -228,7 +223,6 @@ class GridNavigation(Variants):
         super().check(info)
 
     def generators(self) -> dict[str, Generator]:
-        """Return the generator of each variant."""
         settings = self.settings
         same = {key: getattr(settings, key) for key in ("dimensions", "objects", "longest_run")}
         return {
@@ -237,6 +231,5 @@ class GridNavigation(Variants):
         }
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
-        """Return how much a model scores that knows nothing but that most cells are blank."""
         shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
         return [f"A model that always answers blank would score {shares}."]
