@@ -130,7 +130,6 @@ class Task:
         self.settings, self.section = settings, section or self.name
 
     def key(self, setting: str) -> str:
-        """Return the key of one of the settings, as errors name it."""
         return f"{self.section}.{setting}"
 
     def refuse_below(self, **least: int) -> None:

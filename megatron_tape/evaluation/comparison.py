@@ -44,7 +44,6 @@ class FinishedRun:
 
     @property
     def name(self) -> tuple[str, int]:
-        """What tells it apart from the other runs."""
         return self.variant, self.seed
 
 
@@ -63,7 +62,6 @@ class Comparison:
 
     @property
     def variants(self) -> list[str]:
-        """The variants of all runs, in the order in which they come."""
         return list(dict.fromkeys(run.variant for run in self.runs))
 
     @property
@@ -84,7 +82,6 @@ class Row:
 
     @property
     def mean(self) -> float:
-        """The mean over the seeds."""
         return statistics.fmean(self.values.values())
 
     @property
@@ -163,7 +160,6 @@ def changed_settings(saved: Settings, config: RunConfig, apart: Sequence[str] = 
 
 
 def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the settings of both that differ and have an effect on results."""
     return [
         f"{prefix}{key}: was {json.dumps(before[key])}, is now {json.dumps(value)}"
         for key, value in now.items()

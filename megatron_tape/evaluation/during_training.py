@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_tape.config.parse import build_section, missing_settings
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import accept, shown
 from megatron_tape.errors import refuse
-from megatron_tape.evaluation.base import ModelInfo, Task
+from megatron_tape.evaluation.base import Task
+from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.tasks import TASKS
 
 EVERY = "every"
@@ -37,18 +37,6 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
     missing = missing_settings({key: settings}, values)
     refuse(bool(missing), ", ".join(missing), "must be set", f"add it to {key}")
     return TASKS[name](build_section(key, settings, values), section=key)
-
-
-def info_of_run(config: RunConfig) -> ModelInfo:
-    """Return what tasks may know of a model that trains."""
-    return ModelInfo(
-        label=Path(config.logging.directory or "run").name,
-        vocab_size=config.model.unpadded_vocab_size or config.model.vocab_size,
-        trained_length=config.model.seq_length,
-        config={},
-        directory=None,
-        has_tokenizer=config.data.tokenizer is not None,
-    )
 
 
 def check_tasks(config: RunConfig) -> None:

@@ -123,21 +123,22 @@ def new_figure(
     return figure, axes
 
 
-def grid_shape(count: int, columns: int = 3) -> tuple[int, int]:
-    """Return rows and columns for `count` panels, at most `columns` side by side."""
+def panels(count: int, columns: int = 3, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` axes, at most `columns` side by side; the rest of the last row is empty."""
     columns = max(1, min(count, columns))
-    return -(-count // columns), columns
+    figure, axes = new_figure(-(-count // columns), columns, **options)
+    for one in axes[count:]:
+        one.remove()
+    return figure, axes[:count]
 
 
-def model_panels(labels: Iterable[str], columns: int = 3, **sizes: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure with titled axes for each model; the rest of the last row is empty."""
+def model_panels(labels: Iterable[str], **options: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure with titled axes for each model."""
     labels = list(labels)
-    figure, axes = new_figure(*grid_shape(len(labels), columns), **sizes)
+    figure, axes = panels(len(labels), **options)
     for one, label in zip(axes, labels):
         one.set_title(plain(shorten(label)), fontsize=10)
-    for one in axes[len(labels) :]:
-        one.remove()
-    return figure, axes[: len(labels)]
+    return figure, axes
 
 
 def score_curve(axes: Axes, style: Mapping[str, Any], x: Sequence[float], scores: Sequence[Score]) -> None:
@@ -200,22 +201,17 @@ def heat_map(
     *,
     row_label: str = "",
     column_label: str = "",
-    title: str = "",
-    low: float = 0.0,
     high: float = 1.0,
-    form: str = "{:.2f}",
     bar: str | None = None,
-    color_map: str = COLOR_MAP,
-) -> Any:
-    """Draw a matrix of values (rows from top to bottom) whose colours run from `low` to `high`; return the image.
+) -> None:
+    """Draw a matrix of values (rows from top to bottom) whose colours run from 0 to `high`.
 
-    None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values in `form`. `bar`
-    adds a colour bar with that label; of several panels with the same range, give none of them a bar and use
-    `color_bar`.
+    None or NaN is a cell without a value, marked by a cross. A matrix of few cells shows its values. `bar` adds a
+    colour bar with that label; of several panels with the same range, give it to the last one.
     """
     matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(len(rows), len(columns))
     # Every cell has the pixels of its own: "none" embeds them as they are in an SVG file.
-    image = axes.imshow(matrix, vmin=low, vmax=high, cmap=color_map, aspect="auto", interpolation="none")
+    image = axes.imshow(matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=9)
@@ -226,8 +222,6 @@ def heat_map(
     if sum(len(str(name)) for name in columns[:: max(1, -(-len(columns) // 12))]) > 44:
         axes.tick_params(axis="x", rotation=45)
     axes.set(xlabel=column_label, ylabel=row_label)
-    if title:
-        axes.set_title(title, fontsize=10)
     for (row, column), value in np.ndenumerate(matrix):
         if np.isnan(value):
             if matrix.size <= CELLS_WITH_TEXT:
@@ -235,17 +229,11 @@ def heat_map(
         elif matrix.size <= CELLS_WITH_TEXT:
             light = sum(np.multiply(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))) > 0.5
             color = ON_LIGHT if light else ON_DARK
-            axes.text(column, row, plain(form.format(value)), ha="center", va="center", fontsize=8, color=color)
+            axes.text(column, row, plain(f"{value:.2f}"), ha="center", va="center", fontsize=8, color=color)
     if bar is not None:
-        color_bar(image, [axes], bar)
-    return image
-
-
-def color_bar(image: Any, axes: Sequence[Axes], label: str) -> None:
-    """Put one colour bar beside all panels of heat maps with the same range."""
-    bar = axes[0].figure.colorbar(image, ax=list(axes), label=label, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8)
+        drawn = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
+        drawn.outline.set_visible(False)
+        drawn.ax.tick_params(labelsize=8)
 
 
 def save(picture: Picture, path: str | Path) -> None:

@@ -132,9 +132,14 @@ def _tokenizer_runs_code(directory: Path) -> bool:
 
 def made_by(config: RunConfig) -> Source:
     """Return the model that a run will have made when it is finished."""
-    run, has_tokenizer = Path(config.logging.directory), config.data.tokenizer is not None
+    run = Path(config.logging.directory)
     facts = {"settings": config_dict(config), "step": config.train.steps}
-    return Source(run, _info(config.model, run.name, has_tokenizer), True, facts, run / "evaluation", False)
+    return Source(run, info_of_run(config), True, facts, run / "evaluation", False)
+
+
+def info_of_run(config: RunConfig) -> ModelInfo:
+    """Return what tasks may know of a model that trains."""
+    return _info(config.model, Path(config.logging.directory or "run").name, config.data.tokenizer is not None)
 
 
 def check_trained_on(task: str, source: Source) -> None:
@@ -162,7 +167,6 @@ def note_on_training(task: str, source: Source) -> list[str]:
 
 
 def _training_data(source: Source) -> dict[str, Any]:
-    """Return what a run was trained on, from its settings; nothing if they do not say, or there are none."""
     data = source.run["settings"].get("data", {}) if source.run else {}
     return {key: data[key] for key in ("prefix", "generator", "examples") if data.get(key)}
 

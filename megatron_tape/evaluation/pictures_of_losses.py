@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import grid_shape, legend, length_axis, new_figure, plain, score_curve, styles
+from megatron_tape.evaluation.figures import legend, length_axis, panels, plain, score_curve, styles
 from megatron_tape.evaluation.results import TaskResult
 
 if TYPE_CHECKING:
@@ -74,17 +74,14 @@ def by_position(results: Results, name: str) -> list[Picture]:
 def _panels(
     groups: list[str], name: str, title: str, axis: str, draw: Callable[[Axes, str], list[str]]
 ) -> list[Picture]:
-    """Return a picture with a panel for each group; `draw` fills one, and returns sentences that describe it."""
     if not groups:
         return []
-    figure, panels = new_figure(*grid_shape(len(groups)))
+    figure, shown = panels(len(groups))
     described = []
-    for axes, group in zip(panels, groups):
+    for axes, group in zip(shown, groups):
         sentences = draw(axes, group)
         axes.set_title(plain(group), fontsize=10)
         axes.set_ylabel(axis)
         described.append(f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}.")
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
     legend(figure)
     return [Picture(name, f"{title}. {' '.join(described)}", figure)]

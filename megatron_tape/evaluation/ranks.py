@@ -81,7 +81,6 @@ class Ranks:
             raise ValueError(str(error)) from None
 
     def leave(self) -> None:
-        """End the process group."""
         if self.count > 1:
             import torch.distributed as dist
 

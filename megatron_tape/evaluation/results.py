@@ -54,7 +54,6 @@ class Score:
 
     @property
     def shown_value(self) -> str:
-        """The value with its unit, as text."""
         return f"{self.value:.4g} {self.unit}".rstrip()
 
     @property
@@ -70,7 +69,6 @@ class Score:
 
     @property
     def shown_interval(self) -> str:
-        """The interval as text; nothing if it is not known."""
         return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
 
 

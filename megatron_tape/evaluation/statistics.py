@@ -14,12 +14,11 @@ Interval = tuple[float | None, float | None]
 """Low and high; None where the data says nothing about the spread."""
 TAIL = 2.5
 """Per cent of resampled values below an interval, and as many above it."""
-_NORMAL_QUANTILE = 1.959963984540054
+NORMAL_QUANTILE = 1.959963984540054
+"""How many standard errors a 95 % interval reaches to each side."""
 
 
-def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000, seed: int = 0
-) -> Interval:
+def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000) -> Interval:
     """Return the percentile interval of sum(`numerators`) / sum(`denominators`) over resampled documents.
 
     Both have one entry per document, such as nats and tokens, which are drawn together. The interval is (None, None)
@@ -28,7 +27,7 @@ def bootstrap_ratio(
     pairs = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
     if np.count_nonzero(pairs[:, 1]) < 2:
         return None, None
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     sums = np.stack([pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)])
     sums = sums[sums[:, 1] != 0]
     with warnings.catch_warnings():
@@ -37,9 +36,9 @@ def bootstrap_ratio(
     return float(low), float(high)
 
 
-def bootstrap_mean(values: Sequence[float], samples: int = 1000, seed: int = 0) -> Interval:
+def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Return the percentile interval of the mean of resampled `values`; (None, None) for fewer than two."""
-    return bootstrap_ratio(values, np.ones(len(values)), samples, seed)
+    return bootstrap_ratio(values, np.ones(len(values)))
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
@@ -50,7 +49,7 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     """
     if count == 0:
         return 0.0, 1.0
-    share, z = successes / count, _NORMAL_QUANTILE
+    share, z = successes / count, NORMAL_QUANTILE
     center = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))

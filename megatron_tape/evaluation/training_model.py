@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tape.evaluation.base import Task, Unit
-from megatron_tape.evaluation.during_training import EVERY, build_tasks, info_of_run
+from megatron_tape.evaluation.during_training import EVERY, build_tasks
+from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score
 from megatron_tape.training.hooks import Hook, HookResult, Training

@@ -40,7 +40,6 @@ class HFModel:
 
     @property
     def parameters(self) -> int:
-        """The number of its parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def encode(self, text: str) -> list[int]:

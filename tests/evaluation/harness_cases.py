@@ -6,7 +6,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from evaluation.loss_cases import result_of
 from lm_eval.api.model import LM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +29,11 @@ def sentencepiece_tokenizer(folder, rows=600):
     return AutoTokenizer.from_pretrained(folder / "exported")
 
 
-def bpe_tokenizer(bos):
+BYTES = 258
+"""Rows of a tokenizer of single bytes."""
+
+
+def bpe_tokenizer(bos, rows=900):
     """A byte-level BPE tokenizer, with `<s>` before every text or without."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -40,7 +43,7 @@ def bpe_tokenizer(bos):
     special = ["<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=rows, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     text = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
     tokenizer.train_from_iterator([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], trainer)
@@ -98,14 +101,6 @@ class _Harness(LM):
 
 def finds_the_key(prompt):
     return " " + re.search(r"The pass key is (\d+)\. Remember", prompt).group(1) + ". The grass"
-
-
-def evaluated(task, model):
-    """The values of all units of a task, its summary as results.json holds it, and that for `draw`."""
-    task.check(model.info)
-    values = {unit.key: task.evaluate(unit, model) for unit in task.units(model)}
-    summary = task.summarize(values, model.info)
-    return values, summary, result_of(summary, values)
 
 
 def word_tokenizer():

@@ -1,7 +1,6 @@
 """Models with known losses, and what the tests of tasks about losses share."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 
@@ -55,7 +54,7 @@ def run(task_class, model, **settings):
     """Check, evaluate and summarize as the runner does; return the task's entry of results.json."""
     task = task_class(task_class.Settings(**settings))
     task.check(model.info)
-    assert all(path.is_file() for path in map(Path, task.inputs()))
+    assert all(path.is_file() for path in task.inputs())
     units = task.units(model)
     assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
     values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
@@ -66,7 +65,8 @@ def run(task_class, model, **settings):
 def result_of(summary, values=(), settings=None):
     """A task's entry of results.json."""
     return TaskResult(
-        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores, details=summary.details,
+        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores,
+        details=json.loads(json.dumps(summary.details)),
         notes=summary.notes, examples=dict(values), dtype="fp32", hardware="a CPU", versions={},
     )  # fmt: skip
 

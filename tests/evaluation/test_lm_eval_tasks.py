@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from evaluation.loss_cases import write_results
-from harness_cases import bpe_tokenizer, evaluated, info, random_llama
+from evaluation.loss_cases import run, score, write_results
+from harness_cases import bpe_tokenizer, info, random_llama
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.lm_eval_changes import changes
@@ -65,9 +65,13 @@ def settings(folder, **given):
     return LmEvalSettings(**{"tasks": ["next_word"], "include_path": str(folder), **given})
 
 
+def evaluated(model, folder, **given):
+    return run(LmEval, model, **vars(settings(folder, **given)))
+
+
 def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder, caplog):
-    values, summary, result = evaluated(LmEval(settings(folder, tasks=["next_word", "write_word", "roll"])), model)
-    (outcome,) = values["next_word"]["outcomes"]
+    result = evaluated(model, folder, tasks=["next_word", "write_word", "roll"])
+    (outcome,) = result.examples["next_word"]["outcomes"]
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     right, cut = [], 0
     for row in rows:
@@ -85,13 +89,13 @@ def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder,
         cut += truncated
     assert outcome["values"]["acc,none"] == right and 0 < sum(right) < 24
     assert outcome["truncated"] == cut == 6 and outcome["version"] == "3" and outcome["fewshot"] == 0
-    by_name = {(score.group, score.metric): score for score in summary.scores}
+    by_name = {(score.group, score.metric): score for score in result.scores}
     accuracy = by_name["next_word", "acc"]
     assert accuracy.value == sum(right) / 24 and accuracy.low < accuracy.value < accuracy.high and accuracy.count == 24
     assert by_name["write_word", "exact_match"].value == 0
     perplexity = by_name["roll", "word_perplexity"]
     assert perplexity.better == "lower" and perplexity.value > 1 and perplexity.low is None  # the harness knows none
-    assert summary.notes == [
+    assert result.notes == [
         f"{name}: 6 of 24 documents are longer than the 64 tokens that the model takes, so that it saw only their last "
         "part."
         for name in ("next_word", "write_word")
@@ -104,12 +108,11 @@ def test_scores_are_those_of_the_logits_and_truncation_is_counted(model, folder,
 
 
 def test_a_limit_takes_the_first_documents(model, folder):
-    values, summary, _ = evaluated(LmEval(settings(folder, limit=5)), model)
-    whole, _, _ = evaluated(LmEval(settings(folder)), model)
-    few, all_of_them = (run["next_word"]["outcomes"][0] for run in (values, whole))
+    limited, whole = evaluated(model, folder, limit=5), evaluated(model, folder)
+    few, all_of_them = (result.examples["next_word"]["outcomes"][0] for result in (limited, whole))
     assert few["documents"] == all_of_them["documents"][:5] and len(set(all_of_them["documents"])) == 24
     assert few["values"]["acc,none"] == all_of_them["values"]["acc,none"][:5]
-    assert "Only the first 5 documents of each task." in summary.notes
+    assert "Only the first 5 documents of each task." in limited.notes
 
 
 def test_few_shot_examples_do_not_depend_on_what_ran_before(model, folder):
@@ -157,22 +160,19 @@ def test_a_metric_that_is_no_mean_is_compared_by_its_standard_errors():
 
 
 def test_results_before_are_read_and_a_planted_loss_is_named(model, folder, tmp_path):
-    values, _, result = evaluated(LmEval(settings(folder)), model)
-    (outcome,) = values["next_word"]["outcomes"]
-    outcome = json.loads(json.dumps(outcome))
+    result = evaluated(model, folder)
+    (outcome,) = result.examples["next_word"]["outcomes"]
     outcome["values"]["acc,none"] = [1.0] * 24  # it was right everywhere before
     outcome["metrics"]["acc,none"]["value"] = 1.0
-    examples = {"next_word": {"max_length": 64, "outcomes": [outcome]}}
-    write_results(tmp_path, lm_eval=replace(result, examples=examples, settings={"num_fewshot": None}))
-    task = LmEval(settings(folder, before=str(tmp_path)))
-    assert task.inputs()[-1] == tmp_path / "results.json"
-    _, summary, shown = evaluated(task, model)
-    rows = {row["metric"]: row for row in summary.details["changes"]}
-    now = next(score.value for score in summary.scores if score.metric == "acc")
+    write_results(tmp_path, lm_eval=replace(result, settings={"num_fewshot": None}))
+    assert LmEval(settings(folder, before=str(tmp_path))).inputs()[-1] == tmp_path / "results.json"
+    shown = evaluated(model, folder, before=str(tmp_path))
+    rows = {row["metric"]: row for row in shown.details["changes"]}
+    now = score(shown, "acc").value
     assert rows["acc"]["before"] == 1 and rows["acc"]["change"] == now - 1 and rows["acc_norm"]["change"] == 0
-    assert f"Clearly worse: next_word acc ({now - 1:+.3f})." in summary.notes
-    assert not any(note.startswith("Clearly better") for note in summary.notes)
-    change = next(score for score in summary.scores if score.metric == "acc, change")
+    assert f"Clearly worse: next_word acc ({now - 1:+.3f})." in shown.notes
+    assert not any(note.startswith("Clearly better") for note in shown.notes)
+    change = score(shown, "acc, change")
     assert change.value == now - 1 and change.high < 0
     assert [picture.name for picture in LmEval.draw({"after": shown})] == ["lm_eval", "lm_eval-changes"]
 
@@ -196,13 +196,13 @@ def test_data_that_cannot_be_had_is_named(model, folder, tmp_path):
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")
     (tmp_path / "gone.yaml").write_text(yaml.safe_dump(task))
     with pytest.raises(ConfigError, match="gone.yaml, which cannot be loaded: Unable to find .*gone.jsonl"):
-        evaluated(LmEval(settings(folder, tasks=[str(tmp_path / "gone.yaml")])), model)
+        evaluated(model, folder, tasks=[str(tmp_path / "gone.yaml")])
 
 
 def test_an_answer_that_is_longer_than_the_model_is_refused(folder):
     small = random_llama(bpe_tokenizer(bos=True), 4)
     with pytest.raises(ConfigError, match="write_word, which generates up to 4 tokens, but the model takes only 4"):
-        evaluated(LmEval(settings(folder, tasks=["write_word"])), small)
+        evaluated(small, folder, tasks=["write_word"])
 
 
 def test_a_tokenizer_without_an_end_is_refused(folder):

@@ -6,16 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from harness_cases import (
-    Answering,
-    bpe_tokenizer,
-    evaluated,
-    finds_the_key,
-    random_llama,
-    sentencepiece_tokenizer,
-)
+from evaluation.loss_cases import run
+from harness_cases import Answering, bpe_tokenizer, finds_the_key, random_llama, sentencepiece_tokenizer
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import wilson
 from megatron_tape.evaluation.tasks.passkey import Passkey, PasskeySettings
 from megatron_tape.evaluation.tasks.passkey_prompts import FILLER, ExactPrompts, is_right, published_prompt
@@ -27,15 +22,21 @@ def tokenizers(tmp_path_factory):
     return {"sentencepiece": sentencepiece, "bpe": bpe_tokenizer(bos=False), "bpe with bos": bpe_tokenizer(bos=True)}
 
 
+SETTINGS = {"lengths": [160, 300], "depths": 3, "samples": 2}
+
+
 def settings(**given):
-    return PasskeySettings(**{"lengths": [160, 300], "depths": 3, "samples": 2, **given})
+    return PasskeySettings(**{**SETTINGS, **given})
+
+
+def evaluated(model, **given):
+    return run(Passkey, model, **{**SETTINGS, **given})
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bpe", "bpe with bos"])
 def test_prompt_and_answer_have_exactly_the_length(tokenizers, kind):
     model = Answering(tokenizers[kind], finds_the_key)
-    values, _, _ = evaluated(Passkey(settings(lengths=[160, 301, 1024], samples=3)), model)
-    for key, value in values.items():
+    for key, value in evaluated(model, lengths=[160, 301, 1024], samples=3).examples.items():
         assert value["tokens"] == [int(key.split("/")[0]) - 8] * 3
     # What the model got, encoded as the harness encodes it.
     lengths = Counter(len(tokenizers[kind](prompt).input_ids) + 8 for prompt in model.prompts)
@@ -61,20 +62,17 @@ def test_the_key_lies_at_the_set_depth(tokenizers):
 
 def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokenizers):
     for answer, expected in ((finds_the_key, 1.0), (lambda prompt: " I do not know.", 0.0)):
-        _, summary, result = evaluated(Passkey(settings()), Answering(tokenizers["bpe"], answer))
-        assert [(score.metric, score.length, score.value) for score in summary.scores] == [
-            ("accuracy", 160, expected),
-            ("accuracy", 300, expected),
-        ]
-        assert (summary.scores[0].low, summary.scores[0].high) == wilson(6 * expected, 6)
-        assert result.details["accuracy"] == [[expected] * 2] * 3 and summary.scores[0].count == 6
+        result = evaluated(Answering(tokenizers["bpe"], answer))
+        low, high = wilson(6 * expected, 6)
+        assert result.scores == [Score("accuracy", expected, "higher", low, high, n, count=6) for n in (160, 300)]
+        assert result.details["accuracy"] == [[expected] * 2] * 3
 
 
 def test_random_digits_score_chance(tokenizers):
     source = random.Random(0)
     guess = Answering(tokenizers["bpe"], lambda prompt: f" {source.randrange(10)}")
-    _, summary, _ = evaluated(Passkey(settings(lengths=[160], digits=1, depths=2, samples=100)), guess)
-    assert summary.scores[0].low < 1 / 10 < summary.scores[0].high and summary.scores[0].count == 200
+    (found,) = evaluated(guess, lengths=[160], digits=1, depths=2, samples=100).scores
+    assert found.low < 1 / 10 < found.high and found.count == 200
 
 
 def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
@@ -83,10 +81,10 @@ def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
         long = len(tokenizers["bpe"](prompt).input_ids) > 200
         return "0" if long and 0.4 < depth < 0.7 else finds_the_key(prompt)
 
-    _, summary, result = evaluated(Passkey(settings()), Answering(tokenizers["bpe"], fails_at_depth_half_of_300))
+    result = evaluated(Answering(tokenizers["bpe"], fails_at_depth_half_of_300))
     assert result.details["lengths"] == [160, 300] and result.details["depths"] == [0, 0.5, 1]
     assert result.details["accuracy"] == [[1, 1], [1, 0], [1, 1]]
-    assert [score.value for score in summary.scores] == [1, pytest.approx(2 / 3)]
+    assert [score.value for score in result.scores] == [1, pytest.approx(2 / 3)]
     maps, curves = Passkey.draw({"a": result, "b": result})
     assert "down to 0.00, at 300 tokens and depth 50%" in maps.alternative_text
     panels = [axes for axes in maps.figure.axes if axes.images]
@@ -101,15 +99,15 @@ def test_a_failure_in_one_cell_shows_there_and_nowhere_else(tokenizers):
 
 def test_a_model_of_transformers_gets_every_token(tokenizers):
     model = random_llama(tokenizers["sentencepiece"], 160)
-    values, summary, _ = evaluated(Passkey(settings(lengths=[160], batch_size=2)), model)
-    assert [score.value for score in summary.scores] == [0.0]
+    result = evaluated(model, lengths=[160], batch_size=2)
+    assert [score.value for score in result.scores] == [0.0]
     seen = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
     )
     again = Passkey(settings(lengths=[160], batch_size=2))
     value = again.evaluate(again.units(model)[1], model)
-    assert value == values["160/1"]
+    assert value == result.examples["160/1"]
     first = seen[0]
     assert first.shape == (2, 152)
     texts = [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in first]
@@ -142,14 +140,12 @@ def test_the_published_form_is_that_of_longlora(tokenizers):
     assert lines[2] == f"The pass key is {key}. Remember it. {key} is the pass key."
 
     model = Answering(tokenizers["bpe"], finds_the_key)
-    values, summary, result = evaluated(Passkey(settings(form="landmark", lengths=[300], samples=4)), model)
-    assert [(score.value, score.count) for score in summary.scores] == [(1, 12)]
+    result = evaluated(model, form="landmark", lengths=[300], samples=4)
+    assert [(score.value, score.count) for score in result.scores] == [(1, 12)]
     assert sum(row[0] for row in result.details["count"]) == 12
-    assert sorted(prompt for prompt in model.prompts) == sorted(
-        published_prompt(300, seed)[0].prompt for seed in range(12)
-    )
-    tokens = [number for value in values.values() for number in value["tokens"]]
-    assert f"{sum(tokens) / 12:,.0f} for 300" in summary.notes[0] and "compared as text" in summary.notes[0]
+    assert sorted(model.prompts) == sorted(published_prompt(300, seed)[0].prompt for seed in range(12))
+    tokens = [number for value in result.examples.values() for number in value["tokens"]]
+    assert f"{sum(tokens) / 12:,.0f} for 300" in result.notes[0] and "compared as text" in result.notes[0]
 
 
 @pytest.mark.parametrize(

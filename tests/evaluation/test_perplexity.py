@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from datasets_for_tests import write_dataset
 from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from harness_cases import BYTES, bpe_tokenizer, random_llama
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.base import ModelInfo, Summary
+from megatron_tape.evaluation.base import Summary
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
-from megatron_tape.evaluation.transformers_model import HFModel
 
 RANDOM = np.random.default_rng(0)
 TEXTS = ["".join(map(chr, RANDOM.integers(32, 127, size))) for size in (150, 40, 260, 200)]
@@ -119,18 +117,7 @@ def test_a_copying_model_is_good_where_the_copy_is_within_reach(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({"<s>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    info = ModelInfo("llama", 260, 64, config.to_dict(), None, has_tokenizer=True)
-    return HFModel(info, LlamaForCausalLM(config), wrapped)
+    return random_llama(bpe_tokenizer(bos=True, rows=BYTES), 64)
 
 
 @torch.no_grad()
@@ -138,7 +125,7 @@ def test_equals_a_plain_loop_over_transformers(llama, texts):
     length, stride, first = 32, 8, 57
     nats, tokens, size = 0.0, 0, 0
     for text in TEXTS:
-        ids = [token + 1 for token in map(sorted(pre_tokenizers.ByteLevel.alphabet()).index, text.replace(" ", "Ġ"))]
+        ids = llama.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 65:
             continue
         for end in range(first + stride, min(first + 4 * stride, len(ids)) + 1, stride):

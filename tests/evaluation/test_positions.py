@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evaluation.loss_cases import result_of
+from evaluation.loss_cases import run
 
 from megatron_tape.config.schema import DataConfig, LoggingConfig, RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError, FileError
@@ -70,13 +70,8 @@ def results(models, data):
     """What `results.json` holds of both models."""
     found = {}
     for label, model in models.items():
-        task = PositionPictures(PositionSettings(data=data, documents=3, map_tokens=16))
-        task.check(model.info)
-        units = task.units(model)
-        assert [unit.key for unit in units] == ["document/0", "document/1", "document/2", "maps"]
-        values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
-        summary = task.summarize(values, model.info)
-        found[label] = result_of(summary)
+        found[label] = run(PositionPictures, model, data=data, documents=3, map_tokens=16)
+        assert list(found[label].examples) == ["document/0", "document/1", "document/2", "maps"]
     return found
 
 

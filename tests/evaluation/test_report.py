@@ -30,12 +30,12 @@ NASTY = '<script>alert("x")</script>&amp;"\' onload=$x$ \u202e\x07\ud800'
 
 
 class Page(HTMLParser):
-    """A parsed page: its elements, tables as lists of rows of texts, and texts of sections by their ids."""
+    """A parsed page: its elements, tables as lists of rows of texts, marked values, and texts of sections by ids."""
 
     def __init__(self, content):
         super().__init__()
         self.elements, self.open, self.errors = [], [], []
-        self.tables, self.sections, self.texts = {}, {}, []
+        self.tables, self.sections, self.texts, self.marked = {}, {}, [], []
         self._caption, self._section = "", None
         self.feed(content)
         self.close()
@@ -57,9 +57,6 @@ class Page(HTMLParser):
         if name in ("td", "th"):
             self.rows[-1].append("")
 
-    def handle_startendtag(self, name, attributes):
-        self.elements.append((name, dict(attributes)))
-
     def handle_endtag(self, name):
         if not self.open or self.open.pop() != name:
             self.errors.append(f"</{name}> at {self.getpos()} closes another element")
@@ -67,9 +64,11 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.texts.append(data)
         self.sections[self._section] = self.sections.get(self._section, "") + data
+        if "strong" in self.open[-1:]:
+            self.marked.append(data)
         if "p" in self.open[-1:] and self._class == "caption":
             self._caption += data
-        if self.open and ("td" in self.open or "th" in self.open):
+        if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += ("|" if self.open[-1] == "small" else "") + data.strip()
 
     @property
@@ -92,6 +91,12 @@ def page_of(tmp_path, *paths):
     output = tmp_path / "report.html"
     report.main([*map(str, paths), "--output", str(output)])
     return Page(output.read_text(encoding="utf-8"))
+
+
+def evaluated(tmp_path, **models):
+    """Return the page of models by their labels, of which each has the `results` given here."""
+    files = [write_results(tmp_path / label, results(label, **given)) for label, given in models.items()]
+    return Page(page(read_models(files)))
 
 
 LENGTHS = (256, 512, 1024)
@@ -182,26 +187,16 @@ def test_scores_are_shown_by_length_and_model_with_interval_and_count(parsed):
 
 
 def test_a_single_group_is_named_once_and_what_judges_nothing_has_no_best_value(tmp_path):
-    files = []
-    for label, value in (("x", 1.5), ("y", 2.5)):
+    def shiny(value):
         loss = [score("loss", value, length=length, group="books", unit="nats") for length in LENGTHS]
         distances = [score("distance", value, "neither", group=f"layer {layer}") for layer in (0, 1)]
-        files.append(write_results(tmp_path / label, results(label, {"shiny": task(loss + distances)})))
-    content = page(read_models(files))
-    parsed = Page(content)
+        return {"tasks": {"shiny": task(loss + distances)}}
+
+    parsed = evaluated(tmp_path, x=shiny(1.5), y=shiny(2.5))
     assert parsed.table("Loss (nats), books".lower(), "scores")[0] == ["length (tokens)", "x", "y"]
     assert [row[0] for row in parsed.table("distance", "scores")] == ["group", "layer 0", "layer 1"]
-    assert re.findall(r"<strong>(.*?)</strong>", content) == ["1.500"] * 3
+    assert parsed.marked == ["1.500"] * 3
     assert not any("distance" in caption and "better" in caption for _, caption in parsed.tables)
-
-
-def made_by(tmp_path, *given):
-    """Return the page of models `x`, `y`, ..., each evaluated with one task, whose scores are `given`."""
-    files = []
-    for label, (name, result) in zip("xyz", given):
-        files.append(write_results(tmp_path / label, results(label, {name: result})))
-    content = page(read_models(files))
-    return Page(content), re.findall(r"<strong>(.*?)</strong>", content)
 
 
 KEYS = {"books/0": [1, 2]}
@@ -231,17 +226,17 @@ INTERVAL = {"low": 1.0, "high": 3.0}
     ],
 )  # fmt: skip
 def test_the_best_value_is_marked_where_values_can_be_compared(tmp_path, name, first, second, marked, warning):
-    parsed, strong = made_by(tmp_path, (name, first), (name, second))
-    assert strong == marked
+    parsed = evaluated(tmp_path, x={"tasks": {name: first}}, y={"tasks": {name: second}})
+    assert parsed.marked == marked
     assert warning in parsed.sections["scores"] if warning else "compar" not in parsed.sections["scores"][200:]
 
 
 def test_values_say_what_they_are_measured_on(tmp_path):
-    parsed, _ = made_by(
-        tmp_path,
-        ("shiny", task([score(count=32, counted="document"), score("gain", count=4096, counted="token")])),
-        ("shiny", task([score(count=32, counted="document"), score("gain", count=1, counted="token")])),
-    )
+    def shiny(tokens):
+        scores = [score(count=32, counted="document"), score("gain", count=tokens, counted="token")]
+        return {"tasks": {"shiny": task(scores)}}
+
+    parsed = evaluated(tmp_path, x=shiny(4096), y=shiny(1))
     assert parsed.table("each value is measured on 32\N{NO-BREAK SPACE}documents")[1][1] == "10"
     cells = parsed.table("gain; lower is better; below each value what it is measured on")[1][1:]
     assert cells == ["10|4,096\N{NO-BREAK SPACE}tokens", "10|1\N{NO-BREAK SPACE}token"]
@@ -272,26 +267,21 @@ def measured(value, *, vocab_size=None, digest=None):
     ],
 )
 def test_figures_per_token_of_different_tokens_are_warned_of_and_have_no_best_value(tmp_path, first, second, sentence):
-    files = [
-        write_results(tmp_path / label, results(label, **measured(value, **given)))
-        for label, value, given in (("x", 1.5, first), ("y", 2.5, second))
-    ]
-    content = page(read_models(files))
-    parsed, marked = Page(content), re.findall(r"<strong>(.*?)</strong>", content)
+    parsed = evaluated(tmp_path, x=measured(1.5, **first), y=measured(2.5, **second))
     if sentence is None:
-        assert len(marked) == 5 and "same tokens" not in parsed.sections["scores"]
+        assert len(parsed.marked) == 5 and "same tokens" not in parsed.sections["scores"]
         return
-    assert marked == ["0.750"] and parsed.sections["scores"].count(sentence) == 2
+    assert parsed.marked == ["0.750"] and parsed.sections["scores"].count(sentence) == 2
     assert parsed.sections["scores"].count("cannot be compared between them. Bits per byte, which the task") == 2
     assert sentence in parsed.sections["tasks"]  # beside the pictures, too
 
 
 def test_names_are_written_as_their_owners_write_them(tmp_path):
     tasks = {name: task([score("acc_norm", 0.5, "higher")]) for name in ("lm_eval", "ruler", "scrolls", "positions")}
-    content = page(read_models([write_results(tmp_path, results(tasks=tasks))]))
-    headings = re.findall("<h3[^>]*>(.*?)</h3>", content)
+    parsed = evaluated(tmp_path, x={"tasks": tasks})
+    headings = [text for text in parsed.texts if text in ("RULER", "lm-evaluation-harness", "SCROLLS", "Positions")]
     assert headings[:4] == ["RULER", "lm-evaluation-harness", "SCROLLS", "Positions"]
-    captions = [caption for where, caption in Page(content).tables if where == "scores"]
+    captions = [caption for where, caption in parsed.tables if where == "scores"]
     assert [caption.partition(";")[0] for caption in captions] == ["Acc norm", "acc_norm"]
 
 
@@ -339,19 +329,14 @@ def test_only_settings_that_differ_are_listed(parsed):
 
 
 def test_what_changes_no_score_is_not_warned_of(tmp_path):
-    def page_with(first, second):
-        for label, given in (("x", first), ("y", second)):
-            changed = {"settings": {"samples": 1, **given.pop("settings", {})}, **given}
-            write_results(tmp_path / label, results(label, {"shiny": task([score()], **changed)}))
-        return page_of(tmp_path, tmp_path / "x", tmp_path / "y")
+    def shiny(batch_size, data, digest, *, dtype="fp32", **others):
+        given = {"samples": 1, "batch_size": batch_size, "data": data, **others}
+        return {"tasks": {"shiny": task([score()], settings=given, data={data: digest * 64}, dtype=dtype)}}
 
-    same = {"settings": {"batch_size": 1, "data": "a/x"}, "data": {"a/x": "0" * 64}}
-    moved = {"settings": {"batch_size": 2, "data": "b/y", "newer": 1}, "data": {"b/y": "0" * 64}}
-    page = page_with(dict(same), moved)
+    page = evaluated(tmp_path, x=shiny(1, "a/x", "0"), y=shiny(2, "b/y", "0", newer=1))
     assert "comparable" not in page.sections["scores"]
     assert page.table("Evaluations")[1:] == [["shiny.batch_size", "1", "2"]]
-    other = {"settings": {"batch_size": 1, "data": "a/x"}, "data": {"a/x": "1" * 64}, "dtype": "bf16"}
-    page = page_with(dict(same), other)
+    page = evaluated(tmp_path, x=shiny(1, "a/x", "0"), y=shiny(1, "a/x", "1", dtype="bf16"))
     assert "evaluated with different data and different precision: the scores" in page.sections["scores"]
 
 
@@ -362,14 +347,14 @@ def test_a_setting_that_one_run_does_not_have_is_not_compared(tmp_path):
 
 
 def test_equal_labels_of_equal_weights_are_one_model_and_others_are_told_apart(tmp_path):
-    write = write_results
-    first = write(tmp_path / "a", results("x", {"shiny": task([score(value=1.5)])}, digest="1"))
-    more = write(tmp_path / "b", results("x", {"other": task([score(value=2.5)])}, digest="1"))
-    newer = write(tmp_path / "c", results("x", {"shiny": task([score(value=3.5)])}, digest="1", created=2.0))
-    changed = task([score(value=4.5)], settings={"lengths": [64]})
-    others = write(tmp_path / "d", results("x", {"shiny": changed}, digest="1"))
-    weights = write(tmp_path / "e", results("x", digest="2"))
-    models = read_models([first, more, newer, others, weights, tmp_path / "e"])
+    made = {
+        "a": results("x", {"shiny": task([score(value=1.5)])}, digest="1"),
+        "b": results("x", {"other": task([score(value=2.5)])}, digest="1"),
+        "c": results("x", {"shiny": task([score(value=3.5)])}, digest="1", created=2.0),
+        "d": results("x", {"shiny": task([score(value=4.5)], settings={"lengths": [64]})}, digest="1"),
+        "e": results("x", digest="2"),
+    }
+    models = read_models([*(write_results(tmp_path / name, one) for name, one in made.items()), tmp_path / "e"])
     assert [model.label for model in models] == ["x (a)", "x (d)", "x (e)"]
     assert models[0].tasks["shiny"].scores[0].value == 3.5 and "other" in models[0].tasks
 
@@ -414,9 +399,8 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
         for step in (1, 2)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels = page_of(tmp_path, tmp_path).pictures
     name = tmp_path.name
-    assert labels[1:] == [
+    assert page_of(tmp_path, tmp_path).pictures[1:] == [
         f"During training, perplexity, loss, books by step; at the end, {name} 3 at 512 tokens and {name} 2 at 1,024 "
         "tokens.",
         f"During training, x, accuracy by step; at the end, {name} 0.5.",
@@ -459,6 +443,7 @@ def test_what_is_neither_a_run_nor_results_is_refused(tmp_path, capsys):
 
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+OUR_LLAMA = {"hidden_size": 4096, "num_layers": 32, "num_attention_heads": 32, "ffn_hidden_size": 11008}
 
 
 def extended(
@@ -472,11 +457,8 @@ def extended(
 def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_path):
     (model,) = read_models([write_results(tmp_path, extended())])
     (table,) = published_tables([model])
-    assert (
-        "PG19" in table.caption
-        and "beside the TAPE paper (2025)" in table.caption
-        and "how ours was trained is not known here" in table.caption
-    )
+    for said in ("PG19", "beside the TAPE paper (2025)", "how ours was trained is not known here"):
+        assert said in table.caption
     titles = [column.title for column in table.columns]
     assert titles == ["length (tokens)", "ours", *(f"{name} (paper)" for name in ("TAPE", "LoRA", "Theta"))]
     assert [column.published for column in table.columns] == [False, False, True, True, True]
@@ -492,10 +474,7 @@ def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_pat
     "changed, agree",
     [
         ({}, True),
-        (
-            {"config": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008}},
-            True,
-        ),
+        ({"config": OUR_LLAMA}, True),
         ({"run": {"step": 1000, "settings": settings(train__steps=1000, train__global_batch_size=64)}}, True),
         ({"path": "PG19.bin"}, True),
         ({"protocol": "documents"}, False),
@@ -518,10 +497,8 @@ def test_the_papers_tests_are_matched_by_settings_that_the_tasks_have():
 
 
 def test_figures_by_group_are_matched_whatever_the_length(tmp_path):
-    scores = [
-        score("exact match", 0.4, "higher", group="up to 80 digits"),
-        score("exact match", 0.9, "higher", group="x"),
-    ]
+    shares = {"up to 80 digits": 0.4, "x": 0.9}
+    scores = [score("exact match", share, "higher", group=group) for group, share in shares.items()]
     shape = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 2048}
     found = task(scores, settings={"digits": 40, "longest": None, "step": 1})
     file = write_results(tmp_path, results("ours", {"addition": found}, config=shape))
@@ -550,13 +527,8 @@ class _Fragile(_Drawn):
 
 def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypatch):
     monkeypatch.setitem(page_module.TASKS, "shiny", _Drawn)
-    without = results("first", {"blunt": task([score()])})
-    write_results(tmp_path / "1", without)
-    write_results(tmp_path / "2", results("second", {"shiny": ours(0.5)}))
-    content = page(read_models([tmp_path / "1", tmp_path / "2"]))
-    parsed = Page(content)
-    labels = parsed.pictures
-    assert labels == ["Found by second."]
+    parsed = evaluated(tmp_path, first={"tasks": {"blunt": task([score()])}}, second={"tasks": {"shiny": ours(0.5)}})
+    assert parsed.pictures == ["Found by second."]
     (address,) = (attributes["src"] for name, attributes in parsed.elements if name == "img")
     svg = base64.b64decode(address.partition(",")[2]).decode()
     # The second model of the page has its second colour, also where the first one is missing.
@@ -567,11 +539,10 @@ def test_tasks_draw_all_models_with_the_same_style_everywhere(tmp_path, monkeypa
 
 def test_models_that_cannot_be_drawn_are_named_and_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(page_module.TASKS, "shiny", _Fragile)
-    bad = write_results(tmp_path / "1", results("bad", {"shiny": ours(0.5)}))
-    good = write_results(tmp_path / "2", results("good", {"shiny": ours(0.5, details={"losses": []})}))
+    bad, good = {"tasks": {"shiny": ours(0.5)}}, {"tasks": {"shiny": ours(0.5, details={"losses": []})}}
     by_length = "Accuracy by context length. bad: 0.5 at 256 tokens"
-    for files, drawn_text in (([bad, good], "Found by good."), ([bad], by_length)):
-        parsed = Page(page(read_models(files)))
+    for models, drawn_text in (({"bad": bad, "good": good}, "Found by good."), ({"bad": bad}, by_length)):
+        parsed = evaluated(tmp_path, **models)
         sentence = "The pictures of shiny could not be drawn for bad (KeyError: 'losses')."
         assert sentence in parsed.sections["tasks"] and sentence in capsys.readouterr().err
         (text,) = parsed.pictures

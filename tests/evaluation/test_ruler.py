@@ -7,8 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from evaluation.loss_cases import result_of
-from harness_cases import Answering, evaluated, info, random_llama, word_tokenizer
+from evaluation.loss_cases import result_of, run
+from harness_cases import Answering, info, random_llama, word_tokenizer
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, TASKS, Ruler, RulerSettings
@@ -39,8 +39,15 @@ def tokenizer():
     return word_tokenizer()
 
 
+SETTINGS = {"lengths": [1024, 2048], "samples": 2}
+
+
 def settings(**given):
-    return RulerSettings(**{"lengths": [1024, 2048], "samples": 2, **given})
+    return RulerSettings(**{**SETTINGS, **given})
+
+
+def evaluated(model, **given):
+    return run(Ruler, model, **{**SETTINGS, **given})
 
 
 def solve(prompt):
@@ -68,12 +75,13 @@ def solve(prompt):
 
 def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     model = Answering(tokenizer, solve, length=1024)
-    values, summary, result = evaluated(Ruler(settings()), model)
+    result = evaluated(model)
+    values = result.examples
     assert list(values) == [f"{task}/{length}" for length in (1024, 2048) for task in OFFLINE]
     for key, value in values.items():
         assert value["scores"] == [1.0, 1.0] and value["truncated"] == 0, key
-    assert {score.value for score in summary.scores if score.metric == "score"} == {1.0}
-    by_metric = {score.metric: score for score in summary.scores if score.metric != "score"}
+    assert {score.value for score in result.scores if score.metric == "score"} == {1.0}
+    by_metric = {score.metric: score for score in result.scores if score.metric != "score"}
     assert by_metric["mean of the 6 offline tasks"].count == 12 and by_metric["effective length"].value == 2048
     assert by_metric["own effective length"].value == 2048 and by_metric["area under the curve"].value == 1
     # The answers' beginnings, which base models need, are in the prompts, and all lie within the length.
@@ -90,19 +98,18 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
 
 
 def test_saying_nothing_scores_0(tokenizer):
-    _, summary, _ = evaluated(Ruler(settings(lengths=[1024])), Answering(tokenizer, lambda prompt: ""))
-    assert {score.value for score in summary.scores} == {0.0}
-    assert not [score for score in summary.scores if score.metric == "area under the curve"]
+    scores = evaluated(Answering(tokenizer, lambda prompt: ""), lengths=[1024]).scores
+    assert {score.value for score in scores} == {0.0}
+    assert not [score for score in scores if score.metric == "area under the curve"]
 
 
 def test_a_failure_of_one_task_at_one_length_shows_there_and_nowhere_else(tokenizer):
     def fails_at_vt_of_2048(prompt):
         return "" if prompt.endswith("they are:") and len(tokenizer(prompt).input_ids) > 1024 else solve(prompt)
 
-    task = Ruler(settings(tasks=["vt", "cwe"]))
-    _, summary, result = evaluated(task, Answering(tokenizer, fails_at_vt_of_2048, length=1024))
+    result = evaluated(Answering(tokenizer, fails_at_vt_of_2048, length=1024), tasks=["vt", "cwe"])
     assert result.details["tasks"] == {"vt": [1, 0], "cwe": [1, 1]}
-    scores = {(score.metric, score.length, score.group): score for score in summary.scores}
+    scores = {(score.metric, score.length, score.group): score for score in result.scores}
     assert scores["score", 2048, "vt"].value == 0 and scores["score", 2048, "cwe"].value == 1
     assert scores["mean of 2 chosen tasks", 2048, ""].value == 0.5
     assert scores["effective length", None, "mean of 2 chosen tasks"].value == 1024
@@ -181,11 +188,10 @@ def test_the_faults_that_are_worked_around_are_still_there(tokenizer):
 def test_a_length_that_is_too_short_is_refused_with_one_that_works(tokenizer, task, length):
     model = Answering(tokenizer, solve)
     with pytest.raises(ConfigError) as error:
-        evaluated(Ruler(settings(tasks=[task], lengths=[length])), model)
+        evaluated(model, tasks=[task], lengths=[length])
     assert error.value.key == "ruler.lengths" and not model.prompts
     least = int(re.search(r"works from about ([\d,]+) tokens on", error.value.fix).group(1).replace(",", ""))
-    values, _, _ = evaluated(Ruler(settings(tasks=[task], lengths=[least])), model)
-    assert values[f"{task}/{least}"]["scores"] == [1.0, 1.0]
+    assert evaluated(model, tasks=[task], lengths=[least]).examples[f"{task}/{least}"]["scores"] == [1.0, 1.0]
 
 
 def test_a_tokenizer_that_no_length_suits_is_refused(tokenizer):
@@ -199,12 +205,13 @@ def test_a_tokenizer_that_no_length_suits_is_refused(tokenizer):
 def test_needles_are_hidden_in_a_text_of_ones_own(tokenizer, tmp_path):
     file = tmp_path / "hay.txt"
     file.write_text("Once upon a time, there was hay. Nobody looked for anything in it! " * 80)
-    task = Ruler(settings(tasks=list(ESSAYS), lengths=[2048], haystack=str(file)))
+    given = {"tasks": list(ESSAYS), "lengths": [2048], "haystack": str(file)}
     model = Answering(tokenizer, solve)
-    _, summary, _ = evaluated(task, model)
-    assert {score.value for score in summary.scores if score.metric == "score"} == {1.0}
-    assert all(prompt.count("Nobody looked") > 40 for prompt in model.prompts) and task.inputs() == [file]
-    assert any("hay.txt, not in the essays" in note for note in summary.notes)
+    result = evaluated(model, **given)
+    assert {score.value for score in result.scores if score.metric == "score"} == {1.0}
+    assert all(prompt.count("Nobody looked") > 40 for prompt in model.prompts)
+    assert Ruler(settings(**given)).inputs() == [file]
+    assert any("hay.txt, not in the essays" in note for note in result.notes)
 
 
 def test_questions_are_read_from_files(tokenizer, tmp_path):
@@ -227,10 +234,10 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
         return f" town {number}" if f"Person {number} is in town {number}." in prompt else ""
 
     files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
-    task = Ruler(settings(tasks=["qa_squad", "qa_hotpot"], lengths=[1024], **files))
-    values, _, _ = evaluated(task, Answering(tokenizer, knows))
+    given = {"tasks": ["qa_squad", "qa_hotpot"], "lengths": [1024], **files}
+    values = evaluated(Answering(tokenizer, knows), **given).examples
     assert [value["scores"] for value in values.values()] == [[1.0, 1.0]] * 2
-    assert [str(path) for path in task.inputs()] == list(files.values())
+    assert list(map(str, Ruler(settings(**given)).inputs())) == list(files.values())
 
 
 def test_data_that_cannot_be_had_is_named_with_the_fix(tokenizer, monkeypatch):

@@ -6,15 +6,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from loss_cases import run, score
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from evaluation.loss_cases import ByteModel, run, score
+from harness_cases import BYTES, bpe_tokenizer, random_llama
+from transformers import GenerationConfig
 
-from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks import scrolls_metrics
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS
-from megatron_tape.evaluation.transformers_model import HFModel
 
 CHOICES = ("Entailment", "Contradiction", "Not mentioned")
 
@@ -55,18 +53,12 @@ def test_scores_of_cases_worked_by_hand(metric, prediction, references, values):
     assert scrolls_metrics.score(metric, prediction, references) == pytest.approx(values)
 
 
-class Knowing:
+class Knowing(ByteModel):
     """A model on bytes that answers what a function of the prompt says."""
 
-    def __init__(self, answer, trained_length=400):
-        self.info = ModelInfo("knowing", 256, trained_length, {}, None, has_tokenizer=True)
-        self.bos, self._answer = [], answer
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def losses(self, tokens, first):
-        return np.full(len(tokens) - first, 2.0)
+    def __init__(self, answer):
+        super().__init__(lambda before, token: 2.0, trained_length=400)
+        self._answer = answer
 
     def answer(self, prompt, count):
         answer = self._answer(bytes(prompt).decode()).encode()
@@ -175,21 +167,11 @@ def test_what_is_cut_and_what_does_not_end_is_counted(tmp_path):
 @pytest.fixture(scope="module")
 def llama():
     """A random model on bytes whose own settings would sample and discourage repetition."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=128, initializer_range=0.3, eos_token_id=256, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=3, eos_token_id=256
+    llama = random_llama(bpe_tokenizer(bos=False, rows=BYTES), 128)
+    llama.model.generation_config = GenerationConfig(
+        do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=3, eos_token_id=llama.tokenizer.eos_token_id
     )
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<end>")
-    return HFModel(ModelInfo("llama", 257, 128, config.to_dict(), None, True), model, tokenizer)
+    return llama
 
 
 def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tmp_path):
@@ -197,12 +179,12 @@ def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tm
     data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "target_tokens": 12}
     found = run(Scrolls, llama, **data).examples["own/0"]
     prompt = llama.encode("Who was it?\n\nAnswer:")
-    answer = []
-    while len(answer) < 12 and 256 not in answer:
+    answer, end = [], llama.tokenizer.eos_token_id
+    while len(answer) < 12 and end not in answer:
         with torch.inference_mode():
             answer.append(int(llama.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
     assert found["answer"] == llama.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    assert found["ended"] == (256 in answer)
+    assert found["ended"] == (end in answer)
     target = llama.encode(" Ann")
     labels = torch.tensor([[-100] * len(prompt) + target])
     loss = llama.model(torch.tensor([[*prompt, *target]]), labels=labels).loss.item()

@@ -1,13 +1,12 @@
 """Synthetic tasks on models whose answers are known: all right, wrong in one place, blank, or by chance."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from evaluation.loss_cases import result_of
+from evaluation.loss_cases import run
 from training_cases import RECIPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,9 +24,7 @@ from megatron_tape.synthetic import random_of
 from megatron_tape.synthetic.addition import add
 from pretrain import evaluate, train
 
-INFO = ModelInfo(
-    label="model", vocab_size=32, trained_length=64, config={}, directory=None, has_tokenizer=False
-)  # fmt: skip
+INFO = ModelInfo("model", vocab_size=32, trained_length=64, config={}, directory=None, has_tokenizer=False)
 
 
 class Answering:
@@ -109,24 +106,16 @@ def next_on_walk(prefix, task, width):
     return held.get(tuple(place), task.blank)
 
 
-def results_of(task, model):
-    """Evaluate as the runner does, every value through JSON."""
-    task.check(model.info)
-    values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model))) for unit in task.units(model)}
-    summary = task.summarize(values, model.info)
-    return result_of(replace(summary, details=json.loads(json.dumps(summary.details))), values)
-
-
 def by_group(results, metric):
     return {score.group: score for score in results.scores if score.metric == metric}
 
 
-def addition(**settings):
-    return Addition(Addition.Settings(**{"digits": 3, "samples": 8, **settings}))
+def addition(model, **settings):
+    return run(Addition, model, **{"digits": 3, "samples": 8, **settings})
 
 
 def test_a_model_that_adds_scores_100_percent_everywhere():
-    results = results_of(addition(), Answering(next_of_sum))
+    results = addition(Answering(next_of_sum))
     assert results.details["accuracy"] == [[1.0] * 6] * 6
     found = by_group(results, "exact match")
     assert {group: (score.value, score.count) for group, score in found.items()} == {
@@ -138,7 +127,7 @@ def test_a_model_that_adds_scores_100_percent_everywhere():
 
 
 def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
-    results = results_of(addition(), Answering(fails_at(5, 2)))
+    results = addition(Answering(fails_at(5, 2)))
     expected = np.ones((6, 6))
     expected[4, 1] = 0
     assert results.details["accuracy"] == expected.tolist()
@@ -146,7 +135,7 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
     assert found["up to 3 digits"].value == 1
     assert found["beyond 3 digits"].value == pytest.approx(26 / 27)
     assert found["up to 6 digits"].value == pytest.approx(35 / 36)
-    (picture,) = Addition.draw({"model": results, "other": results_of(addition(step=2), Answering(next_of_sum))})
+    (picture,) = Addition.draw({"model": results, "other": addition(Answering(next_of_sum), step=2)})
     image = picture.figure.axes[0].images[0].get_array()
     assert image.tolist() == expected.tolist()
     assert "model: 97.2% for up to 6 digits" in picture.alternative_text
@@ -154,30 +143,24 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
 
 def test_a_guessing_model_adds_by_chance():
     """A sum of one digit and its end mark are both right with one chance in 13 * 13."""
-    task = addition(digits=1, longest=1, samples=20_000, batch_size=5000)
-    (score,) = results_of(task, Guessing(13)).scores
+    (score,) = addition(Guessing(13), digits=1, longest=1, samples=20_000, batch_size=5000).scores
     sums = 45 / 81 / 13**3 + 36 / 81 / 13**2  # of two numbers from 1 to 9, 36 of 81 have one digit
     assert score.low < sums < score.high
 
 
 def test_only_tested_lengths_are_and_samples_do_not_depend_on_them():
-    def values(**settings):
-        task = addition(samples=2, digits=4, **settings)
-        model = Answering(fails_at(4, 4))
-        return {unit.key: task.evaluate(unit, model)["right"] for unit in task.units(model)}
-
-    some, every = values(step=4), values()
+    model = Answering(fails_at(4, 4))
+    some, every = (addition(model, samples=2, digits=4, step=step).examples for step in (4, 1))
     assert list(some) == ["4", "8"] and list(every) == [str(length) for length in range(1, 9)]
-    assert some["4"] == [every["4"][3], every["4"][7]] == [[0, 0], [1, 1]]
+    assert some["4"]["right"] == [every["4"]["right"][at] for at in (3, 7)] == [[0, 0], [1, 1]]
 
 
-def copies(**settings):
-    blanks = {"IID": 5, "dense": 2, "sparse": 9}
-    return SelectiveCopy(SelectiveCopy.Settings(**{"copied": 6, "symbols": 4, "blanks": blanks, **settings}))
+def copies(model, **settings):
+    return run(SelectiveCopy, model, copied=6, symbols=4, blanks={"IID": 5, "dense": 2, "sparse": 9}, **settings)
 
 
 def test_a_model_that_copies_scores_100_percent():
-    results = results_of(copies(samples=120), Answering(next_of_copy))
+    results = copies(Answering(next_of_copy), samples=120)
     for metric in ("accuracy", "exact match"):
         found = by_group(results, metric)
         assert list(found) == ["IID", "dense", "sparse"]
@@ -189,7 +172,7 @@ def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
     def answer(prefix):
         return next_of_copy(prefix) if prefix.count(4) < 6 else 5
 
-    results = results_of(copies(samples=20), Answering(answer))
+    results = copies(Answering(answer), samples=20)
     found = by_group(results, "accuracy")
     assert [score.value for score in found.values()] == [1, 1, 0]
     (picture,) = SelectiveCopy.draw({"model": results, "other": results})
@@ -199,28 +182,27 @@ def test_a_model_that_copies_only_among_few_blanks_fails_with_more():
 
 
 def test_a_guessing_model_copies_by_chance():
-    results = results_of(copies(samples=1500, batch_size=500), Guessing(6))
+    results = copies(Guessing(6), samples=1500, batch_size=500)
     for score in by_group(results, "accuracy").values():
         assert score.low < 1 / 6 < score.high and score.high - score.low < 0.03
     assert by_group(results, "exact match")["IID"].value < 0.01
 
 
-def walks(dimensions, **settings):
+def walks(model, **settings):
     variants = {"IID": [20, 6, 0.5], "dense": [10, 4, 0.2], "sparse": [30, 8, 0.8]}
-    sizes = {"dimensions": dimensions, "objects": 7, "variants": variants}
-    return GridNavigation(GridNavigation.Settings(**{**sizes, **settings}))
+    return run(GridNavigation, model, objects=7, **{"variants": variants, **settings})
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
-    task = walks(dimensions, samples=30, variants={"IID": [20, 6, 0.5]})
     own = Walks(dimensions=dimensions, objects=7)
-    results = results_of(task, Answering(lambda prefix: next_on_walk(prefix, own, 6)))
+    model = Answering(lambda prefix: next_on_walk(prefix, own, 6))
+    results = walks(model, dimensions=dimensions, samples=30, variants={"IID": [20, 6, 0.5]})
     assert [score.value for score in results.scores] == [1, 1]
 
 
 def test_a_model_that_always_answers_blank_scores_what_the_note_says():
-    results = results_of(walks(2, samples=200), Answering(lambda prefix: 7))
+    results = walks(Answering(lambda prefix: 7), samples=200)
     found = by_group(results, "accuracy")
     for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
         assert found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
@@ -228,7 +210,7 @@ def test_a_model_that_always_answers_blank_scores_what_the_note_says():
 
 
 def test_a_guessing_model_navigates_by_chance():
-    results = results_of(walks(2, samples=800), Guessing(12))
+    results = walks(Guessing(12), samples=800)
     for score in by_group(results, "accuracy").values():
         assert score.low < 1 / 12 < score.high and score.high - score.low < 0.05
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_tape.evaluation.base import Picture
 from megatron_tape.evaluation.comparison import TRAINING, Comparison, Row, rows
-from megatron_tape.evaluation.figures import grid_shape, new_figure, plain, shorten, styles
+from megatron_tape.evaluation.figures import panels, plain, shorten, styles
 from megatron_tape.evaluation.report.models import clean
 from megatron_tape.evaluation.report.scores import DECIMALS_OF_SHARES
 from megatron_tape.evaluation.report.tables import (
@@ -118,10 +118,9 @@ def picture(comparison: Comparison, task: str) -> Picture:
     of_task = [metric for metric in comparison.metrics if metric.task == task]
     shown = [metric for metric in of_task if metric.better != "neither"] or of_task
     labels = comparison.variants
-    grid = grid_shape(len(shown), 2)
-    figure, panels = new_figure(*grid, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
+    figure, drawn = panels(len(shown), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True)
     looks, told = styles(labels), []
-    for axes, metric in zip(panels, shown):
+    for axes, metric in zip(drawn, shown):
         found = rows(comparison, metric)
         for row in found:
             place, color = labels.index(row.variant), looks[row.variant]["color"]
@@ -133,8 +132,6 @@ def picture(comparison: Comparison, task: str) -> Picture:
         axes.set_xlabel(plain(shorten(_caption(metric, _BETTER), 60)), fontsize=9)
         means = (f"{clean(row.variant)} {row.mean:.4g}" for row in found)
         told.append(f"{_caption(metric, _BETTER)}: {', '.join(means)}")
-    for axes in panels[len(shown) :]:
-        axes.set_visible(False)
     return Picture(f"comparison-{task}", f"Means over the seeds. {'; '.join(told)}.", figure)
 
 
@@ -180,8 +177,6 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
 
 
 def _setup(comparison: Comparison) -> str:
-    """Say what was trained, in one sentence."""
-
     def value(key: str) -> str | None:
         section, _, name = key.partition(".")
         found = comparison.settings.get(section, {}).get(name)

@@ -108,7 +108,6 @@ def comparability(models: Sequence[Model], task: str) -> tuple[list[str], Callab
 
 
 def _evaluation_differences(models: Sequence[Model], task: str) -> str | None:
-    """Return a warning if a task was not the same for all models."""
     evaluated = [model.tasks[task] for model in models]
     different = _different([_settings_of(result) for result in evaluated])
     different = [key for key in different if key not in _WITHOUT_EFFECT_ON_SCORES]
@@ -132,7 +131,6 @@ def _is_per_token(task: str, score: Score) -> bool:
 
 
 def _key_token_differences(models: Sequence[Model], task: str) -> str | None:
-    """Return a warning if each model chose the key tokens on which it was measured."""
     chosen = [model.tasks[task].details.get("key_tokens") for model in models]
     if all(found == chosen[0] for found in chosen):
         return None
@@ -177,7 +175,6 @@ def _same_tokens(one: Model, other: Model, task: str) -> bool:
 
 
 def _digests(task: TaskResult) -> dict[str, Any]:
-    """Return what a task recorded of the tokens that it scored, by source."""
     scored = task.details.get("scored")
     found = scored.items() if isinstance(scored, dict) else ()
     return {source: value["digest"] for source, value in found if isinstance(value, dict) and "digest" in value}

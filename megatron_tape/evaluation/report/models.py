@@ -41,7 +41,6 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Tokens of one optimizer step, as the settings say."""
         factors = self.setting("train.global_batch_size"), self.setting("model.seq_length")
         return math.prod(factors) if all(type(factor) is int and factor > 0 for factor in factors) else None
 
@@ -51,7 +50,6 @@ class Run:
         return self.settings.get(section, {}).get(name)
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """Return the steps at which a metric was logged, and its values."""
         found = [(row["step"], row[metric]) for row in self.rows if metric in row]
         return [step for step, _ in found], [value for _, value in found]
 
@@ -81,7 +79,6 @@ class Model:
 
     @property
     def step(self) -> int | None:
-        """The training step of the checkpoint that was evaluated."""
         step = self._recorded.get("step")
         return step if type(step) is int else None
 
@@ -179,7 +176,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _add(models: list[Model], results: Results, file: Path) -> None:
-    """Add results to the model that they are of, or to a new one."""
     label = clean(results.label)
     tasks = {clean(name): replace(task, examples={}) for name, task in results.tasks.items()}
     for model in models:

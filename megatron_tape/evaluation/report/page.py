@@ -116,7 +116,6 @@ def _with_variables(style: re.Match) -> str:
 
 
 def _facts(model: Model) -> str:
-    """Return in a few words what a model is."""
     found, length = [], model.run.setting("model.seq_length") if model.run else None
     if model.evaluated is not None:
         found.append(f"{_large(model.evaluated.parameters)} parameters")

@@ -51,7 +51,6 @@ def agrees(entry: Mapping[str, Any], model: Model) -> bool:
 
 
 def _same(ours: Any, published: Any) -> bool:
-    """Return whether a setting is the published one, or one of a list of them."""
     return ours in published if isinstance(published, list) else ours == published
 
 

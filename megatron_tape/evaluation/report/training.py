@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megatron_tape.evaluation.base import Picture
-from megatron_tape.evaluation.figures import grid_shape, legend, new_figure, plain, shorten, styles
+from megatron_tape.evaluation.figures import legend, new_figure, panels, plain, shorten, styles
 from megatron_tape.evaluation.report.models import Model, Run, clean
 from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number, task_names, task_title
 from megatron_tape.evaluation.results import TaskResult
@@ -43,7 +43,6 @@ def curves(models: Sequence[Model]) -> list[Picture]:
 
 
 def _is_curve(runs: dict[str, Run], metric: str) -> bool:
-    """Return whether at least one run has two points."""
     return any(len(run.curve(metric)[0]) > 1 for run in runs.values())
 
 
@@ -105,10 +104,10 @@ def _evaluations(runs: dict[str, Run]) -> list[Picture]:
     pictures = []
     for stem, keys in found.items():
         keys.sort(key=_length_of)
-        figure, panels = new_figure(*grid_shape(len(keys)), width=4.2)
+        figure, shown = panels(len(keys), width=4.2)
         look, last = styles(runs), []
         name = ", ".join(task_title(clean(part)) for part in stem.removeprefix(DURING).split("/"))
-        for axes, key in zip(panels, keys):
+        for axes, key in zip(shown, keys):
             at = f" at {_length_of(key):,} tokens" if key != stem else ""
             for label, run in runs.items():
                 steps, values = run.curve(key)
@@ -117,8 +116,6 @@ def _evaluations(runs: dict[str, Run]) -> list[Picture]:
                     last.append(f"{label} {values[-1]:.4g}{at}")
             axes.set(xlabel="step", ylabel=plain(name))
             axes.set_title(at.strip(), fontsize=10)
-        for axes in panels[len(keys) :]:
-            axes.set_visible(False)
         legend(figure)
         text = f"During training, {name} by step; at the end, {enumerated(last)}."
         pictures.append(Picture("during-training", text, figure))

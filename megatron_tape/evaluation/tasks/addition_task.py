@@ -66,12 +66,10 @@ class Addition(SyntheticTask):
 
     @property
     def longest(self) -> int:
-        """Digits of the longest operand."""
         return self.settings.longest or 2 * self.settings.digits
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of operands that are tested, in digits."""
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def units(self, model: LanguageModel) -> list[Unit]:

@@ -56,11 +56,9 @@ class ContextGain(DocumentTask):
     Settings = ContextGainSettings
 
     def short(self, info: ModelInfo) -> int:
-        """Return the short context."""
         return self.settings.short or max(super().lengths(info)) // 8
 
     def lengths(self, info: ModelInfo) -> list[int]:
-        """Return the short context and the lengths that are compared with it."""
         return [self.short(info), *super().lengths(info)]
 
     def check(self, info: ModelInfo) -> None:
@@ -75,7 +73,6 @@ class ContextGain(DocumentTask):
         return super().inputs() + ([] if given is None else [results_file(given)])
 
     def _key_tokens_of_another(self) -> dict[str, Any] | None:
-        """Return the details of the results that `key_tokens_from` names."""
         given, key = self.settings.key_tokens_from, self.key("key_tokens_from")
         if given is None:
             return None
@@ -103,7 +100,6 @@ class ContextGain(DocumentTask):
         return units
 
     def _digest(self, key: str) -> str:
-        """Return a digest of the tokens that a unit scores, and of where they are."""
         work = self.work[key]
         first, stop = work.windows[0].stop - work.windows[0].scored, work.windows[-1].stop
         tokens = np.ascontiguousarray(work.document.tokens[first:stop], "<i8")
@@ -150,7 +146,6 @@ class ContextGain(DocumentTask):
         return Summary(scores, details, notes + self.notes_on_documents())
 
     def _choose(self, short: np.ndarray, long: np.ndarray) -> np.ndarray:
-        """Return which of a document's scored tokens are key tokens."""
         return np.flatnonzero((short - long > self.settings.alpha) & (-long > self.settings.beta))
 
     @classmethod

@@ -67,7 +67,6 @@ class Window:
     scored: int
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return self.stop - self.start
 
 
@@ -94,16 +93,13 @@ class DocumentTask(Task):
 
     @property
     def sources(self) -> list[Source]:
-        """What `data` names."""
         return find_sources(self.settings, self.section)
 
     @property
     def most_documents(self) -> int | None:
-        """How many documents of a source are used at most."""
         return self.settings.documents or 50
 
     def lengths(self, info: ModelInfo) -> list[int]:
-        """Return the context lengths in rising order; raises ConfigError if they cannot be used."""
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
 
     def longest(self, info: ModelInfo) -> int:
@@ -111,7 +107,6 @@ class DocumentTask(Task):
         return self.settings.minimum_length or max(self.lengths(info))
 
     def needed(self, info: ModelInfo) -> int:
-        """Return how many tokens a document must have."""
         return self.longest(info) + 1
 
     def check(self, info: ModelInfo) -> None:
@@ -177,7 +172,6 @@ class DocumentTask(Task):
         return found
 
     def notes_on_documents(self) -> list[str]:
-        """Return a sentence for each source that says how many documents were too short."""
         return [
             f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and left out."
             for name, short in self.left_out.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -38,27 +39,14 @@ _RESAMPLINGS = 1000
 class Example:
     """What the harness found for one document."""
 
-    document: dict[str, Any]
     digest: str
     """Of the document, so that the same one is recognized in other results."""
-    prompt: str
-    """The text of its first request."""
     response: Any
-    """The model's answer to it: a text, or a log-likelihood and whether it is the most likely text."""
+    """The model's answer to its first request: a text, or a log-likelihood and whether it is the most likely text."""
     truncated: bool
     """Whether the model saw only a part of a request."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Its values by `metric,filter`."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a whole task."""
-
-    value: float
-    error: float | None
-    """The standard error; None if the harness knows none."""
-    higher_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -67,8 +55,8 @@ class Outcome:
 
     name: str
     version: str
-    metrics: dict[str, Metric]
-    """By `metric,filter`."""
+    metrics: dict[str, dict[str, Any]]
+    """By `metric,filter`: `value`, `error`, its standard error or None if that is unknown, and `higher_is_better`."""
     examples: list[Example]
     """Of its documents, in order; none of a group."""
     fewshot: int | None = None
@@ -161,8 +149,9 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
             if not rest or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = values.get(f"{metric}_stderr,{rest}")
-            error = float(error) if isinstance(error, (int, float)) else None
-            metrics[key] = Metric(float(value), error, better.get(metric) is not False)
+            error = float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None
+            higher = better.get(metric) is not False
+            metrics[key] = {"value": float(value), "error": error, "higher_is_better": higher}
         examples = _examples(found["samples"].get(name, []), getattr(model, "truncated", set()))
         version = str(found["versions"].get(name, ""))
         outcomes.append(Outcome(name, version, metrics, examples, found["n-shot"].get(name)))
@@ -177,9 +166,7 @@ def _examples(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) ->
         if number not in examples:
             requests = [tuple(part for part in request if isinstance(part, str)) for request in sample["arguments"]]
             examples[number] = Example(
-                document=sample["doc"],
                 digest=sample["doc_hash"][:16],
-                prompt=requests[0][0] if requests[0] else "",
                 response=sample["resps"][0][0],
                 truncated=any(request in truncated for request in requests),
             )

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_tape.evaluation.statistics import bootstrap_mean
-
-NORMAL_QUANTILE = 1.959963984540054
-"""How many standard errors a 95 % interval reaches to each side."""
+from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, bootstrap_mean
 
 
 def metric_name(key: str) -> str:
@@ -47,7 +44,6 @@ def changes(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
 
 
 def _pairs(before: dict[str, Any], after: dict[str, Any], key: str) -> list[tuple[float, float]]:
-    """Return the values of the documents that both have; none if the metric is not their mean."""
     sides = []
     for outcome in (before, after):
         values = outcome["values"].get(key)

@@ -11,8 +11,8 @@ from megatron_tape.config.values import shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
-from megatron_tape.evaluation.statistics import wilson
-from megatron_tape.evaluation.tasks.lm_eval_changes import NORMAL_QUANTILE, changes, described, metric_name
+from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, wilson
+from megatron_tape.evaluation.tasks.lm_eval_changes import changes, described, metric_name
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
 CHANGE = ", change"
@@ -168,8 +168,7 @@ class LmEval(Task):
 
 
 def _kept(outcome: Any) -> dict[str, Any]:
-    """Return what is kept of an outcome of the harness, as plain JSON."""
-    finite = {key: metric for key, metric in outcome.metrics.items() if math.isfinite(metric.value)}
+    finite = {key: metric for key, metric in outcome.metrics.items() if math.isfinite(metric["value"])}
     values = {}
     for key in finite:
         column = [example.metrics.get(key) for example in outcome.examples]
@@ -179,14 +178,7 @@ def _kept(outcome: Any) -> dict[str, Any]:
         "name": outcome.name,
         "version": outcome.version,
         "fewshot": outcome.fewshot,
-        "metrics": {
-            key: {
-                "value": metric.value,
-                "error": metric.error if metric.error is not None and math.isfinite(metric.error) else None,
-                "higher_is_better": metric.higher_is_better,
-            }
-            for key, metric in finite.items()
-        },
+        "metrics": finite,
         "not_finite": sorted(metric_name(key) for key in outcome.metrics.keys() - finite.keys()),
         "documents": [example.digest for example in outcome.examples],
         "values": values,

@@ -206,8 +206,6 @@ class Passkey(Task):
 
 
 def _configuration(hidden: list[Hidden], room: int) -> dict[str, Any]:
-    """Return the harness's description of a task that asks for these keys."""
-
     def documents(**_: Any) -> dict[str, Any]:
         import datasets
 
@@ -240,7 +238,6 @@ def _cell(right: list[int]) -> dict[str, float | None]:
 
 
 def _described(label: str, details: dict[str, Any]) -> str:
-    """Return in words where a model retrieves least."""
     cells = [
         (accuracy, length, depth)
         for depth, row in zip(details["depths"], details["accuracy"])

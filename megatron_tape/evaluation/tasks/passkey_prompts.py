@@ -54,7 +54,6 @@ class ExactPrompts:
         """Where the last prompt's filler ended, which is close to where the next one's has to."""
 
     def smallest(self, key: str) -> int:
-        """Return the tokens of the prompt without filler."""
         return self._count(self._build(0, 0.0, key))
 
     def make(self, depth: float, key: str) -> Hidden:

@@ -167,7 +167,6 @@ class Perplexity(DocumentTask):
 
 
 def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
-    """Return a sentence about the tokens of a source that are scored; `values` are those of a length."""
     tokens, documents = sum(value["tokens"] for value in values), len(values)
     size = f" ({sum(value['bytes'] for value in values):,} bytes)" if all("bytes" in value for value in values) else ""
     return (
@@ -238,5 +237,4 @@ def _losses(loss: float, interval: tuple[float | None, float | None], place: dic
 
 
 def _exp(value: float | None) -> float | None:
-    """Return the perplexity of a loss, at most the largest number there is."""
     return None if value is None else math.exp(min(value, 700.0))

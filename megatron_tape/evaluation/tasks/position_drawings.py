@@ -126,7 +126,6 @@ def _changes(results: dict[str, TaskResult]) -> Picture:
 
 
 def _maps(index: int, label: str, result: TaskResult) -> Picture:
-    """Draw attention maps of the shown heads, side by side, with the state above and with the phases below."""
     shown = result.details["maps"]["shown"]
     figure, axes = new_figure(2, len(shown), width=3, height=3)
     for axis, (kind, one) in zip(axes, [(kind, one) for kind in ("state", "phases") for one in shown]):

@@ -204,7 +204,6 @@ class PositionPictures(Task):
         return (info.trained_length or _LENGTH) if given is None else given
 
     def _read(self, model: HuggingFaceModel) -> list[np.ndarray]:
-        """Return the tokens of the first documents that are long enough, cut to the length."""
         length, settings = self._length(model.info), self.settings
         needed, (source,) = length - len(model.bos), self._sources()
         documents, _ = long_documents(source, model, settings.text_key, needed, settings.documents)

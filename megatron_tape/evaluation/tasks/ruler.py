@@ -246,13 +246,13 @@ class Ruler(Task):
 
 
 def _draw_means(results: dict[str, TaskResult]) -> Picture:
-    from megatron_tape.evaluation.figures import grid_shape, legend, length_axis, new_figure, score_curve, styles
+    from megatron_tape.evaluation.figures import legend, length_axis, panels, score_curve, styles
 
-    looks, panels, said = styles(results), {}, []
+    looks, means, said = styles(results), {}, []
     for label, result in results.items():
-        panels.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
-    figure, axes = new_figure(*grid_shape(len(panels)), width=5.6, height=3.8, sharey=True)
-    for one, ((name, *_), labels) in zip(axes, panels.items()):
+        means.setdefault((result.details["mean_name"], *result.details["tasks"]), []).append(label)
+    figure, axes = panels(len(means), width=5.6, height=3.8, sharey=True)
+    for one, ((name, *_), labels) in zip(axes, means.items()):
         lengths: set[int] = set()
         for label in labels:
             scores = [score for score in results[label].scores if score.metric == name]
@@ -262,8 +262,6 @@ def _draw_means(results: dict[str, TaskResult]) -> Picture:
         one.axhline(THRESHOLD, linestyle="--", linewidth=1, alpha=0.6)
         one.set(ylabel=name, ylim=(-0.03, 1.03))
         length_axis(one, lengths)
-    for one in axes[len(panels) :]:
-        one.remove()
     legend(figure)
     text = f"RULER by context length; the dashed line is {THRESHOLD}. {'. '.join(said)}."
     return Picture("ruler", text, figure)

@@ -127,7 +127,6 @@ class _Measure:
             raise
 
     def count(self, text: str) -> int:
-        """Return the tokens of a text with the reserve."""
         return len(self._tokenizer(text, verbose=False)["input_ids"]) + self._reserve
 
     def each(self, samples: Iterable[Any], **_: Any) -> Iterator[Any]:

@@ -200,7 +200,6 @@ class Scrolls(Task):
         return Summary(scores, details, notes + self.left_out())
 
     def left_out(self) -> list[str]:
-        """Return a note of the files in the directory `data` that were not read since their metric is not known."""
         data, split = self.settings.data, self.settings.split
         if not isinstance(data, str):
             return []
@@ -260,7 +259,6 @@ def _is_file(path: str) -> bool:
 
 
 def _resample(parts: np.ndarray) -> np.ndarray:
-    """Return the scores of a dataset whose examples (N, parts) are drawn again, many times."""
     random = np.random.default_rng(0)
     means = [parts[random.integers(len(parts), size=len(parts))].mean(0) for _ in range(_SAMPLES)]
     return combine(np.array(means))

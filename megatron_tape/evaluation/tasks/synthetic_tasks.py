@@ -50,7 +50,6 @@ class SyntheticTask(Task):
     needs_tokenizer = False
 
     def check_seed(self) -> None:
-        """Raise ConfigError for a seed that is out of range."""
         seed, fix = self.settings.seed, f"set it to at least 0 and at most {LARGEST_SEED}"
         refuse(not 0 <= seed <= LARGEST_SEED, self.key("seed"), f"is {seed}", fix)
 
@@ -127,7 +126,6 @@ class Variants(SyntheticTask):
         return Summary(scores, {"blanks": blanks} if any(blanks.values()) else {}, self.notes(blanks))
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
-        """Return what a reader must know, given the share of blanks among the answers by variant."""
         return []
 
     @classmethod

@@ -35,7 +35,6 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """The files that are read."""
         return list(dataset_paths(self.path)) if self.kind == "indexed" else [Path(self.path)]
 
 
