@@ -101,7 +101,7 @@ class ContextGain(DocumentTask):
 
     def _digest(self, key: str) -> str:
         work = self.work[key]
-        first, stop = work.windows[0].stop - work.windows[0].scored, work.windows[-1].stop
+        first, stop = work.scored
         tokens = np.ascontiguousarray(work.document.tokens[first:stop], "<i8")
         return hashlib.sha256(f"{first} ".encode() + tokens.tobytes()).hexdigest()[:16]
 

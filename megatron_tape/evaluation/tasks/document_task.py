@@ -26,8 +26,6 @@ from megatron_tape.evaluation.tasks.text_sources import (
     long_documents,
 )
 
-_HASHED = 1 << 22
-
 
 @dataclass(kw_only=True)
 class DocumentSettings:
@@ -77,6 +75,11 @@ class Work:
     document: Document
     length: int
     windows: Sequence[Window]
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """The first of the document's tokens that is scored, and the first after them that is not."""
+        return self.windows[0].stop - self.windows[0].scored, self.windows[-1].stop
 
 
 class DocumentTask(Task):
@@ -145,9 +148,13 @@ class DocumentTask(Task):
     def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
         """Return the windows of a document, which score the same tokens at every length."""
         settings, longest = self.settings, self.longest(model.info)
-        start = first_scored(longest, settings.stride)
-        stop = min(start + (settings.windows or 8) * settings.stride, len(document.tokens))
-        return cut_windows(start, stop, length, settings.stride, len(model.bos))
+        first = longest + 1 - scored_per_window(longest, settings.stride)
+        stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
+        step = scored_per_window(length, settings.stride)
+        ends = [(start, min(start + step, stop)) for start in range(first, stop, step)]
+        # The model reads `length` tokens of a window and of the mark before it; the last scored token is only a label.
+        size = length + 1 - len(model.bos)
+        return [Window(end - size, end, end - start) for start, end in ends]
 
     def scored(self) -> dict[str, dict[str, Any]]:
         """Return the `count` of scored tokens of each source, and a `digest` of their ids and places.
@@ -156,7 +163,7 @@ class DocumentTask(Task):
         """
         spans: dict[str, tuple[np.ndarray, int, int]] = {}
         for work in self.work.values():
-            first, stop = work.windows[0].stop - work.windows[0].scored, work.windows[-1].stop
+            first, stop = work.scored
             _, before, after = spans.get(work.document.key, (None, first, stop))
             spans[work.document.key] = work.document.tokens, min(first, before), max(stop, after)
         found: dict[str, dict[str, Any]] = {}
@@ -165,8 +172,7 @@ class DocumentTask(Task):
             name = key.split("/")[0]
             digest = digests.setdefault(name, hashlib.sha256())
             digest.update(f"{key} {first} {stop} ".encode())
-            for start in range(first, stop, _HASHED):  # the tokens may be a large file, mapped into memory
-                digest.update(np.ascontiguousarray(tokens[start : min(start + _HASHED, stop)], "<i8"))
+            digest.update(np.ascontiguousarray(tokens[first:stop], "<i8"))
             count = found.get(name, {"count": 0})["count"] + stop - first
             found[name] = {"count": count, "digest": digest.hexdigest()[:16]}
         return found
@@ -184,22 +190,6 @@ def scored_per_window(length: int, stride: int) -> int:
     return min(stride, max(1, length // 4))
 
 
-def first_scored(longest: int, stride: int) -> int:
-    """Return the first token of a document that is scored, where `longest` is the longest context."""
-    return longest + 1 - scored_per_window(longest, stride)
-
-
-def cut_windows(start: int, stop: int, length: int, stride: int, marks: int) -> list[Window]:
-    """Return the windows that together score the tokens from `start` to `stop` of a document once each.
-
-    The model reads `length` tokens of a window and of the `marks` tokens that go before it; the last scored token is
-    only a label.
-    """
-    step = scored_per_window(length, stride)
-    ends = [(first, min(first + step, stop)) for first in range(start, stop, step)]
-    return [Window(end - (length + 1 - marks), end, end - first) for first, end in ends]
-
-
 def window_losses(
     model: LanguageModel, document: Document, window: Window, marks: list[int], whole: bool = False
 ) -> np.ndarray:
@@ -215,12 +205,3 @@ def window_losses(
             f"{window.stop:,}; try another dtype or a shorter length, or look at the model"
         )
     return losses
-
-
-def by_source_and_length(values: dict[str, Any]) -> dict[tuple[str, int], list[Any]]:
-    """Return the values of units, whose keys are `SOURCE/NUMBER/LENGTH`, by source and length, in order."""
-    found: dict[tuple[str, int], list[Any]] = {}
-    for key, value in values.items():
-        name, _, length = key.split("/")
-        found.setdefault((name, int(length)), []).append(value)
-    return found

@@ -11,7 +11,7 @@ from megatron_tape.config.values import shown
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult, read_results, results_file
-from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, wilson
+from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, Interval, wilson
 from megatron_tape.evaluation.tasks.lm_eval_changes import changes, described, metric_name
 
 _FILES = (".yaml", ".yml", ".py", ".json", ".jsonl", ".csv", ".txt")
@@ -99,11 +99,9 @@ class LmEval(Task):
         for name, outcome in outcomes.items():
             count = len(outcome["documents"])
             for key, metric in outcome["metrics"].items():
-                low, high = _interval(metric, outcome["values"].get(key))
+                interval = _interval(metric, outcome["values"].get(key))
                 better = "higher" if metric["higher_is_better"] else "lower"
-                scores.append(
-                    Score(metric_name(key), metric["value"], better, low, high, group=name, count=count or None)
-                )
+                scores.append(Score(metric_name(key), metric["value"], better, *interval, None, name, count or None))
             tasks[name] = {key: outcome[key] for key in ("version", "fewshot", "truncated")} | {"documents": count}
             if outcome["truncated"]:
                 notes.append(
@@ -195,7 +193,7 @@ def _outcomes(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _interval(metric: dict[str, Any], values: list[float] | None) -> tuple[float | None, float | None]:
+def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
     """Return Wilson's interval of a share of documents, and that of the harness's standard error otherwise."""
     share = values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), metric["value"])
     if share:

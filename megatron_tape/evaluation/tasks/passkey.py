@@ -121,9 +121,8 @@ class Passkey(Task):
                 cell = values.get(f"{length}/{depth}", {"right": []})["right"]
                 cells[length, depth] = _cell(cell)
                 right += cell
-            low, high = wilson(sum(right), len(right))
-            share = sum(right) / len(right)
-            scores.append(Score("accuracy", share, "higher", low, high, length, count=len(right)))
+            share, interval = sum(right) / len(right), wilson(sum(right), len(right))
+            scores.append(Score("accuracy", share, "higher", *interval, length, count=len(right)))
         details: dict[str, Any] = {"lengths": lengths, "depths": self._depths()}
         for name in ("accuracy", "low", "high", "count"):
             details[name] = [[cells[length, depth][name] for length in lengths] for depth in depths]

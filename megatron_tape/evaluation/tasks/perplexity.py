@@ -12,13 +12,12 @@ import numpy as np
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Summary, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.statistics import bootstrap_ratio
+from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
 from megatron_tape.evaluation.tasks.document_task import (
     DocumentSettings,
     DocumentTask,
     Window,
     Work,
-    by_source_and_length,
     window_losses,
 )
 from megatron_tape.evaluation.tasks.text_sources import Document, Source
@@ -89,21 +88,18 @@ class Perplexity(DocumentTask):
 
     def check(self, info: ModelInfo) -> None:
         stride, shortest = self.settings.stride, self.lengths(info)[0]
+        keys = self.key("stride"), self.key("lengths"), self.key("protocol")
+        problem = f"is {stride}, more than the shortest of lengths, {shortest}, with yarn"
         too_far = self._protocol == "yarn" and stride > shortest
-        keys, fix = (
-            (self.key("stride"), self.key("lengths"), self.key("protocol")),
-            "lower it, or leave that length out",
-        )
-        refuse(too_far, keys, f"is {stride}, more than the shortest of lengths, {shortest}, with yarn", fix)
+        refuse(too_far, keys, problem, "lower it, or leave that length out")
         super().check(info)
 
     def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
         """Return the work of a source: each document at each length, or some windows of a length with longlora."""
         if self._protocol != "longlora":
             return super().plan(source, documents, model)
-        # A single document is not copied: it may be a large file, mapped into memory.
-        tokens = [document.tokens for document in documents]
-        stream = Document(source.name, tokens[0] if len(tokens) == 1 else np.concatenate(tokens), documents[0].is_text)
+        tokens = np.concatenate([document.tokens for document in documents])
+        stream = Document(source.name, tokens, documents[0].is_text)
         work = {}
         for length in self.lengths(model.info):
             starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][: self.settings.windows]
@@ -134,14 +130,17 @@ class Perplexity(DocumentTask):
             if whole:
                 value["positions"] = [float(part.sum()) for part in _by_position(losses)]
         if work.document.is_text:
-            first = work.windows[0].stop - work.windows[0].scored
-            value["bytes"] = _text_bytes(model, work.document.tokens, first, work.windows[-1].stop)
+            value["bytes"] = _text_bytes(model, work.document.tokens, *work.scored)
         return value
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         protocol = self._protocol
         scores, positions, notes, scored = [], {}, [], self.scored()
-        for (name, length), found in by_source_and_length(values).items():
+        by_source_and_length: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for key, value in values.items():
+            name, _, length = key.split("/")
+            by_source_and_length.setdefault((name, int(length)), []).append(value)
+        for (name, length), found in by_source_and_length.items():
             if protocol != "documents":
                 scores += _scores_of_means(found, length, f"{name} ({protocol})", protocol == "yarn")
                 continue
@@ -214,9 +213,8 @@ def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) 
     scores = _losses(sum(nats) / sum(tokens), bootstrap_ratio(nats, tokens), place)
     if all("bytes" in value for value in values):
         bits, sizes = [value / math.log(2) for value in nats], [value["bytes"] for value in values]
-        low, high = bootstrap_ratio(bits, sizes)
-        ratio = sum(bits) / max(1, sum(sizes))
-        scores.append(Score("bits_per_byte", ratio, "lower", low=low, high=high, unit="bits per byte", **place))
+        ratio, interval = sum(bits) / max(1, sum(sizes)), bootstrap_ratio(bits, sizes)
+        scores.append(Score("bits_per_byte", ratio, "lower", *interval, unit="bits per byte", **place))
     return scores
 
 
@@ -227,12 +225,10 @@ def _scores_of_means(values: list[dict[str, Any]], length: int, group: str, by_d
     return _losses(sum(sums) / sum(counts), interval, place)
 
 
-def _losses(loss: float, interval: tuple[float | None, float | None], place: dict[str, Any]) -> list[Score]:
-    low, high = interval
-    raised = {"low": _exp(low), "high": _exp(high)}
+def _losses(loss: float, interval: Interval, place: dict[str, Any]) -> list[Score]:
     return [
-        Score("loss", loss, "lower", low=low, high=high, unit=NATS, **place),
-        Score("perplexity", _exp(loss), "lower", **raised, **place),
+        Score("loss", loss, "lower", *interval, unit=NATS, **place),
+        Score("perplexity", _exp(loss), "lower", *map(_exp, interval), **place),
     ]
 
 

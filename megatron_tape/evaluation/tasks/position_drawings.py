@@ -37,26 +37,23 @@ def _scores(result: TaskResult, metric: str) -> list[Score]:
     return [score for score in result.scores if score.metric == metric]
 
 
-def _heat_maps(values: dict[str, np.ndarray], columns: str, bar: str, high: float) -> Any:
-    """Return a figure of matrices (layers, columns) by the models' labels, with one range of colours."""
+def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
+    """Return a figure of matrices (layers, columns) by the models' labels, and where each is highest."""
     figure, panels = model_panels(values)
-    for axes, matrix in zip(panels, values.values()):
-        rows, count = matrix.shape
-        names = {"row_label": "layer", "column_label": columns, "bar": bar if axes is panels[-1] else None}
-        heat_map(axes, matrix.tolist(), range(rows), range(count), high=high, **names)
-    return figure
-
-
-def _highest(matrix: np.ndarray, column: str) -> str:
-    layer, at = np.unravel_index(matrix.argmax(), matrix.shape)
-    return f"at most {matrix.max():.3g}, in layer {layer}, {column} {at}"
+    said = []
+    for axes, (label, matrix) in zip(panels, values.items()):
+        rows, columns = np.shape(matrix)
+        names = {"row_label": "layer", "column_label": column, "bar": bar if axes is panels[-1] else None}
+        heat_map(axes, matrix, range(rows), range(columns), high=high, **names)
+        layer, at = np.unravel_index(np.argmax(matrix), (rows, columns))
+        said.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {at}")
+    return figure, "; ".join(said)
 
 
 def _distances(results: dict[str, TaskResult]) -> Picture:
-    distances = {label: np.array(result.details["distance"]) for label, result in results.items()}
-    high = max(float(distance.max()) for distance in distances.values()) or 1.0
-    figure = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
-    said = "; ".join(f"{label}: {_highest(distance, 'head group')}" for label, distance in distances.items())
+    distances = {label: result.details["distance"] for label, result in results.items()}
+    high = max(np.max(distance) for distance in distances.values()) or 1.0
+    figure, said = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
     text = "Heat map of the mean distance of the position state from RoPE's phases by layer and head group. "
     return Picture("positions-distance", f"{text}{said}.", figure)
 
@@ -118,9 +115,8 @@ def _ablations(results: dict[str, TaskResult]) -> Picture:
 
 
 def _changes(results: dict[str, TaskResult]) -> Picture:
-    changes = {label: np.array(result.details["maps"]["change"]) for label, result in results.items()}
-    figure = _heat_maps(changes, "head", "share of attention that moves", high=1.0)
-    said = "; ".join(f"{label}: {_highest(change, 'head')}" for label, change in changes.items())
+    changes = {label: result.details["maps"]["change"] for label, result in results.items()}
+    figure, said = _heat_maps(changes, "head", "share of attention that moves", high=1.0)
     text = "Heat map of the share of attention that the position state moves, by layer and head, compared with RoPE's "
     return Picture("positions-attention", f"{text}phases in its place. {said}.", figure)
 

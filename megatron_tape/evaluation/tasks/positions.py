@@ -160,18 +160,14 @@ class PositionPictures(Task):
         distance = np.array([one["distance"] for one in found])
         scores = []
         for layer, by_document in enumerate(distance.mean(2).T):
-            low, high = bootstrap_mean(by_document)
-            value = float(by_document.mean())
-            scores.append(
-                Score("state_distance", value, "neither", group=f"layer {layer}", low=low, high=high, **common)
-            )
+            value, interval = float(by_document.mean()), bootstrap_mean(by_document)
+            scores.append(Score("state_distance", value, "neither", *interval, group=f"layer {layer}", **common))
         tokens = [one["tokens"] for one in found]
         own = np.array([one["loss"] for one in found])
 
         def loss(metric: str, sums: np.ndarray, better: Any, group: str = "") -> Score:
-            low, high = bootstrap_ratio(sums, tokens)
-            value = float(np.sum(sums) / np.sum(tokens))
-            return Score(metric, value, better, group=group, low=low, high=high, unit="nats per token", **common)
+            value, interval = float(np.sum(sums) / np.sum(tokens)), bootstrap_ratio(sums, tokens)
+            return Score(metric, value, better, *interval, group=group, unit="nats per token", **common)
 
         scores.append(loss("loss", own, "lower"))
         if self.settings.ablation:

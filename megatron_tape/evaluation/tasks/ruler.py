@@ -282,8 +282,8 @@ def _draw_tasks(results: dict[str, TaskResult]) -> Picture:
 
 
 def _share(metric: str, found: list[float], length: int, group: str = "") -> Score:
-    low, high = wilson(sum(found), len(found))
-    return Score(metric, sum(found) / len(found), "higher", low, high, length, group, len(found))
+    share, interval = sum(found) / len(found), wilson(sum(found), len(found))
+    return Score(metric, share, "higher", *interval, length, group, len(found))
 
 
 def _longest(lengths: Sequence[int], curve: Sequence[float], least: float, name: str) -> tuple[float, list[str]]:

@@ -19,7 +19,7 @@ from megatron_tape.data.examples import Cutter, read_examples
 from megatron_tape.errors import FileError, refuse
 from megatron_tape.evaluation.base import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.statistics import TAIL, bootstrap_ratio
+from megatron_tape.evaluation.statistics import TAIL, Interval, bootstrap_ratio
 from megatron_tape.evaluation.tasks.scrolls_metrics import METRICS, PARTS, SHOWN, combine, score
 
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
@@ -184,16 +184,13 @@ class Scrolls(Task):
                 metric = self._metric(name)
                 parts = np.array([one["scores"] for one in found])
                 resampled.append(_resample(parts))
-                low, high = _interval(resampled[-1], len(found))
-                value = float(combine(parts.mean(0)))
-                scores.append(Score(SHOWN[metric], value, "higher", low=low, high=high, unit="%", **common))
+                value, interval = float(combine(parts.mean(0))), _interval(resampled[-1], len(found))
+                scores.append(Score(SHOWN[metric], value, "higher", *interval, unit="%", **common))
                 details["parts"][name] = dict(zip(PARTS[metric], parts.mean(0).tolist()))
             if self.settings.loss:
                 nats, tokens = ([one[key] for one in found] for key in ("nats", "tokens"))
-                low, high = bootstrap_ratio(nats, tokens)
-                value = sum(nats) / max(1, sum(tokens))
-                unit = "nats per target token"
-                scores.append(Score("target_loss", value, "lower", low=low, high=high, unit=unit, **common))
+                value, interval = sum(nats) / max(1, sum(tokens)), bootstrap_ratio(nats, tokens)
+                scores.append(Score("target_loss", value, "lower", *interval, unit="nats per target token", **common))
             notes += self._notes(name, found)
         if len(resampled) > 1:
             scores.append(self._mean(scores, resampled, by_dataset, length))
@@ -222,10 +219,9 @@ class Scrolls(Task):
         whole = set(by_dataset) == set(METRICS)
         name, group = ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
         value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
-        fewest = min(map(len, by_dataset.values()))
-        low, high = _interval(np.mean(resampled, axis=0), fewest)
-        count = sum(map(len, by_dataset.values()))
-        return Score(name, value, "higher", group=group, length=length, low=low, high=high, count=count, unit="%")
+        counts = list(map(len, by_dataset.values()))
+        interval = _interval(np.mean(resampled, axis=0), min(counts))
+        return Score(name, value, "higher", *interval, length, group, sum(counts), "%")
 
     def _notes(self, name: str, found: list[dict[str, Any]]) -> list[str]:
         counts = {
@@ -237,13 +233,10 @@ class Scrolls(Task):
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+        metrics = *SHOWN.values(), "scrolls_score", "mean_score"
         return [
-            picture
-            for picture in (
-                _bars(results, "scrolls-scores", (*SHOWN.values(), "scrolls_score", "mean_score"), "score (%)"),
-                _bars(results, "scrolls-loss", ("target_loss",), "loss (nats per target token)"),
-            )
-            if picture is not None
+            *_bars(results, "scrolls-scores", metrics, "score (%)"),
+            *_bars(results, "scrolls-loss", ("target_loss",), "loss (nats per target token)"),
         ]
 
 
@@ -264,20 +257,20 @@ def _resample(parts: np.ndarray) -> np.ndarray:
     return combine(np.array(means))
 
 
-def _interval(resampled: np.ndarray, count: int) -> tuple[float | None, float | None]:
+def _interval(resampled: np.ndarray, count: int) -> Interval:
     if count < 2:
         return None, None
     low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
 
 
-def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], label: str) -> Picture | None:
+def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], label: str) -> list[Picture]:
     from megatron_tape.evaluation.figures import legend, new_figure, styles
 
     drawn = {model: [score for score in result.scores if score.metric in metrics] for model, result in results.items()}
     groups = list(dict.fromkeys(score.group or "SCROLLS" for scores in drawn.values() for score in scores))
     if not groups:
-        return None
+        return []
     figure, (axes,) = new_figure(width=max(4.6, 1.6 + 1.1 * len(groups)))
     width, said = 0.8 / len(drawn), []
     for index, (model, style) in enumerate(styles(drawn).items()):
@@ -289,4 +282,4 @@ def _bars(results: dict[str, TaskResult], name: str, metrics: Sequence[str], lab
     axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right")
     axes.set_ylabel(label)
     legend(figure)
-    return Picture(name, f"Bars of the {label} by dataset. {'; '.join(said)}.", figure)
+    return [Picture(name, f"Bars of the {label} by dataset. {'; '.join(said)}.", figure)]

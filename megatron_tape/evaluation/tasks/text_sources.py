@@ -20,7 +20,6 @@ from megatron_tape.evaluation.base import LanguageModel, ModelInfo
 RAW_TYPE = np.dtype("<u2")
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
 """Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
-_CHECKED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,11 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
 
 
 def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) -> None:
-    for start in range(0, len(tokens), _CHECKED):  # the tokens may be a large file, mapped into memory
-        block = tokens[start : start + _CHECKED]
-        bad = np.flatnonzero((block < 0) | (block >= vocab_size))
-        if len(bad):
-            outside = f"is {block[bad[0]]}, outside the model's vocabulary of {vocab_size:,}"
-            problem = f"cannot be used: token {start + bad[0]} of document {document} {outside}"
-            raise FileError(path, problem, "give data made with the model's tokenizer")
+    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(bad):
+        outside = f"is {tokens[bad[0]]}, outside the model's vocabulary of {vocab_size:,}"
+        problem = f"cannot be used: token {bad[0]} of document {document} {outside}"
+        raise FileError(path, problem, "give data made with the model's tokenizer")
 
 
 def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list[int]:
