@@ -1,5 +1,6 @@
 """tools/convert_checkpoint.py, run in this process."""
 
+import json
 import resource
 from contextlib import contextmanager
 
@@ -21,6 +22,13 @@ def refused(tmp_path, part, *arguments):
     assert done.returncode == 2, done.stderr
     assert len(errors) == 1 and errors[0].startswith("error: ") and part in errors[0], done.stderr
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def change_config(folder, change, without=()):
+    """Change the config.json of a model of transformers."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in settings.items() if key not in without}))
 
 
 @contextmanager

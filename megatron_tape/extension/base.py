@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
@@ -35,15 +33,6 @@ _REQUIRED = {
     if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 }
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-_Extension = TypedDict("_Extension", {"from": str})
-
-
-class _Config(TypedDict):
-    """What is read of a run's `config.yaml`."""
-
-    extension: _Extension
 
 
 @dataclass(frozen=True)
@@ -137,11 +126,11 @@ def find_base(given: str, run: str | None = None) -> Base:
 def _imported_by(run: Path, source: Path) -> Base | None:
     """Return what a run that has begun imported from `source`; None if it extends another model or imported none."""
     try:
-        extended = read_yaml(run / "config.yaml", _Config)["extension"]["from"]
-    except (OSError, ValueError):
+        extended = read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["extension"]["from"]
+    except (OSError, ValueError, KeyError):
         return None
     imported = run / IMPORTED
-    if Path(extended) != source or not (imported / MANIFEST).is_file():
+    if extended is None or Path(extended) != source or not (imported / MANIFEST).is_file():
         return None
     return replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
 
@@ -234,7 +223,6 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 
 
 def _of_encoding(model: ModelConfig) -> set[str]:
-    """Return the names of the parameters of the positional encoding."""
     return {name for name in parameter_shapes(model) if f".{POSITION}" in name}
 
 

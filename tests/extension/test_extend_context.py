@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configurations import make
+from conversions import change_config
 from datasets_for_tests import write_all
 from extension_cases import RECIPE, STEPS, arguments, continued, extended, pretrained
 from safetensors.torch import load_file, save_file
@@ -140,7 +141,7 @@ def test_a_model_of_transformers_begins_with_its_own_logits(data, bases, tmp_pat
     ours = first_logits(data, bases["llama"], tmp_path)
     path = tmp_path / "scaled"
     shutil.copytree(bases["llama"], path)
-    change(path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    change_config(path, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}})
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype="float32")(TOKENS).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -316,11 +317,6 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def change(folder, **settings):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
 def pickle(folder):
     torch.save({}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -337,11 +333,11 @@ DAMAGES = {
     "settings": lambda folder: (folder / "config.json").write_text("{"),
     "no_settings": lambda folder: (folder / "config.json").unlink(),
     "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
-    "family": lambda folder: change(folder, model_type="gpt2"),
-    "widths": lambda folder: change(folder, intermediate_size=64),
-    "rows": lambda folder: change(folder, vocab_size=65),
-    "deeper": lambda folder: change(folder, num_hidden_layers=4),
-    "shallower": lambda folder: change(folder, num_hidden_layers=2),
+    "family": lambda folder: change_config(folder, {"model_type": "gpt2"}),
+    "widths": lambda folder: change_config(folder, {"intermediate_size": 64}),
+    "rows": lambda folder: change_config(folder, {"vocab_size": 65}),
+    "deeper": lambda folder: change_config(folder, {"num_hidden_layers": 4}),
+    "shallower": lambda folder: change_config(folder, {"num_hidden_layers": 2}),
     "pickle": pickle,
     "tokenizer": rename_piece,
 }

@@ -29,7 +29,10 @@ def source_text():
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory):
-    """Exports of random models far from RoPE, `tape` and `rope`, with a tokenizer that was trained on source code."""
+    """Exports of random models, made when asked for, with a tokenizer that was trained on source code.
+
+    `tape` and `rope` are TAPE's own classes and a Llama, as they are exported; others are names of exported_models.
+    """
     from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 
     sys.path.insert(0, str(ROOT / "tools"))
@@ -39,8 +42,15 @@ def exports(tmp_path_factory):
     library = Path(sysconfig.get_path("stdlib"))
     tokenizer.write_bytes(train([(library / "heapq.py").read_text(encoding="utf-8")], rows))
     changes = dict(tokenizer=str(tokenizer), seq_length=128, vocab_size=rows, unpadded_vocab_size=rows, init_std=0.15)
-    names, folder = {"tape": OWN_CLASSES, "rope": PLAIN_ROPE}, tmp_path_factory.mktemp("exports")
-    return {name: make(folder, full, label=name, **changes) for name, full in names.items()}
+    folder = tmp_path_factory.mktemp("exports")
+
+    class Exports(dict):
+        def __missing__(self, name):
+            full = {"tape": OWN_CLASSES, "rope": PLAIN_ROPE}.get(name, name)
+            self[name] = make(folder, full, label=name, **changes)
+            return self[name]
+
+    return Exports()
 
 
 @pytest.fixture(scope="module")

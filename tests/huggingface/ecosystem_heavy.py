@@ -8,7 +8,7 @@ import sys
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
 from ecosystem_generation import Logits, check_attention
-from ecosystem_training import texts
+from ecosystem_training import run_trainer, texts
 
 
 @row(
@@ -137,8 +137,6 @@ def _trl(subject: Subject, trainer_class, config_class, rows, **options):
     from datasets import Dataset
 
     subject.tokenizer.padding_side = "right"
-    model = subject.load()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     arguments = config_class(
         output_dir=str(subject.work / trainer_class.__name__),
         max_steps=3,
@@ -153,17 +151,13 @@ def _trl(subject: Subject, trainer_class, config_class, rows, **options):
         max_length=64,
     )
     runner = trainer_class(
-        model=model,
+        model=subject.load(),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=subject.tokenizer,
         **options,
     )
-    runner.train()
-    losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
-    assert len(losses) == 3 and losses[-1] < losses[0], f"the loss does not fall: {losses}"
-    still = [name for name, p in model.named_parameters() if ".position." in name and torch.equal(p, before[name])]
-    assert not still, f"training did not move {', '.join(still)}"
+    run_trainer(runner, ".position.")
 
 
 @row("trl's SFTTrainer: the loss falls, and the positions have moved", needs=("trl", "datasets"), heavy=True)

@@ -8,7 +8,7 @@ import warnings
 import adapter_cases
 import pytest
 import torch
-from conversions import convert, refused
+from conversions import change_config, convert, refused
 from datasets_for_tests import write_all
 from launch import run_group
 from models import random_tokens
@@ -189,8 +189,7 @@ def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected
         assert not (tmp_path / output / "base").exists()
         model = with_adapter(load(tmp_path / "base"), tmp_path / output)
         torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"rope_scaling": None, "rope_parameters": {}}))
+    change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
     refused(tmp_path, "model.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
     refused(tmp_path, "has another model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conversions import convert, refused
+from conversions import change_config, convert, refused
 from gguf_files import write_gguf
 from test_import import IDS, loaded_logits, training_logits, write_source
 from transformers import AutoModelForCausalLM
@@ -111,9 +111,7 @@ def test_a_tokenizer_that_transformers_would_change_is_left_out_or_taken_from_be
     from datasets_for_tests import write_tokenizer
 
     write_source(tmp_path / "source")
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
 
     def add(writer):
         writer.add_tokenizer_model("gpt2")

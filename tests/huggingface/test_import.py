@@ -6,21 +6,11 @@ import shutil
 
 import pytest
 import torch
-from conversions import convert
+from conversions import change_config, convert
 from datasets_for_tests import write_tokenizer
 from models import build
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import open_weights
@@ -48,32 +38,25 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 FAMILY = {
-    "llama1": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=4)),
-    "llama2_gqa": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=1, rms_norm_eps=1e-5)),
-    "llama3_tied": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
-    "llama_linear": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
-    ),
-    "llama_yarn": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=YARN)),
-    "llama_theta": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6)),
-    ),
-    "mistral": (MistralConfig, MistralForCausalLM, dict(sliding_window=None, head_dim=12)),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=12, tie_word_embeddings=True)),
+    "llama1": dict(num_key_value_heads=4),
+    "llama2_gqa": dict(num_key_value_heads=1, rms_norm_eps=1e-5),
+    "llama3_tied": dict(rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "llama_linear": dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
+    "llama_yarn": dict(rope_parameters=YARN),
+    "llama_theta": dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6)),
+    "mistral": dict(sliding_window=None, head_dim=12),
+    "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "qwen3": dict(head_dim=12, tie_word_embeddings=True),
 }
 IDS = torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(5))
 
 
 def write_source(folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90, **saving):
     """A model of transformers with random weights, its biases and norms included, and its logits."""
-    config_class, model_class, changes = FAMILY[kind]
+    family = "llama" if kind.startswith("llama") else kind
+    settings = SIZES | FAMILY[kind] | {"vocab_size": vocab_size}
     torch.manual_seed(3)
-    model = model_class(config_class(**SIZES | changes | {"vocab_size": vocab_size}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):
@@ -122,11 +105,9 @@ def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path,
 def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):
     expected = write_source(tmp_path / "source", dtype=torch.bfloat16, max_shard_size="20KB")
     assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
-    path = tmp_path / "source" / "config.json"
-    settings = json.loads(path.read_text())
-    rope = settings.pop("rope_parameters")
-    settings |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "bfloat16"}
-    path.write_text(json.dumps(settings))
+    rope = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    older = {"rope_theta": LLAMA3["rope_theta"], "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    change_config(tmp_path / "source", older, without=["rope_parameters"])
     done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
     assert done.returncode == 0, done.stderr
     export(tmp_path / "imported", tmp_path / "exported", "bf16", tokenizer="none")
@@ -138,10 +119,8 @@ def test_stretched_positions_are_those_of_transformers(tmp_path, kind):
     write_source(tmp_path / "source", kind)
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
-    path = tmp_path / "source" / "config.json"
-    settings = json.loads(path.read_text())
-    settings["rope_parameters"]["factor"] *= 2
-    path.write_text(json.dumps(settings))
+    rope = FAMILY[kind]["rope_parameters"]
+    change_config(tmp_path / "source", {"rope_parameters": rope | {"factor": 2 * rope["factor"]}})
     # In fp32, rounding alone is 8e-6 in either model; in fp64, only their phases are fp32.
     ours, theirs = (loaded_logits(tmp_path / name, "float64") for name in ("exported", "source"))
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
@@ -165,10 +144,7 @@ def test_stretched_positions_are_those_of_transformers(tmp_path, kind):
 )  # fmt: skip
 def test_every_setting_of_yarn_is_read_as_transformers_reads_it(tmp_path, changes, expected):
     write_source(tmp_path / "source", "llama_yarn")
-    path = tmp_path / "source" / "config.json"
-    settings = json.loads(path.read_text())
-    settings["rope_parameters"] |= changes
-    path.write_text(json.dumps(settings))
+    change_config(tmp_path / "source", {"rope_parameters": YARN | changes})
     import_model(tmp_path / "source", tmp_path / "imported")
     attention = open_weights(tmp_path / "imported").model.position.rope_attention_factor
     assert attention == (expected if expected is None else pytest.approx(expected))
@@ -275,8 +251,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refusal):
     write_source(tmp_path / "source", kind)
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_config(tmp_path / "source", change)
     done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
     assert done.returncode == 2 and refusal in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
@@ -285,22 +260,14 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, kind, change, refu
 
 def test_a_window_that_mistral_has_by_default_is_refused(tmp_path):
     write_source(tmp_path / "source", "mistral")
-    path = tmp_path / "source" / "config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("sliding_window", None)
-    path.write_text(json.dumps(settings))
+    change_config(tmp_path / "source", {}, without=["sliding_window"])
     with pytest.raises(ValueError, match="sliding_window is 4096"):
         import_model(tmp_path / "source", tmp_path / "imported")
 
 
 def test_defaults_are_those_of_transformers():
-    for name, config in (
-        ("llama", LlamaConfig()),
-        ("mistral", MistralConfig()),
-        ("qwen2", Qwen2Config()),
-        ("qwen3", Qwen3Config()),
-        ("tape", TapeConfig()),
-    ):
+    for name in ("llama", "mistral", "qwen2", "qwen3", "tape"):
+        config = TapeConfig() if name == "tape" else AutoConfig.for_model(name)
         for key, value in config_json.DEFAULTS[name].items():
             assert getattr(config, key) == value, (name, key)
         assert (config.initializer_range, config.tie_word_embeddings) == (0.02, False)
@@ -309,8 +276,7 @@ def test_defaults_are_those_of_transformers():
 
 def test_the_length_before_scaling_is_read_where_transformers_reads_it(tmp_path):
     write_source(tmp_path / "source", "llama3_tied")
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"original_max_position_embeddings": 32}))
+    change_config(tmp_path / "source", {"original_max_position_embeddings": 32})
     import_model(tmp_path / "source", tmp_path / "imported")
     torch.testing.assert_close(
         training_logits(tmp_path / "imported"), loaded_logits(tmp_path / "source"), atol=1e-5, rtol=0

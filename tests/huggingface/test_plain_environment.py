@@ -1,11 +1,11 @@
 """Exported models in an environment of torch and the oldest transformers that works, where this project never was."""
 
-import json
 import runpy
 import shutil
 
 import pytest
 import torch
+from conversions import change_config
 from environments import run_in
 from exported_models import NAMES, OWN_CLASSES
 from models import random_tokens
@@ -73,11 +73,11 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, export
     for made in map(exported, (*NAMES, OWN_CLASSES)):
         give(made.directory.name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
-        made, path = exports[kind], tmp_path / f"{prefix}yarn" / "config.json"
+        made, yarn = exports[kind], tmp_path / f"{prefix}yarn"
         give(f"{prefix}with_tokenizer", made.directory, made.built)
-        shutil.copytree(made.directory, path.parent)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": YARN, "rope_scaling": None}))
-        give(path.parent.name, path.parent, AutoModelForCausalLM.from_pretrained(path.parent, trust_remote_code=True))
+        shutil.copytree(made.directory, yarn)
+        change_config(yarn, {"rope_parameters": YARN, "rope_scaling": None})
+        give(yarn.name, yarn, AutoModelForCausalLM.from_pretrained(yarn, trust_remote_code=True))
         assert (expected[f"{prefix}yarn"] - expected[f"{prefix}with_tokenizer"]).abs().max() > 1e-2
     torch.save(expected, tmp_path / "expected.pt")
     done = run_in("transformers", tmp_path, "-c", STRANGER, *names)

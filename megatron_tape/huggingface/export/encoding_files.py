@@ -61,7 +61,6 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
 
 
 def _module_of(encoding: type) -> _Module:
-    """Return the module that defines a class."""
     if (module := _of_package(encoding.__module__)) is not None:
         return module
     try:

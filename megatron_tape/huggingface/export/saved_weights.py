@@ -44,7 +44,6 @@ class SavedWeights:
 
     @cached_property
     def trained(self) -> list[str]:
-        """The parameters that the run trained."""
         frozen = {name.removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
         return [name for name in parameter_shapes(self.model, self.extension) if name not in frozen]
 

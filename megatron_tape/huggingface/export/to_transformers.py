@@ -92,7 +92,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     if encoding.exports_to != "plain":
         write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
     write_card(directory, config["model_type"], saved, options, rows, has_tokenizer=pieces is not None)
-    write_weights(saved, directory, rows, DTYPES[options.dtype], options.max_shard_size, options.with_lora)
+    _write_weights(saved, directory, rows, options)
     for file in directory.iterdir():
         sync_directory(file)
 
@@ -158,7 +158,6 @@ def _rope_parameters(position: Any) -> dict:
 
 
 def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> dict:
-    """Return what all kinds of `config.json` say."""
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
@@ -182,7 +181,6 @@ def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> d
 
 
 def _position_settings(model: ModelConfig) -> dict:
-    """Return the settings of the model's encoding by name."""
     settings = dict(sorted(dataclasses.asdict(model.position).items()))
     # Weights hold the scales of heads as a matrix.
     return settings | ({"token_mixing": "full"} if "token_mixing" in settings else {})
@@ -200,22 +198,19 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
 
 
-def write_weights(
-    saved: SavedWeights, directory: Path, rows: int, dtype: torch.dtype, max_shard_size: int, with_lora: bool = True
-) -> None:
+def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: ExportOptions) -> None:
     """Write `model.safetensors`, or several with their index where one would exceed `max_shard_size` bytes.
 
-    LoRA layers are merged into the matrices if `with_lora`, and otherwise left out. A larger tensor gets its own
-    file. In addition to one whole fp32 parameter, at most twice its size is held in memory.
+    In addition to one whole fp32 parameter, at most twice its size is held in memory.
     """
     names = parameter_shapes(saved.model)
     shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
-    announced = on_meta(shapes, dtype)
-    shards = in_parts(announced, max_shard_size)
+    announced = on_meta(shapes, DTYPES[options.dtype])
+    shards = in_parts(announced, options.max_shard_size)
     count = len(shards)
     file_names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
-    parts = (part for name in names for part in saved.parts(name, with_lora).items())
+    parts = (part for name in names for part in saved.parts(name, options.with_lora).items())
     tensors = with_progress((part[: shapes[key][0]] for key, part in parts), announced.values())
     for file_name, shard in zip(file_names, shards, strict=True):
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})

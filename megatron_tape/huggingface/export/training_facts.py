@@ -166,5 +166,4 @@ def was_pretrained_here(state: dict) -> bool:
 
 
 def _table(facts: dict[str, object]) -> str:
-    """Return a table of two columns in Markdown; nothing without facts."""
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]) if facts else ""

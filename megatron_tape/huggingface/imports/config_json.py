@@ -124,13 +124,6 @@ def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, 
     }
 
 
-def own_encoding(settings: dict[str, Any]) -> str:
-    """Return the positional encoding of a model as it is, given the contents of its `config.json`."""
-    if settings.get("model_type") == ENCODED:
-        return settings["position_encoding"]
-    return "tape" if settings.get("model_type") == "tape" else "rope"
-
-
 @dataclass(frozen=True)
 class Changes:
     """What an import makes of a model beside translating it; see the options of `convert_checkpoint.py from-hf`."""
@@ -145,7 +138,6 @@ class Changes:
 
     @property
     def of_tape(self) -> dict[str, Any]:
-        """The settings of TAPE that are given."""
         both = {"gate_input": self.gate_input, "position_mlp_size": self.position_mlp_size}
         return {key: value for key, value in both.items() if value is not None}
 
@@ -158,7 +150,8 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS))
-    encoding = changes.position_encoding or own_encoding(settings)
+    own = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
+    encoding = changes.position_encoding or own
     _check_changes(settings, path, encoding, changes)
     # null means that a key is not given, except that it turns a window off.
     given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
@@ -190,7 +183,6 @@ def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str)
 
 
 def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
-    """Raise UserError if a model cannot be changed in this way."""
     kind = settings["model_type"]
     if kind == "tape" and encoding != "tape":
         problem = f"describes a TAPE model, which cannot become {encoding}"

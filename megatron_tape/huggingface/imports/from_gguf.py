@@ -30,6 +30,9 @@ _LAYER = (
     "input_layernorm",
     "post_attention_layernorm",
 )
+_READ = "block_count embedding_length feed_forward_length context_length rope.freq_base rope.dimension_count".split()
+_READ += [f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")]
+_READ += ["attention.layer_norm_rms_epsilon", "rope.scaling.type", "rope.scaling.factor"]
 _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
 # What else a file may say of itself, and the only values that a model here can have.
 _ONLY = {
@@ -139,8 +142,9 @@ class GgufFile(LazyTensors):
         settings["rope_parameters"] = self._rope(settings["head_dim"])
         for key, value in _ONLY.items():
             self._require(key, value)
-        prefix = f"{self.architecture}."
-        if unknown := [name for name in self._fields if name.startswith(prefix) and name not in self._known_keys]:
+        prefix, known = f"{self.architecture}.", (*_READ, *_ONLY, *_WITHOUT_EFFECT)
+        of_model = (name for name in self._fields if name.startswith(prefix))
+        if unknown := [name for name in of_model if name.removeprefix(prefix) not in known]:
             raise UserError(unknown[0], f"is {self._fields[unknown[0]]!r} in {self.path}, which cannot be imported")
         return settings
 
@@ -183,15 +187,7 @@ class GgufFile(LazyTensors):
         if self._key(name, value) != value:
             raise UserError(name, f"is {self._key(name)!r} in {self.path}, which cannot be imported", f"{value!r} can")
 
-    @property
-    def _known_keys(self) -> set[str]:
-        read = "block_count embedding_length feed_forward_length context_length rope.freq_base rope.dimension_count "
-        read += "rope.scaling.type rope.scaling.factor attention.head_count attention.head_count_kv "
-        read += "attention.key_length attention.value_length attention.layer_norm_rms_epsilon"
-        return {f"{self.architecture}.{name}" for name in (*read.split(), *_ONLY, *_WITHOUT_EFFECT)}
-
     def card(self) -> CardFacts:
-        """Return what the file says of its licence and languages."""
         names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
         names["language"] = "languages"
         return licence_and_languages({key: self._fields.get(f"general.{name}") for key, name in names.items()})
