@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-import torch
-
 from megatron_tape.checkpoint.directories import START_AGAIN
 from megatron_tape.checkpoint.index import shard_of
 from megatron_tape.errors import CheckpointError
@@ -27,14 +25,15 @@ Content = bytearray | mmap.mmap
 
 
 def check_files(
-    path: Path, files: Mapping[str, FileDigest], names: Iterable[str]
+    path: Path, files: Mapping[str, FileDigest], names: Iterable[str], processes: int
 ) -> tuple[dict[str, Content], list[str]]:
     """Read files of a checkpoint and compare their checksums; return what they hold and what is wrong with them.
 
-    Only as much is held as fits this process's share of the memory; the rest will be read again. Raises CheckpointError
-    if a file cannot be read: that may be the fault of a disk or a network, and says nothing about the checkpoint.
+    Only as much is held as fits this process's share of the memory, one of `processes` on its host; the rest will be
+    read again. Raises CheckpointError if a file cannot be read: that may be the fault of a disk or a network, and says
+    nothing about the checkpoint.
     """
-    left = memory_of_job() // HELD_SHARE // processes_of_host(torch.cuda.device_count())
+    left = memory_of_job() // HELD_SHARE // processes
     held, problems = {}, []
     for name in names:
         keep = shard_of(name) is not None and files[name]["bytes"] <= left
@@ -84,18 +83,6 @@ def memory_of_job(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     """Return how many bytes all processes on this host can use: what is available, and not more than cgroups allow."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_available(proc), *_limits(proc, cgroups)])
-
-
-def processes_of_host(gpus: int) -> int:
-    """Return how many of the run's processes share this host, judged by launchers' variables.
-
-    If neither torchrun nor Slurm says so, each of the `gpus` that this process sees has a process. Of hosts with
-    different numbers of tasks, the fullest counts.
-    """
-    if local := int(os.environ.get("LOCAL_WORLD_SIZE") or 0):
-        return local
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ""
-    return max([1, gpus, *(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", tasks))])
 
 
 def _available(proc: Path) -> Iterator[int]:

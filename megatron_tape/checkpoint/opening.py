@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import platform
 from pathlib import Path
 
 import torch.distributed as dist
@@ -79,8 +80,10 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size)
     mine = [name for name, rank in chosen.items() if rank == layout.rank]
     problems: list[str] = []
+    hosts = [""] * layout.world_size
+    dist.all_gather_object(hosts, platform.node())
     with Agreement(layout) as agreement:
-        checkpoint.held, problems = check_files(path, checkpoint.files, mine)
+        checkpoint.held, problems = check_files(path, checkpoint.files, mine, hosts.count(platform.node()))
     agreement.check(path, "cannot read a checkpoint")
     of_ranks: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(of_ranks, problems)

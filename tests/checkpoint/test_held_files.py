@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_tape.checkpoint import held_files
-from megatron_tape.checkpoint.held_files import memory_of_job, processes_of_host, read_whole
+from megatron_tape.checkpoint.held_files import memory_of_job, read_whole
 from megatron_tape.io.files import digest
 
 MIB = 1 << 20
@@ -41,25 +41,6 @@ def test_the_memory_of_a_job_is_what_is_available_within_its_cgroups(tmp_path, o
     for name, limit in files.items():
         write(tmp_path / "cgroups" / name, f"{limit if limit == 'max' else limit * MIB}\n")
     assert memory_of_job(tmp_path, tmp_path / "cgroups") == mib * MIB
-
-
-@pytest.mark.parametrize(
-    "variables, gpus, processes",
-    [
-        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NTASKS_PER_NODE": "2"}, 1, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,8(x12),4"}, 1, 8),
-        ({"SLURM_NTASKS_PER_NODE": "4"}, 1, 4),
-        ({}, 8, 8),
-        ({}, 0, 1),
-    ],
-)
-def test_processes_are_counted_by_torchrun_or_slurm_or_gpus(monkeypatch, variables, gpus, processes):
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert processes_of_host(gpus) == processes
 
 
 def test_what_is_held_does_not_live_on_in_forked_data_loaders(tmp_path):

@@ -150,7 +150,7 @@ def damaged(saved, tmp_path):
 def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damaged, monkeypatch, share, holds):
     monkeypatch.setattr(held_files, "HELD_SHARE", share)
     checkpoint = damaged(TENSORS)
-    held, problems = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    held, problems = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files, 1)
     assert list(held) == holds and problems == []
     checkpoint.held.update(held)
     expected = saved[0].training_state(lambda key: True)
@@ -159,7 +159,7 @@ def test_tensors_that_were_checked_are_held_as_far_as_memory_allows(saved, damag
     content = bytearray((checkpoint.path / TENSORS).read_bytes())
     content[-1] ^= 1
     (checkpoint.path / TENSORS).write_bytes(content)
-    _, (problem,) = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
+    _, (problem,) = held_files.check_files(checkpoint.path, checkpoint.files, checkpoint.files, 1)
     assert problem.startswith(f"{TENSORS} has sha256 ")
 
 
