@@ -200,7 +200,7 @@ def _validate_generator(config: RunConfig) -> None:
     data, model, clash = config.data, config.model, functools.partial(_clash, config)
     generator, fix = generator_of(data.generator), "set it to null"
     clash(data.tokenizer is not None, "data.tokenizer data.generator", fix, "which makes tokens that are no text")
-    fix = f"raise model.vocab_size to {generator.vocab_size}, the number of its tokens"
+    fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of different tokens"
     clash(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
     fix = f"raise model.seq_length to at least {generator.length - 1}"
     clash(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
@@ -230,7 +230,8 @@ def _validate_long_documents(config: RunConfig) -> None:
     fix = "set it above 0 and at most to 1, or remove long_documents"
     refuse(not 0 < share <= 1, f"{key}.share", f"is {share}", fix)
     why = "so that tokens would attend to the documents before their own"
-    _clash(config, not config.data.reset_attention_mask, f"{key} data.reset_attention_mask", "set it to true", why)
+    attends, fix = not config.data.reset_attention_mask, "set reset_attention_mask to true"
+    _clash(config, attends, f"{key} data.reset_attention_mask", fix, why)
 
 
 def _validate_evaluations(config: RunConfig) -> None:
@@ -257,7 +258,7 @@ def _validate_trained_parts(config: RunConfig) -> None:
     of_encoding, scales = _parameters_of_encoding(model), config.optimizer.lr_scale_of
     rates = [scales.get(kinds.get(name, name), 1) for name in trains]
     rates += [scales.get(name, 0) for name in of_encoding if OF_ENCODING in trains]
-    clash(not any(rates), f"{key} optimizer.lr_scale_of", "raise it", "so nothing would be trained")
+    clash(not any(rates), f"{key} optimizer.lr_scale_of", "raise a scale", "so nothing would be trained")
     nothing, fix = OF_ENCODING in trains and not of_encoding, f"choose another encoding, or leave {OF_ENCODING} out"
     clash(nothing, f"{key} model.position_encoding", fix, "which has no parameters")
 
