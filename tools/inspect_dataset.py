@@ -63,8 +63,7 @@ def main() -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that contradict each other."""
-    needing = {"--long-documents": arguments.long_documents, "--past": arguments.past, "--plot": arguments.plot}
-    for option, value in needing.items():
+    for option, value in (("--long-documents", arguments.long_documents), ("--plot", arguments.plot)):
         if value is not None and arguments.seq_length is None:
             raise ConfigError(option, "needs --seq-length", "give the length of training sequences")
     if arguments.long_documents is not None:
@@ -81,9 +80,6 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.weights is not None and len(arguments.weights) != len(arguments.prefix):
         problem = f"gives {len(arguments.weights)} for {len(arguments.prefix)} datasets"
         raise ConfigError("--weights", problem, "give one each")
-    if arguments.seq_length is not None and max(arguments.past or [0]) >= arguments.seq_length:
-        problem = f"is {max(arguments.past)}, not below --seq-length {arguments.seq_length}"
-        raise ConfigError("--past", problem, "lower it")
 
 
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None) -> None:
@@ -132,7 +128,7 @@ def histogram(lengths: np.ndarray) -> str:
 def reach_table(lengths: Sequence[np.ndarray], arguments: argparse.Namespace) -> str:
     """Return what share of positions lies past each distance, for the datasets as they are and mixed as asked."""
     seq_length = arguments.seq_length
-    distances = arguments.past or [seq_length * eighths // 8 for eighths in (1, 2, 4, 6)]
+    distances = [seq_length * eighths // 8 for eighths in (1, 2, 4, 6)]
     rows = reach(lengths, arguments, distances)
     width = max(map(len, rows))
     lines = [
@@ -241,7 +237,6 @@ def parser() -> argparse.ArgumentParser:
         help="say how often a run of N sequences, train.steps times train.global_batch_size, repeats the documents",
     )
     add("--weights", nargs="+", type=positive, metavar="W", help="one per dataset (default: their tokens)")
-    add("--past", nargs="+", type=whole_number, metavar="N", help="distances (default: 1/8, 1/4, 1/2 and 3/4 of L)")
     add("--plot", metavar="F", help="also draw it for all distances; F ends in .png, .pdf or .svg")
     return result
 

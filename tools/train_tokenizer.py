@@ -36,7 +36,7 @@ def main() -> None:
         size = sum(len(text.encode("utf-8")) for text in texts)
         command_line.say(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
         with command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"):
-            file.write(train(texts, arguments.vocab_size, arguments.model_type, verbose=arguments.verbose))
+            file.write(train(texts, arguments.vocab_size, arguments.model_type))
     command_line.say(f"wrote {arguments.output}")
 
 
@@ -73,7 +73,7 @@ def sentences(texts: list[str]) -> Iterator[str]:
         yield from pattern.findall(text)
 
 
-def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose: bool = False) -> bytes:
+def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
     """Return a SentencePiece model of `vocab_size` pieces; raises ConfigError when the texts do not yield enough."""
     import sentencepiece
 
@@ -95,7 +95,7 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe", *, verbose
             unk_id=1,
             bos_id=2,
             eos_id=3,
-            minloglevel=0 if verbose else 2,
+            minloglevel=2,
         )
     except RuntimeError as error:
         raise _explained(str(error), vocab_size) from error
@@ -124,7 +124,6 @@ def parser() -> argparse.ArgumentParser:
     add("--text-key", default="text", help="key or column of a document's text (default: %(default)s)")
     add("--max-bytes", type=int, default=10_000_000, help="train on random documents of this size (default: 10 MB)")
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
-    add("--verbose", action="store_true", help="show SentencePiece's own messages")
     add("--overwrite", action="store_true", help="replace an existing output")
     return result
 

@@ -55,16 +55,16 @@ def test_documents_and_tokens_are_counted_by_length(tmp_path, run_tool):
 def test_the_reach_of_a_mix_is_shown(tmp_path, run_tool):
     """Its figures are compared with real batches in tests/data/test_long_documents.py."""
     long, short = write(tmp_path / "long", [161] * 10), write(tmp_path / "short", [16] * 100)
-    options = ["--documents", 0, "--seq-length", 32, "--past", 8, 16]
+    options = ["--documents", 0, "--seq-length", 32]
     output = run_tool("inspect_dataset", long, short, *options, "--long-documents", 100, 0.5).stdout
     rows = [line.split() for line in output.splitlines()[-4:]]
     # Half of the short documents' tokens are 8 or more from their start, of which a quarter follow a cut. The 161
     # tokens of the long ones are five sequences and a label.
-    assert rows[0] == ["8", "16"]
+    assert rows[0] == ["4", "8", "16", "24"]
+    shares = [row[-6:-3:2] for row in rows]  # at the second and third distance
     alike = [(1610 * 153 / 161 + 1600 * 8 / 16) / 3210 * 0.75, 1610 * 145 / 161 / 3210 * 0.5]
-    assert rows[1][-4:] == [f"{100 * alike[0]:.1f}", "%", f"{100 * alike[1]:.1f}", "%"]
-    assert rows[2][-4:] == [f"{50 * 0.75 + 50 * 0.5 * 0.75:.1f}", "%", "25.0", "%"]
-    assert rows[3][-4:] == ["75.0", "%", "50.0", "%"]
+    assert shares[1] == [f"{100 * alike[0]:.1f}", f"{100 * alike[1]:.1f}"]
+    assert shares[2:] == [[f"{50 * 0.75 + 50 * 0.5 * 0.75:.1f}", "25.0"], ["75.0", "50.0"]]
     weighted = ["--long-documents", 100, 0.5, "--weights", 1, 3, "--plot", tmp_path / "reach.png"]
     output = run_tool("inspect_dataset", long, short, *options, *weighted).stdout
     assert f"{0.75 * 100 * (0.25 * 153 / 161 + 0.75 * 8 / 16):.1f} %" in output.splitlines()[-3]
@@ -88,7 +88,6 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
     long = write(tmp_path / "long", [161] * 10)
     for options, message in (
         (["--long-documents", 100, 0.5], "--long-documents needs --seq-length"),
-        (["--seq-length", 32, "--past", 32], "not below --seq-length 32"),
         (["--seq-length", 32, "--sequences", 100], "--sequences needs --long-documents"),
         (["--seq-length", 32, "--plot", "reach.gif"], "does not end in one of .png, .pdf, .svg"),
         (["--weights", 1, 2], "--weights gives 2 for 1 datasets"),
