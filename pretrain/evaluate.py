@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
-from megatron_tape.config.parse import build_section, missing_settings, read_settings, settings_parser
+from megatron_tape.config.parse import build_section, read_settings, refuse_missing, settings_parser
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError, refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model, note_on_training
@@ -137,9 +137,8 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     refuse(not names, "no task", "is named", choices)
     for name in names:
         refuse(name not in TASKS, name, "is not a task", choices)
-    missing = missing_settings({name: sections[name] for name in names}, values)
     fix = "give --TASK.setting value, or --config FILE.yaml"
-    refuse(bool(missing), ", ".join(missing), "must be set", fix)
+    refuse_missing({name: sections[name] for name in names}, values, fix)
     try:
         return options, [TASKS[name](build_section(name, sections[name], values)) for name in names]
     except ConfigError as error:

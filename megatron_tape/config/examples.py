@@ -1,9 +1,10 @@
 """Read `data.examples`: where examples of inputs and targets are, and how they become sequences."""
 
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
-from megatron_tape.config.values import Count, accept, shown
+from megatron_tape.config.parse import read_section
+from megatron_tape.config.values import Count, shown
 from megatron_tape.errors import refuse
 
 PLACE = "{input}"
@@ -29,12 +30,8 @@ class ExampleSettings:
 
 def examples_of(setting: dict[str, Any]) -> ExampleSettings:
     """Return what `data.examples` describes; raises `ConfigError` for what it cannot have."""
-    key, types = "data.examples", get_type_hints(ExampleSettings, include_extras=True)
-    refuse("path" not in setting, key, f"is {shown(setting)}", "give it the key path, a file of JSON lines")
-    for name in setting:
-        refuse(name not in types, key, f"names {shown(name)}", f"choose from {', '.join(types)}")
-    settings = ExampleSettings(**{name: accept(f"{key}.{name}", value, types[name]) for name, value in setting.items()})
-    check_template(settings.template, f"{key}.template")
+    settings = read_section("data.examples", ExampleSettings, setting)
+    check_template(settings.template, "data.examples.template")
     return settings
 
 

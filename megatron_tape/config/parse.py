@@ -54,19 +54,18 @@ def read_run_config(
     name = Path(files[-1]).stem if files else "unnamed"
     values["logging.directory"] = values.get("logging.directory") or f"runs/{name}"
     try:
-        missing = missing_settings(sections, completed := complete(values))
         fix = f"add to {' or '.join(files)}, or give --section.key value"
         if not files:
             fix = "give --config RECIPE.yaml, such as pretrain/recipes/tape_demo.yaml"
-        others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
-        refuse(bool(missing), tuple(missing) or "", f"must be set{others}", fix)
+        refuse_missing(sections, completed := complete(values), fix)
         built = {name: build_section(name, sections[name], completed) for name in sections if name != "model"}
         config = RunConfig(model=build_model(encodings, _of_section("model", completed)), **built)
         _ = config.data.source
         config = with_directories(config, name)
         check(config)
     except ConfigError as error:
-        raise error.at(next((places[key] for key in error.subjects if key in places), "")) from None
+        given = (known for key in error.subjects for known in (key, key.rpartition(".")[0]) if known in places)
+        raise error.at(places.get(next(given, ""), "")) from None
     return config, arguments.print_config
 
 
@@ -166,20 +165,35 @@ def _first_accepted(key: str, readings: list[Any], kind: Any) -> Any:
     return accept(key, readings[0], kind)
 
 
-def missing_settings(sections: Sections, values: dict[str, Any]) -> list[str]:
-    """Return every `section.key` that must be given and is not."""
-    return [
+def refuse_missing(sections: Sections, values: dict[str, Any], fix: str) -> None:
+    """Raise ConfigError, which names every `section.key` that must be given and is not."""
+    missing = [
         f"{name}.{key}"
         for name, section in sections.items()
         for key, item, _ in _items(section)
         if default_of(item) is dataclasses.MISSING and f"{name}.{key}" not in values
     ]
+    others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
+    refuse(bool(missing), tuple(missing) or "", f"must be set{others}", fix)
 
 
 def build_section(name: str, section: type, values: dict[str, Any]) -> Any:
     """Return a section with the `values` that are given for it, by `section.key`."""
     fields = {key: item.name for key, item, _ in _items(section)}
     return section(**{fields[key]: value for key, value in _of_section(name, values).items()})
+
+
+def read_section(name: str, section: type, given: dict[str, Any]) -> Any:
+    """Return a section with what a mapping, itself the value of the setting `name`, gives; checks keys and types."""
+    kinds, values = _kinds({name: section}), {}
+    for key, value in given.items():
+        setting, choices = f"{name}.{key}", [known.removeprefix(f"{name}.") for known in kinds]
+        close = difflib.get_close_matches(key, choices, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+        refuse(setting not in kinds, setting, "is an unknown key", fix)
+        values[setting] = accept(setting, value, kinds[setting])
+    refuse_missing({name: section}, values, f"add it to {name}")
+    return build_section(name, section, values)
 
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:

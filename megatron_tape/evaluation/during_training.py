@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import Any, get_type_hints
+from typing import Any
 
-from megatron_tape.config.parse import build_section, missing_settings
+from megatron_tape.config.parse import read_section
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import accept, shown
+from megatron_tape.config.values import shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.model_source import info_of_run
@@ -25,18 +24,8 @@ def _build_task(name: str, given: dict[str, Any]) -> Task:
     key, every = f"evaluation.{name}", given.get(EVERY)
     fix = "set it to the number of steps between evaluations, such as 500"
     refuse(type(every) is not int or every < 1, f"{key}.{EVERY}", f"is {shown(every)}", fix)
-    settings = TASKS[name].Settings
-    kinds, values = get_type_hints(settings), {}
-    for setting, value in given.items():
-        if setting == EVERY:
-            continue
-        close = difflib.get_close_matches(setting, kinds, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"choose from {EVERY}, {', '.join(kinds)}"
-        refuse(setting not in kinds, f"{key}.{setting}", "is no setting of this task", fix)
-        values[f"{key}.{setting}"] = accept(f"{key}.{setting}", value, kinds[setting])
-    missing = missing_settings({key: settings}, values)
-    refuse(bool(missing), ", ".join(missing), "must be set", f"add it to {key}")
-    return TASKS[name](build_section(key, settings, values), section=key)
+    settings = {setting: value for setting, value in given.items() if setting != EVERY}
+    return TASKS[name](read_section(key, TASKS[name].Settings, settings), section=key)
 
 
 def check_tasks(config: RunConfig) -> None:

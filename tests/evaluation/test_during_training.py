@@ -34,7 +34,7 @@ def test_every_task_that_does_not_generate_can_be_done_during_training():
         ({"every": 5}, "evaluation.perplexity.data must be set; add it to evaluation.perplexity"),
         (
             {"data": "x", "every": 5, "length": [8]},
-            "evaluation.perplexity.length is no setting .* did you mean lengths",
+            "evaluation.perplexity.length is an unknown key; did you mean lengths",
         ),
         ({"data": "x", "every": 5, "lengths": 8}, "evaluation.perplexity.lengths is 8; set it to a list of whole"),
         ({"data": "x", "every": 5, "protocol": "best"}, "evaluation.perplexity.protocol is 'best'; choose one of"),
