@@ -1,14 +1,13 @@
 """What settings are refused, each by the key of its error, and what can run."""
 
 import pytest
-from configurations import MODEL, make
+from configurations import make
 
 from megatron_tape.checks.settings import PROCESSES, validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
 from megatron_tape.errors import ConfigError
-from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.backends import BACKENDS, SCORES
-from megatron_tape.position import ENCODINGS, model_config
+from megatron_tape.position import ENCODINGS
 
 TENSOR, CONTEXT = "parallel__tensor_model_parallel_size", "parallel__context_parallel_size"
 SEQUENCE = {"parallel__sequence_parallel": False}
@@ -256,13 +255,6 @@ def test_a_number_out_of_its_bounds_is_refused_by_its_key(name, value):
     with pytest.raises(ConfigError) as refused:
         validate(make(**{name: value}), 1)
     assert refused.value.key == name.replace("__", ".")
-
-
-def test_sizes_that_do_not_fit_are_refused_for_a_model_alone():
-    validate_model(model_config(**MODEL))
-    with pytest.raises(ConfigError) as refused:
-        validate_model(model_config(**MODEL | {"hidden_size": 65}))
-    assert refused.value.key == "model.hidden_size"
 
 
 def test_shifted_sparse_attention_needs_half_segments_groups_and_no_rows_of_scores(monkeypatch):

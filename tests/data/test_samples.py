@@ -1,7 +1,5 @@
 """Sources of samples in place of indexed datasets: which tokens enter the loss, and that it is their mean."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,7 @@ from models import build, small_model
 from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.samples import padded_sample, sample_source
-from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
-from megatron_tape.position import replaced
 from megatron_tape.synthetic import Addition, random_of
 
 
@@ -76,15 +72,3 @@ def test_validation_is_the_mean_over_all_its_tokens_and_the_same_every_time():
     weights = torch.cat(first)
     assert weights.sum() / len(first) == pytest.approx(1)
     assert len(weights[weights > 0].unique()) == 1
-
-
-def test_loader_processes_make_the_same_samples():
-    alone, workers = ([batch["tokens"].tolist() for batch in batches(num_workers=n).training(1)] for n in (0, 2))
-    assert alone == workers and len(alone) == 12
-
-
-def test_tokens_outside_the_vocabulary_are_refused_by_the_name_of_their_source():
-    built = batches()
-    built = dataclasses.replace(built, config=replaced(built.config, {"model.vocab_size": 12}))
-    with pytest.raises(ConfigError, match="^data.generator holds the token 12, but model.vocab_size is 12; "):
-        list(built.training(1))
