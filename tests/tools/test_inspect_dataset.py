@@ -130,3 +130,9 @@ def test_cut_off_files_are_named(copy, run_tool):
     assert "header is damaged" in run_tool("inspect_dataset", copy, code=2).stderr
     copy.with_suffix(".bin").unlink()
     assert "data.bin does not exist" in run_tool("inspect_dataset", copy, code=2).stderr
+
+
+def test_ids_outside_the_vocabulary_are_named(copy, run_tool, tokenizer_path):
+    damage(copy.with_suffix(".bin"), 6, b"\xff\xff")
+    error = run_tool("inspect_dataset", copy, "--tokenizer", tokenizer_path, code=2).stderr
+    assert "token 3 is 65535, outside the vocabulary of 800" in error
