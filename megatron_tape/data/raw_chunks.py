@@ -14,7 +14,6 @@ from typing import IO
 from megatron_tape.errors import FileError
 
 _COMPRESSED_BLOCK = 1 << 16
-SCANNED_BLOCK = 1 << 20
 
 
 class UnreadableFile(FileError):
@@ -110,13 +109,10 @@ class _Counted:
 
 def _start_of_line(file: IO[bytes], position: int) -> int:
     """Return where the first line at or after `position` begins, or the end of the file if there is none."""
-    start = max(position - 1, 0)
-    file.seek(start)
-    while position and (block := file.read(SCANNED_BLOCK)):
-        if (newline := block.find(b"\n")) >= 0:
-            return start + newline + 1
-        start += len(block)
-    return start
+    if position:
+        file.seek(position - 1)
+        file.readline()
+    return file.tell()
 
 
 @functools.lru_cache
@@ -124,8 +120,8 @@ def lines_before(path: str, offset: int) -> int:
     """Count the lines in the first `offset` bytes of a file, for messages only."""
     lines = 0
     with open(path, "rb") as file:
-        while block := file.read(min(SCANNED_BLOCK, offset - file.tell())):
-            lines += block.count(b"\n")
+        while file.tell() < offset and file.readline():
+            lines += 1
     return lines
 
 

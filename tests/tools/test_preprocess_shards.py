@@ -97,8 +97,7 @@ def test_line_belongs_to_the_part_in_which_it_begins(tmp_path):
         assert [text for text, place in read([part])[0]] == expected
 
 
-def test_random_cuts_of_random_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_chunks, "SCANNED_BLOCK", 16)
+def test_random_cuts_of_random_files(tmp_path):
     draw = random.Random(0)
     for trial in range(60):
         paths = []
