@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 
@@ -12,14 +11,13 @@ EOD = 63
 def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
     """Write documents that a tiny model can learn: each counts upward in steps of its own, and ends in EOD."""
     generator = torch.Generator().manual_seed(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    written = []
     for _ in range(documents):
         length, start, stride = (
             int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5))
         )
-        tokens = [(start + stride * i) % vocabulary for i in range(length)] + [EOD]
-        builder.add_document(torch.tensor(tokens), [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
+        written.append([(start + stride * i) % vocabulary for i in range(length)] + [EOD])
+    write_documents(prefix, written)
 
 
 def write_documents(prefix, documents, dtype="<u2", **options):
