@@ -17,7 +17,7 @@ def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
             int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5))
         )
         written.append([(start + stride * i) % vocabulary for i in range(length)] + [EOD])
-    write_documents(prefix, written)
+    write_documents(prefix, written, overwrite=True)
 
 
 def write_documents(prefix, documents, dtype="<u2", **options):
