@@ -9,6 +9,7 @@ from typing import Any
 from megatron_tape.checkpoint.directories import STATE, State, newest_whole, read_state
 from megatron_tape.checkpoint.locate import check_whole, what_to_resume
 from megatron_tape.config.schema import RunConfig, config_dict, model_dict
+from megatron_tape.config.values import shown
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
@@ -84,12 +85,12 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     a, b = (Path(value).resolve() for value in (saved["from"], now["from"]))
     if a != b and not (a.parent == b.parent and a.name.startswith("step-") and b.name.startswith("step-")):
         found.insert(0, "from")
-    shown = "; ".join(f"extension.{key}: was {_shown(saved[key])}, is now {_shown(now[key])}" for key in found)
+    both = "; ".join(f"extension.{key}: was {shown(saved[key])}, is now {shown(now[key])}" for key in found)
     without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"
     refuse(
         bool(found),
         ("checkpoint.resume", *(f"extension.{key}" for key in found)),
-        f"means {path}, which was made with other settings ({shown})",
+        f"means {path}, which was made with other settings ({both})",
         "restore them, as in config.yaml in its run's directory, or begin another run with a new "
         f"logging.directory{without}",
     )
@@ -156,17 +157,12 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
         for name in (name for name in now if name in before):
             key, same_model = f"{section}.{name}", section == "model" and name not in FREE_IN_A_MODEL
             if before[name] != now[name] and not same_model and not key.startswith(WITHOUT_EFFECT):
-                found.append((key, f"{key}: was {_shown(before[name])}, is now {_shown(now[name])}"))
+                found.append((key, f"{key}: was {shown(before[name])}, is now {shown(now[name])}"))
     sentences = [sentence for _, sentence in found]
     of_datasets = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
     if reordered := [key for key, _ in found if key in ORDER_KEYS and key not in of_datasets]:
         sentences.append(f"{', '.join(reordered)}: the data comes in another order than in an uninterrupted run")
     return sentences
-
-
-def _shown(value: Any) -> str:
-    text = "unset" if value is None else json.dumps(value)
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def model_differences(

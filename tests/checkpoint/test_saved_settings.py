@@ -17,7 +17,7 @@ def config(**train):
 def test_equal_settings_are_not_reported_and_others_with_both_values():
     saved = config_dict(config())
     assert changes(saved, config()) == []
-    assert changes(saved, config(precision="fp32")) == ['train.precision: was "bf16", is now "fp32"']
+    assert changes(saved, config(precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
 
 
 def test_a_change_of_the_order_of_the_data_is_reported_last():

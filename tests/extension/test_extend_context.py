@@ -446,7 +446,7 @@ def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capf
     (_, step), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     capfd.readouterr()
     for base, changed, part in (
-        (bases["rope"], "--extension.trains=[lora]", 'extension.trains: was ["norms", "lora"], is now ["lora"]'),
+        (bases["rope"], "--extension.trains=[lora]", "extension.trains: was ['norms', 'lora'], is now ['lora']"),
         (bases["rope"], "--extension.lora_rank=4", "extension.lora_rank: was 8, is now 4"),
         (tmp_path / "copy", "--train.steps=2", f"extension.from: was {json.dumps(bases['rope'])[:-1]}/checkpoints/"),
     ):

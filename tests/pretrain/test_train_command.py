@@ -160,11 +160,11 @@ def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, d
     assert run(*SHORT, *silent, *changed, *packed(data)) == 0
     lines = capfd.readouterr().err.splitlines()
     assert [line.partition(": ")[2] for line in lines if line.startswith("since step-00000002: ")] == [
-        f'data.tokenizer: was unset, is now "{data}/tokenizer.json"',
+        f"data.tokenizer: was null, is now '{data}/tokenizer.json'",
         "data.reset_attention_mask: was false, is now true",
         "optimizer.lr: was 0.01, is now 0.002",
         "optimizer.beta2: was 0.95, is now 0.9",
-        'schedule.kind: was "cosine", is now "constant"',
+        "schedule.kind: was 'cosine', is now 'constant'",
         "train.steps: was 2, is now 4",
         "train.steps: the data comes in another order than in an uninterrupted run",
     ]
