@@ -239,7 +239,7 @@ def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
 def test_missing_keys_are_named(parse, capsys):
     sentence = "error: train.steps must be set, as must train.global_batch_size; "
     assert sentence in refusal(capsys, parse, train={"seed": 1})
-    assert "error: data.prefix must be set; " in refusal(capsys, parse, data={})
+    assert "data.prefix must be set; " in refusal(capsys, parse, data={})
 
 
 @pytest.mark.parametrize(
