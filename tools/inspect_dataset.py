@@ -27,7 +27,7 @@ from megatron_tape.data.long_documents import (
     share_past_in_stream,
 )
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import atomic_output
 
 _PLOTTED = 65
@@ -64,22 +64,20 @@ def main() -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that contradict each other."""
     for option, value in (("--long-documents", arguments.long_documents), ("--plot", arguments.plot)):
-        if value is not None and arguments.seq_length is None:
-            raise ConfigError(option, "needs --seq-length", "give the length of training sequences")
+        alone = value is not None and arguments.seq_length is None
+        refuse(alone, option, "needs --seq-length", "give the length of training sequences")
     if arguments.long_documents is not None:
         minimum, share = arguments.long_documents
-        if minimum % 1 or share > 1:
-            problem, fix = f"is {minimum:g} {share:g}", "give a whole number of tokens, and a share of at most 1"
-            raise ConfigError("--long-documents", problem, fix)
+        fix = "give a whole number of tokens, and a share of at most 1"
+        refuse(minimum % 1 > 0 or share > 1, "--long-documents", f"is {minimum:g} {share:g}", fix)
         arguments.long_documents = int(minimum), share
-    if arguments.sequences is not None and arguments.long_documents is None:
-        raise ConfigError("--sequences", "needs --long-documents", "give the minimum and the share")
-    if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in _PICTURES:
-        problem = f"is {arguments.plot}, which does not end in one of {', '.join(_PICTURES)}"
-        raise ConfigError("--plot", problem, "rename it")
-    if arguments.weights is not None and len(arguments.weights) != len(arguments.prefix):
-        problem = f"gives {len(arguments.weights)} for {len(arguments.prefix)} datasets"
-        raise ConfigError("--weights", problem, "give one each")
+    alone = arguments.sequences is not None and arguments.long_documents is None
+    refuse(alone, "--sequences", "needs --long-documents", "give the minimum and the share")
+    drawn = arguments.plot is None or Path(arguments.plot).suffix.lower() in _PICTURES
+    problem = f"is {arguments.plot}, which does not end in one of {', '.join(_PICTURES)}"
+    refuse(not drawn, "--plot", problem, "rename it")
+    weights, count = len(arguments.weights or arguments.prefix), len(arguments.prefix)
+    refuse(weights != count, "--weights", f"gives {weights} for {count} datasets", "give one each")
 
 
 def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None) -> None:

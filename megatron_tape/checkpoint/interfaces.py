@@ -15,10 +15,8 @@ class EngineState(Protocol):
     layout: ParallelLayout
     names: Mapping[str, nn.Parameter]
     trained: Mapping[str, nn.Parameter]
-
-    @property
-    def optimizer_steps(self) -> int:
-        """How many steps Adam has taken."""
+    optimizer_steps: int
+    """How many steps Adam has taken."""
 
     def state_sizes(self, frozen: bool) -> dict[str, int]:
         """Return the bytes of every tensor of this rank's shard, with the `frozen` parameters or without them."""

@@ -82,35 +82,25 @@ def test_what_can_run_is_accepted(world_size, changes):
 
 
 @pytest.mark.parametrize(
-    "key, world_size, changes",
-    [
-        (PROCESSES, 3, {TENSOR: 2}),
-        (PROCESSES, 0, {}),
-        (PROCESSES, 6, {TENSOR: 2, CONTEXT: 2}),
-        ("model.num_attention_heads", 3, {TENSOR: 3}),
-        ("model.num_attention_heads", 16, {CONTEXT: 16}),
-        ("model.num_query_groups", 4, {TENSOR: 4, "model__num_query_groups": 2}),
-        ("model.ffn_hidden_size", 2, {TENSOR: 2, "model__ffn_hidden_size": 97}),
-        ("model.vocab_size", 2, {TENSOR: 2, "model__vocab_size": 129}),
-        ("model.seq_length", 2, {TENSOR: 2, "model__seq_length": 31}),
-        ("model.seq_length", 4, {CONTEXT: 4, "model__seq_length": 30}),
-        ("parallel.sequence_parallel", 1, {"parallel__sequence_parallel": True}),
-        ("parallel.sequence_parallel", 2, {TENSOR: 2, **SEQUENCE}),
-        ("parallel.sequence_parallel", 2, {TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE}),
-        ("parallel.sequence_parallel", 4, {TENSOR: 2, CONTEXT: 2, **SEQUENCE, **ROPE}),
-        ("train.global_batch_size", 3, {}),
-        ("checkpoint.writers", 2, {"checkpoint__writers": 1, TENSOR: 2}),
-    ],
-)  # fmt: skip
-def test_what_cannot_run_on_so_many_processes_is_refused_by_its_key(key, world_size, changes):
-    with pytest.raises(ConfigError) as refused:
-        validate(make(**changes), world_size)
-    assert refused.value.key == key
-
-
-@pytest.mark.parametrize(
     "key, changes",
     [
+        # The number of processes.
+        (PROCESSES, {"processes": 3, TENSOR: 2}),
+        (PROCESSES, {"processes": 0}),
+        (PROCESSES, {"processes": 6, TENSOR: 2, CONTEXT: 2}),
+        ("model.num_attention_heads", {"processes": 3, TENSOR: 3}),
+        ("model.num_attention_heads", {"processes": 16, CONTEXT: 16}),
+        ("model.num_query_groups", {"processes": 4, TENSOR: 4, "model__num_query_groups": 2}),
+        ("model.ffn_hidden_size", {"processes": 2, TENSOR: 2, "model__ffn_hidden_size": 97}),
+        ("model.vocab_size", {"processes": 2, TENSOR: 2, "model__vocab_size": 129}),
+        ("model.seq_length", {"processes": 2, TENSOR: 2, "model__seq_length": 31}),
+        ("model.seq_length", {"processes": 4, CONTEXT: 4, "model__seq_length": 30}),
+        ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
+        ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, **SEQUENCE}),
+        ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE}),
+        ("parallel.sequence_parallel", {"processes": 4, TENSOR: 2, CONTEXT: 2, **SEQUENCE, **ROPE}),
+        ("train.global_batch_size", {"processes": 3}),
+        ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
         # The model.
         ("model.hidden_size", {"model__hidden_size": 60}),
         ("model.hidden_size", {"model__hidden_size": 72}),
@@ -208,8 +198,10 @@ def test_what_cannot_run_on_so_many_processes_is_refused_by_its_key(key, world_s
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_its_key(key, changes):
+    changes = dict(changes)
+    processes = changes.pop("processes", 1)
     with pytest.raises(ConfigError) as refused:
-        validate(make(**changes), 1)
+        validate(make(**changes), processes)
     assert refused.value.key == key
     assert "\n" not in str(refused.value) and ". " not in str(refused.value)
 
