@@ -39,6 +39,8 @@ class Interrupted(BaseException):
         self.number = number
 
 
+REPORT_TIMEOUT = 5.0
+"""Seconds that rank 0 has to say what is wrong before other ranks end."""
 UNTOUCHED = "nothing unfinished was left behind"
 """What most programs can say when they are interrupted."""
 
@@ -99,8 +101,17 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        say(f"error: {error}")
+        say_refusal(error)
         raise SystemExit(EXIT_REFUSED) from None
+
+
+def say_refusal(error: UserError) -> None:
+    """Print a mistake, which mostly every rank of a program finds; all but rank 0 wait before they do."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # A launcher ends all ranks once one has ended, but rank 0 must be heard.
+        time.sleep(REPORT_TIMEOUT)
+    say(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
 
 
 def _open_closed_streams() -> None:

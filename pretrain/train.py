@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.command_line import refusing
+from megatron_tape.command_line import refusing, say_refusal
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
     EXIT_REFUSED,
@@ -32,8 +31,6 @@ logger = logging.getLogger("pretrain")
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
 """The number of the attempt that a launcher has begun; if it is not set, the run begins one itself."""
-REPORT_TIMEOUT = 5.0
-"""Seconds that rank 0 has to say what is wrong with a configuration before other ranks end."""
 
 
 def main(argv: list[str] | None = None, trains: "Trains | None" = None) -> int:
@@ -80,13 +77,9 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
         check(config, level, int(os.environ.get("WORLD_SIZE", "1")), extends)
     except UserError as error:
+        say_refusal(error)
         if is_rank_0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
             watch.record_end(REFUSED, str(error))
-            return EXIT_REFUSED
-        # A launcher ends all ranks once one has ended, but rank 0, which mostly finds the same, must be heard.
-        time.sleep(REPORT_TIMEOUT)
-        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     except OSError as error:
         message = f"the inputs cannot be read: {error.strerror or error} ({error.filename})"

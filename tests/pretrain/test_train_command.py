@@ -17,6 +17,7 @@ from launch import environment
 from torch.distributed import distributed_c10d
 from training_cases import RECIPE, option, packed, rows, steps_saved
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.io.files import digest
 from megatron_tape.model import backend
@@ -69,12 +70,16 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data, override, r
 
 def test_other_ranks_let_rank_0_say_first_what_is_wrong(data, tmp_path, monkeypatch, capfd):
     waited = []
-    monkeypatch.setattr(train.time, "sleep", waited.append)
-    wrong = ["--config", str(RECIPE), "--logging.directory", str(tmp_path / "run"), "--model.num_attention_heads", "3"]
-    for rank, prefix, seconds in (("0", "error: ", []), ("1", "error (rank 1): ", [train.REPORT_TIMEOUT])):
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    arguments = ["--config", str(RECIPE), f"--data.prefix={data}/a", f"--logging.directory={tmp_path / 'run'}"]
+    for rank, prefix in (("0", "error: "), ("1", "error (rank 1): ")):
         monkeypatch.setenv("RANK", rank)
-        assert train.main([*wrong, f"--data.prefix={data}/a"]) == 2
-        assert capfd.readouterr().err.startswith(f"{prefix}model.") and waited == seconds
+        with pytest.raises(SystemExit):
+            train.main([*arguments, "--model.num_attention_heads=3"])
+        assert f"{prefix}{RECIPE}" in capfd.readouterr().err
+        assert train.main([*arguments, "--data.prefix=nowhere"]) == 2
+        assert capfd.readouterr().err.startswith(f"{prefix}data.prefix")
+    assert waited == 2 * [command_line.REPORT_TIMEOUT]
 
 
 def test_a_run_leaves_rows_its_newest_checkpoints_and_its_configuration_and_stays_as_it_is_once_finished(run):
