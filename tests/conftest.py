@@ -38,7 +38,7 @@ LONGEST = (
     "test_resuming.py",
     "test_demo.py",
     "test_export.py",
-    "test_tensor_files.py",
+    "test_ecosystem.py",
     "test_train_command.py",
 )
 

@@ -7,7 +7,7 @@ hands its tensors on, so that no byte is read twice.
 import heapq
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -39,11 +39,6 @@ def shard_of(name: str) -> int | None:
     """Return the tensor-parallel rank whose tensors a file holds; None if it is not a file of tensors."""
     match = _TENSORS.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def tensor_files(names: Iterable[str], rank: int) -> list[str]:
-    """Return those of a manifest's files that hold the tensors of tensor-parallel rank `rank`."""
-    return sorted(name for name in names if shard_of(name) == rank)
 
 
 def read_index(checkpoint: Path) -> dict[str, dict[str, Place]]:

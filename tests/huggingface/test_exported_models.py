@@ -8,11 +8,7 @@ import torch
 from exported_models import NAMES, OWN_CLASSES, make
 from models import random_tokens
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForSequenceClassification,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import AutoModelForSequenceClassification, DynamicCache, StaticCache
 
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.transformers_model import HFModel

@@ -5,12 +5,7 @@ import logging
 import pytest
 import torch
 from small_models import SMALL, build, tokens
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AttentionInterface, AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM

@@ -112,8 +112,7 @@ def _imports(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, boo
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             yield child, at_top
-            for other in child.orelse:
-                yield from _imports(ast.Module([other], []), at_top)
+            yield from _imports(ast.Module(child.orelse, []), at_top)
         elif isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, at_top
         else:

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.index import tensor_files
+from megatron_tape.checkpoint.index import read_index, shard_of
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.errors import CheckpointError, ConfigError, FileError
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.io.records import check_shape
 from megatron_tape.model.names import WRAPPED
 from megatron_tape.model.settings import validate_model
@@ -94,25 +94,13 @@ def open_weights(path: Path) -> SavedWeights:
         extension = _extension(state["config"].get("extension", {}))
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(path), f"is of another architecture or version: {error}") from error
-    files: list[dict[str, tuple[Path, str]]] = []
-    shapes: list[dict[str, list[int]]] = []
-    listed = checkpoint_files.read_manifest(path)["files"]
-    for rank in range(size):
-        paths = [path / name for name in tensor_files(listed, rank)]
-        if not paths:
-            raise CheckpointError(str(path), f"holds no tensors of tensor-parallel rank {rank}", "choose another step")
-        files.append({})
-        shapes.append({})
-        for file_path in paths:
-            try:
-                with safe_open(file_path, "pt") as file:
-                    for key in file.keys():
-                        if key.startswith(_WEIGHT):
-                            name = key.removeprefix(_WEIGHT)
-                            files[-1][name] = file_path, key
-                            shapes[-1][name] = file.get_slice(key).get_shape()
-            except SafetensorError as error:
-                raise FileError(str(file_path), f"is not a safetensors file: {error}") from error
+    files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
+    shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
+    for file, places in read_index(path).items():
+        for key, place in places.items():
+            if key.startswith(_WEIGHT):
+                rank, name = shard_of(file), key.removeprefix(_WEIGHT)
+                files[rank][name], shapes[rank][name] = (path / file, key), place["shape"]
     source = find_source(path, state)
     if source is not None:
         source = open_weights(find_checkpoint(source, lambda message: None))
