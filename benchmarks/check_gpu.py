@@ -33,7 +33,6 @@ from benchmarks.machine import (
     Machine,
     Outcome,
     look_at_machine,
-    other_versions,
     program_variables,
     run,
 )
@@ -97,8 +96,6 @@ class Check:
         else:
             size = f"{machine.gpu_memory_gib} GiB, compute capability {machine.capability}"
             lines.append(f"{len(machine.gpus)} x {machine.gpus[0]}, {size}")
-        if others := other_versions(machine.packages):
-            lines.append(f"Not the tested versions, which may be why something fails: {', '.join(others)}")
         for number, part in enumerate(SLICES, 1):
             why = machine.why_not(part)
             state = f"cannot run: {why}" if why else "done before" if self.is_done(part) else "to do"
@@ -156,8 +153,6 @@ class Check:
         results, log = self.results(part), self.output / f"{part.name}.log"
         command = self.command(part, 60 * minutes)
         print(f"\n=== {place}: {part.name} (at most {minutes:.0f} min): python {' '.join(command[1:])}", flush=True)
-        if self.is_done(part):  # a repetition that is interrupted does not replace it
-            os.replace(results, results.with_stem(f"{results.stem}.previous"))
         results.unlink(missing_ok=True)
         ended = Outcome(STOPPED, 0.0, self.code, self.machine.gpus, "interrupted")
         started = time.monotonic()

@@ -1,6 +1,6 @@
 """Measure every positional encoding beside RoPE: step time, memory, parameters, and time per generated token.
 
-    python -m benchmarks.encodings [--only fire,cope] [--record]
+    python -m benchmarks.encodings [--only fire cope] [--record]
 
 The models are equal but for the encoding: by default 12 layers, 12 heads x 64, 1,024 tokens, as in
 `benchmarks.train_step`, whose model, batch and step these are. RoPE stays in memory; the others follow one after
@@ -16,12 +16,9 @@ Decoding is measured the same way with the exported models, beside a Llama: one 
 import argparse
 import dataclasses
 import json
-import logging
-import os
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +26,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import add_record_arguments, positive, writer
+from benchmarks.environment import add_record_arguments, positive, quieten_libraries, writer
 from benchmarks.generate import cached_seconds
 from benchmarks.measured_model import MeasuredModel, dtype_of
 from benchmarks.shapes import SHAPES, run_config
@@ -66,10 +63,7 @@ CLOSE = 1e-3
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; `--record` or `--output` also writes a record. Returns the exit status."""
     arguments = parse(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    quieten_libraries()
     torch.set_num_threads(arguments.threads)
     layout = initialize_distributed(1)
     configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
@@ -77,11 +71,13 @@ def main(argv: list[str] | None = None) -> int:
         "shape": dataclasses.asdict(SHAPES[arguments.shape]),
         "precision": arguments.precision,
         "device": str(layout.device),
-        "encodings": {},
     }
-
+    parameters = {name: parameter_count(config.model) for name, config in configs.items()}
+    result["encodings"] = {
+        name: {"parameters": count, "additional_parameters": count - parameters[BASELINE]}
+        for name, count in parameters.items()
+    }
     write = writer("encodings", arguments)
-    result["encodings"] = {name: facts(config, configs[BASELINE]) for name, config in configs.items()}
     for measure in (steps, decoding):
         measure(configs, arguments, layout, result, lambda: write(result))
     print("\n".join(table(result)))
@@ -97,17 +93,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     others = [name for name in VARIANTS if name != BASELINE]
-
-    def names(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(";" if ";" in text else ",")]
-        if unknown := [name for name in found if name not in others]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of: {'; '.join(others)}")
-        return found
-
-    parser.add_argument(
-        "--only", type=names, default=others, metavar="A,B",
-        help="encodings to measure beside rope; separate names that contain commas by ; (default: all)",
-    )  # fmt: skip
+    only = f"of: {'; '.join(others)} (default: all)"
+    parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="NAME", help=only)
     parser.add_argument("--shape", choices=SHAPES, default="155m-1k" if on_gpu else "cpu", help="default: %(default)s")
     parser.add_argument("--repetitions", type=positive, default=7, help="pairs of steps (default: %(default)s)")
     parser.add_argument("--context", type=positive, default=1024, help="tokens in the cache (default: %(default)s)")
@@ -131,12 +118,6 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     config = replaced(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
     validate(config, 1)
     return config
-
-
-def facts(config: RunConfig, baseline: RunConfig) -> dict:
-    """Return what needs no measurement: how many parameters the encoding adds."""
-    parameters = parameter_count(config.model)
-    return {"parameters": parameters, "additional_parameters": parameters - parameter_count(baseline.model)}
 
 
 def steps(

@@ -6,11 +6,13 @@ python -m benchmarks.environment        prints what a record says of this machin
 import argparse
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -104,6 +106,19 @@ def writer(name: str, arguments: argparse.Namespace) -> Callable[[dict], None]:
     """Return a function that writes results with the options; it does nothing if no record was requested."""
     record, options = recorder(name, arguments), settings(arguments)
     return lambda result: None if record is None else record.write({"arguments": options, **result})
+
+
+def quieten_libraries(rank: int = 0) -> None:
+    """Let libraries that are imported next say less, as training does, and use the CPU where there is no GPU."""
+    import torch
+
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    for noisy in ("DeepSpeed", "megatron", "torch"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def positive(text: str) -> int:

@@ -1,37 +1,36 @@
-"""Compare generation with TAPE and with a plain Llama of the same size: tokens per second with and without a cache.
+"""Compare generation with TAPE and with a plain Llama of the same size: seconds for a prompt and for each token.
 
     python -m benchmarks.generate [--record]
 
-Both models take turns token by token in one process, and ratios are medians over pairs of neighbouring tokens, so that
-other load on the machine affects both alike. Every token is waited for, so that on a GPU the time to launch kernels
-counts. No figure appears unless, in models of the same widths but at most `PARITY_LAYERS` layers, TAPE with its initial
-zero matrices gives Llama's logits and, after TAPE's matrices are moved away from zero, both models generate the same
-tokens with either cache as without one. Without a cache every token costs a pass over the whole context, so only
-`--uncached-tokens` are timed. On a GPU a static cache is also measured with a compiled model, as transformers does.
+Both models take turns in one process, pass by pass and token by token, and ratios are medians over pairs of neighbours,
+so that other load on the machine affects both alike. Every token is waited for, so that on a GPU the time to launch
+kernels counts. Without a cache, every token would cost what a prompt costs. No figure appears unless, in models of the
+same widths but at most `PARITY_LAYERS` layers, TAPE with its initial zero matrices gives Llama's logits and, after
+TAPE's matrices are moved away from zero, it gives those of eager attention, and both models generate the same tokens
+with either cache as without one. On a GPU a static cache is also measured with a compiled model, as transformers does.
 """
 
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from benchmarks.apart import Measurements
-from benchmarks.environment import writer
-from benchmarks.timing import DTYPES, add_time_arguments, reason, seconds
+from benchmarks.environment import positive, writer
+from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here, reason, seconds
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
+Models = dict[str, PreTrainedModel]
 CACHES = ("dynamic", "static")
-PARITY_LAYERS = 4
+PARITY_LAYERS, PARITY_TOKENS = 4, 300
 COMPILING = 180.0
 """Seconds without which compiling two models is not begun."""
 
 
-def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
     """Return a Llama and a TAPE model with the same weights; TAPE's matrices are zero."""
     width = arguments.heads * arguments.head_dim
     settings = dict(
@@ -41,18 +40,19 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> dic
         num_hidden_layers=layers,
         num_attention_heads=arguments.heads,
         num_key_value_heads=arguments.groups or arguments.heads,
-        max_position_embeddings=2 * max(*arguments.lengths, arguments.steps),
+        max_position_embeddings=2 * max(*arguments.lengths, arguments.steps, PARITY_TOKENS),
         rms_norm_eps=1e-5,
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    with arguments.device:  # a CPU would take long to draw the weights
+    with device_here():  # a CPU would take long to draw the weights
         models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     for model in models.values():
         for parameter in model.parameters():  # but not the buffers: phases need float32
             parameter.data = parameter.data.to(dtype)
-    return {name: model.to(arguments.device).eval() for name, model in models.items()}
+        model.eval()
+    return models
 
 
 def randomize(model: PreTrainedModel) -> None:
@@ -63,22 +63,31 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter))
 
 
-def check_parity(arguments: argparse.Namespace, prompt: torch.Tensor) -> None:
+def check_parity(arguments: argparse.Namespace) -> None:
     """Exit if small models do not agree as the module's docstring says."""
     # In float64, so that no two tokens lie within rounding of each other.
     models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
-    difference = (tape(prompt).logits - llama(prompt).logits).abs().max().item()
-    if difference > 1e-5:
-        sys.exit(f"error: with TAPE's matrices at zero the logits differ by {difference:.1e}, so no figure is given")
+    prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
+    of_zero = tape(prompt).logits
     randomize(tape)
+    logits = tape(prompt).logits
+    tape.set_attn_implementation("eager")
+    for what, one, other, bound in (
+        ("TAPE's matrices at zero and Llama", of_zero, llama(prompt).logits, 1e-5),
+        ("sdpa and eager attention", logits, tape(prompt).logits, 1e-9),
+    ):
+        difference = (one - other).abs().max().item()
+        if not difference <= bound:
+            sys.exit(f"error: with {what} the logits differ by {difference:.1e}, so no figure is given")
+    tape.set_attn_implementation("sdpa")
     for name, model in (("llama", llama), ("tape", tape)):
 
         def tokens(model: PreTrainedModel = model, **options) -> torch.Tensor:
             torch.manual_seed(2)
             # On a GPU, transformers would compile the model for a static cache.
             options |= dict(do_sample=True, top_k=0, pad_token_id=0, disable_compile=True)
-            return model.generate(prompt, max_new_tokens=32, **options)
+            return model.generate(prompt[:, :48], max_new_tokens=32, **options)
 
         uncached = tokens(use_cache=False)
         for kind in CACHES:
@@ -92,7 +101,7 @@ def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
 
 
 def cached_seconds(
-    models: dict[str, PreTrainedModel], kind: str, prompt: torch.Tensor, steps: int, decoders: dict | None = None
+    models: Models, kind: str, prompt: torch.Tensor, steps: int, decoders: dict | None = None
 ) -> dict[str, list[float]]:
     """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models take turns.
 
@@ -111,12 +120,13 @@ def cached_seconds(
     return taken
 
 
-def uncached_seconds(models: dict[str, PreTrainedModel], prompt: torch.Tensor, steps: int) -> dict:
-    """Return each model's seconds for a token computed from the whole context `prompt` (1, S), `steps` times."""
+def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
+    """Return each model's seconds for the whole `prompt` (1, S) into an empty cache, `passes` times."""
     taken = {name: [] for name in models}
-    for _ in range(steps):
+    for _ in range(passes):
         for name, model in models.items():
-            call = lambda: model(prompt, use_cache=False, logits_to_keep=1)  # noqa: B023, E731
+            cache = new_cache("dynamic", model, prompt.shape[1])
+            call = lambda: model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: B023, E731
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -126,59 +136,54 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
     taken = {name: values[skip:] for name, values in taken.items()}
     ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
-    return {"seconds_per_token": median, "tape_over_llama": ratio, "tokens_timed": len(taken["tape"])}
+    return {"seconds": median, "tape_over_llama": ratio, "timed": len(taken["tape"])}
 
 
-def measure(arguments: argparse.Namespace, measurements: Measurements, keep: Callable[[dict], None]) -> None:
+def measure(arguments: argparse.Namespace, limit: TimeLimit, keep: Callable[[dict], None]) -> None:
     """Measure at every length, then the cost per token during one long generation; print results as they come."""
-    text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=arguments.device)
-    measurements.say("checking that the models agree")
-    check_parity(arguments, text[:, :48])
+    limit.say("checking that the models agree")
+    check_parity(arguments)
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
-    measurements.say(f"building models of {arguments.layers} layers")
+    limit.say(f"building models of {arguments.layers} layers")
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
     result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}}
     result |= {"lengths": {}, "along": {}, "rejected": {}}
-    tasks: list[tuple[str, Callable[[], None]]] = []
+    text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=device_here())
+    tasks: dict[str, Callable[[], None]] = {}
     for length in arguments.lengths:
-        tasks.append((f"{length} tokens", lambda n=length: at_length(models, text[:, :n], arguments, result)))
+        tasks[f"{length} tokens"] = lambda n=length: at_length(models, text[:, :n], arguments, result)
     for kind in CACHES:
         name = f"{arguments.steps} tokens in a row, {kind} cache"
-        tasks.append((name, lambda kind=kind: along(models, kind, text[:, :8], arguments.steps, result)))
-    if arguments.device.type == "cuda":
+        tasks[name] = lambda kind=kind: along(models, kind, text[:, :8], arguments.steps, result)
+    if text.is_cuda:
         short = text[:, : arguments.lengths[0]]
-        tasks.append(("a compiled model", lambda: compiled(models, short, arguments.cached_tokens, result)))
-    for name, task in tasks:
-        needed = COMPILING if name == "a compiled model" else 0.0
-        if time.monotonic() + needed > measurements.deadline:
-            result["rejected"][name] = "there was no time left"
-        else:
-            measurements.say(name)
-            try:
-                task()
-            except Exception as error:  # memory may run out, and a compiler may raise anything
-                result["rejected"][name] = reason(error)
-        if name in result["rejected"]:
+        tasks["a compiled model"] = lambda: compiled(models, short, arguments.cached_tokens, result)
+    for name, task in tasks.items():
+        limit.say(name)
+        try:
+            if limit.over(COMPILING if name == "a compiled model" else 0.0):
+                raise TimeoutError("there was no time left")
+            task()
+        except Exception as error:  # memory may run out, and a compiler may raise anything
+            result["rejected"][name] = reason(error)
             print(f"{name}: no figure: {result['rejected'][name]}", flush=True)
         keep(result)
 
 
-def at_length(models: dict, prompt: torch.Tensor, arguments: argparse.Namespace, result: dict) -> None:
-    """Measure tokens after a prompt, with both caches and without one."""
+def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace, result: dict) -> None:
+    """Measure a prompt, and tokens after it with both caches."""
     length = prompt.shape[1]
     at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
-    at["none"] = summarize(uncached_seconds(models, prompt, arguments.uncached_tokens))
-    for kind, row in at.items():
-        show(f"{length} tokens, cache {kind}", row)
-    without = at["none"]["seconds_per_token"]["tape"]
-    at["speedup"] = {kind: without / at[kind]["seconds_per_token"]["tape"] for kind in CACHES}
+    at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
+    for kind in CACHES:
+        show(f"{length} tokens, cache {kind}", at[kind])
+    times = ", ".join(f"{name} {value:.3f} s" for name, value in at["prompt"]["seconds"].items())
+    print(f"{length} tokens, prompt: {times}; TAPE / Llama time {at['prompt']['tape_over_llama']:.3f}", flush=True)
     result["lengths"][length] = at
-    times = f"{at['speedup']['dynamic']:.1f} (static {at['speedup']['static']:.1f})"
-    print(f"{length} tokens: TAPE with a cache is {times} x faster", flush=True)
 
 
-def along(models: dict, kind: str, prompt: torch.Tensor, steps: int, result: dict) -> None:
+def along(models: Models, kind: str, prompt: torch.Tensor, steps: int, result: dict) -> None:
     """Measure how the time per token grows during one long generation."""
     taken = cached_seconds(models, kind, prompt, steps)
     window = max(1, steps // 20)
@@ -196,7 +201,7 @@ def along(models: dict, kind: str, prompt: torch.Tensor, steps: int, result: dic
     )
 
 
-def compiled(models: dict, prompt: torch.Tensor, steps: int, result: dict) -> None:
+def compiled(models: Models, prompt: torch.Tensor, steps: int, result: dict) -> None:
     """Measure tokens with a static cache and CUDA graphs, where launching kernels costs nothing."""
     torch._dynamo.reset()
     # Otherwise torch would run the plain model beyond the limit.
@@ -209,7 +214,7 @@ def compiled(models: dict, prompt: torch.Tensor, steps: int, result: dict) -> No
 
 def show(what: str, row: dict) -> None:
     """Print what `summarize` returned."""
-    rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in row["seconds_per_token"].items())
+    rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in row["seconds"].items())
     print(f"{what}: {rates} tokens/s; TAPE / Llama time {row['tape_over_llama']:.3f}", flush=True)
 
 
@@ -217,20 +222,18 @@ def main() -> None:
     """Print rates and ratios; `--record` or `--output` also writes them to a file."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24 if on_gpu else 8)
-    parser.add_argument("--heads", type=int, default=16 if on_gpu else 12)
-    parser.add_argument("--groups", type=int, help="key/value heads, if fewer than heads")
-    parser.add_argument("--head-dim", type=int, default=128 if on_gpu else 64)
-    parser.add_argument("--ffn", type=int, default=5504 if on_gpu else None, help="default: %(default)s")
-    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--layers", type=positive, default=24 if on_gpu else 8)
+    parser.add_argument("--heads", type=positive, default=16 if on_gpu else 12)
+    parser.add_argument("--groups", type=positive, help="key/value heads, if fewer than heads")
+    parser.add_argument("--head-dim", type=positive, default=128 if on_gpu else 64)
+    parser.add_argument("--ffn", type=positive, default=5504 if on_gpu else None, help="default: %(default)s")
+    parser.add_argument("--vocab-size", type=positive, default=32000)
     lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="default: %(default)s")
-    parser.add_argument("--cached-tokens", type=int, default=24, help="tokens per length; the first 4 are not counted")
-    parser.add_argument("--uncached-tokens", type=int, default=3, help="tokens timed at each length")
-    parser.add_argument("--steps", type=int, default=1000, help="tokens of one long generation")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, help="default: %(default)s")
+    parser.add_argument("--cached-tokens", type=positive, default=24, help="per length; the first 4 are not counted")
+    parser.add_argument("--passes", type=positive, default=5, help="over each prompt (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=1000, help="tokens of one long generation")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
@@ -240,7 +243,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():
-        measure(arguments, Measurements(arguments.minutes, apart=False), writer("generate", arguments))
+        measure(arguments, TimeLimit(arguments.minutes), writer("generate", arguments))
 
 
 if __name__ == "__main__":

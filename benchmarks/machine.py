@@ -92,18 +92,6 @@ def look_at_machine(site: Path | None, toy: bool) -> Machine:
     return Machine(gpus=tuple(found["gpus"]), toy=toy or not found["gpus"], **facts)
 
 
-def other_versions(packages: dict[str, str]) -> list[str]:
-    """Return which packages have another version than requirements.txt names, as `torch 2.11.0 instead of 2.13.0`."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    wanted = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    # A local version, as in 2.11.0+cu130, is the same code, built for another device.
-    return [
-        f"{name} {here} instead of {wanted[name]}"
-        for name, here in packages.items()
-        if name in wanted and here.partition("+")[0] != wanted[name]
-    ]
-
-
 def run(command: list[str], variables: dict[str, str], log: Path, limit: float) -> int | None:
     """Run a program, show its output and write it to `log`; whatever ends this process also ends the program.
 

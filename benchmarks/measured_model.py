@@ -1,22 +1,16 @@
 """A model under training that takes measured steps on random tokens. Needs megatron-core and deepspeed."""
 
-import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.step_results import PHASES
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import chosen_backend, verified_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
@@ -24,7 +18,7 @@ from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.names import kind_of
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.attention import unsupported
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, lacks
+from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
@@ -43,7 +37,6 @@ class Step:
     """One optimizer step."""
 
     seconds: float
-    phases: dict[str, float]
     loss: float
 
 
@@ -73,19 +66,16 @@ class MeasuredModel:
         self.first_losses = self.token_losses()
         self._move_off_zero()
         self.engine = Engine(self.model, config, layout)
-        self.timer = PhaseTimer(self.engine.deepspeed_engine, layout.device)
 
     def step(self) -> Step:
         """Take one optimizer step. Raises RuntimeError if its loss or gradient is not finite."""
         self._synchronize()
-        with self.timer.timing():
-            started = time.perf_counter()
-            result = self.engine.train_step(self.batches, LEARNING_RATE)
-            self._synchronize()
-            seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        result = self.engine.train_step(self.batches, LEARNING_RATE)
+        self._synchronize()
         if result.skipped:
             raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
-        return Step(seconds, self.timer.take(), result.loss)
+        return Step(time.perf_counter() - started, result.loss)
 
     def use(self, backend: str) -> None:
         """Let another backend compute attention from now on."""
@@ -95,9 +85,8 @@ class MeasuredModel:
                 module.backend = backend
 
     def description(self) -> dict[str, str]:
-        """Say what computes attention, the rotation and, if there is one, the update of the position state."""
+        """Say what computes attention and, if there is one, the update of the position state."""
         found = {"attention": self.backend}
-        found["rotation"] = "fused with attention" if self.backend == "triton" else "plain torch"
         if self.model.position_updates():
             fused = self.model.encoding.update_function(dtype_of(self.config)) is fused_update
             found["position_update"] = "triton" if fused else "plain torch"
@@ -139,7 +128,7 @@ class MeasuredModel:
     def release(self) -> None:
         """Free the memory of the model and its optimizer; nothing can be done with them afterwards."""
         self.engine.deepspeed_engine.destroy()
-        del self.engine, self.timer, self.batches, self.model
+        del self.engine, self.batches, self.model
         free_memory()
 
     @torch.no_grad()
@@ -201,79 +190,3 @@ def training_backend(model: ModelConfig, layout: ParallelLayout, dtype: torch.dt
     why = unsupported("triton", layout.device, dtype, model.head_dim)
     # Otherwise another backend was measured to be faster on this GPU.
     return backend, f"triton {why}" if why else None
-
-
-def candidates(model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype) -> tuple[list[str], dict[str, str]]:
-    """Return the backends that a model can be trained with here, and the reasons why others cannot."""
-    found, rejected, on_gpu = [], {}, layout.device.type == "cuda"
-    for name in BACKENDS:
-        why = lacks(name, encoding_of(model).needs) or unsupported(
-            name, layout.device, dtype, model.head_dim, encoding_of(model).needs
-        )
-        if name == "naive" or (on_gpu and name == "tiled") or (not on_gpu and name == "triton"):
-            continue
-        if name in ("triton", "flex", "fla") and why is None:
-            try:
-                verified_backend(dataclasses.replace(model, attention_backend=name), layout, dtype)
-            except ConfigError as error:
-                why = str(error)
-        if why:
-            rejected[name] = why
-        else:
-            found.append(name)
-    return found, rejected
-
-
-@contextlib.contextmanager
-def surrounded(places: Iterable[tuple[Any, str, Callable[[], AbstractContextManager]]]) -> Iterator[None]:
-    """Let methods run inside contexts while the block runs; a place is an object, a method's name, and the context."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, context in places:
-            own = name in vars(owner)
-            method = getattr(owner, name)
-
-            def call(*args, method=method, context=context, **kwargs):
-                with context():
-                    return method(*args, **kwargs)
-
-            setattr(owner, name, call)
-            stack.callback(setattr, owner, name, method) if own else stack.callback(delattr, owner, name)
-        yield
-
-
-class PhaseTimer:
-    """Adds up the seconds of each phase of a DeepSpeed engine's step: on a GPU between CUDA events, else on the clock.
-
-    The backward pass includes averaging gradients over ranks; the optimizer includes clipping.
-    """
-
-    def __init__(self, engine: Any, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []
-        methods = zip(PHASES, ("forward", "backward", "step"))
-        self._places = [(engine, method, lambda phase=phase: self._timed(phase)) for phase, method in methods]
-
-    def timing(self) -> AbstractContextManager:
-        """Time all steps that are taken inside this context."""
-        return surrounded(self._places)
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call; what was started on a GPU must have ended."""
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for phase, start, end in self._marks:
-            seconds[phase] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
-        self._marks.clear()
-        return seconds
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = self._mark()
-        yield
-        self._marks.append((phase, start, self._mark()))
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

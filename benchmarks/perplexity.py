@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.environment import positive, writer
-from benchmarks.timing import DTYPES, add_time_arguments
+from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.transformers_model import HFModel
@@ -43,7 +42,7 @@ def build(arguments: argparse.Namespace) -> HFModel:
         max_position_embeddings=arguments.length,
     )
     torch.manual_seed(0)
-    with arguments.device:
+    with device_here():
         model = LlamaForCausalLM(config)
     info = ModelInfo("llama", arguments.vocab_size, arguments.length, {}, None, has_tokenizer=False)
     return HFModel(info, model.to(DTYPES[arguments.precision]), None)
@@ -64,7 +63,7 @@ def bare_loop(model: HFModel, task: Perplexity) -> float:
 
 
 def main() -> None:
-    """Print the ratio of the two times; `--record` or `--output` also writes it to a file."""
+    """Check that both give the same loss, then time them in turns; `--record` or `--output` also writes a file."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=positive, default=1024, help="tokens of context (default: %(default)s)")
@@ -73,18 +72,15 @@ def main() -> None:
     parser.add_argument("--heads", type=positive, default=16 if on_gpu else 6)
     parser.add_argument("--head-dim", type=positive, default=128 if on_gpu else 64)
     parser.add_argument("--vocab-size", type=positive, default=32000 if on_gpu else 16000)
-    parser.add_argument("--precision", choices=DTYPES, default="bf16" if on_gpu else "fp32")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument("--repetitions", type=positive, default=7, help="pairs of measurements (default: %(default)s)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.length, arguments.layers, arguments.heads, arguments.head_dim = 64, 2, 2, 16
         arguments.vocab_size, arguments.repetitions = 200, 3
-    if arguments.device.type == "cpu":
+    if not on_gpu:
         torch.set_num_threads(1)
-    write = writer("perplexity", arguments)
-    model = build(arguments)
+    model, limit = build(arguments), TimeLimit(arguments.minutes)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
         random = np.random.default_rng(0)
@@ -93,26 +89,19 @@ def main() -> None:
         task = Perplexity(Perplexity.Settings(data=data, lengths=[arguments.length]))
         units = task.units(model)
 
-        def by_task() -> float:
-            values = [task.evaluate(unit, model) for unit in units]
-            return sum(value["nats"] for value in values) / sum(value["tokens"] for value in values)
+    def by_task() -> float:
+        values = [task.evaluate(unit, model) for unit in units]
+        return sum(value["nats"] for value in values) / sum(value["tokens"] for value in values)
 
-        measure(arguments, {"task": by_task, "loop": lambda: bare_loop(model, task)}, write)
-
-
-def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], float]], write: Callable) -> None:
-    """Check that both give the same loss, then time them in turns."""
+    functions = {"task": by_task, "loop": lambda: bare_loop(model, task)}
     losses = {name: function() for name, function in functions.items()}
     if abs(losses["task"] - losses["loop"]) > TOLERANCE:
-        sys.exit(
-            f"error: the task gives a loss of {losses['task']} and the loop {losses['loop']}, so no figure is given"
-        )
+        sys.exit(f"error: the task's loss is {losses['task']}, the loop's {losses['loop']}, so no figure is given")
     print(f"parity: both give {losses['loop']:.6f} nats per token", flush=True)
-    deadline = time.monotonic() + 60 * arguments.minutes
     # Every loss is copied to the host, which waits for the GPU.
-    clock = time.process_time if arguments.device.type == "cpu" else time.perf_counter
+    clock = time.perf_counter if on_gpu else time.process_time
     taken: dict[str, list[float]] = {name: [] for name in functions}
-    while len(taken["loop"]) < arguments.repetitions and time.monotonic() < deadline:
+    while len(taken["loop"]) < arguments.repetitions and not limit.over():
         # Each goes first every other time.
         for name in (list(functions), list(functions)[::-1])[len(taken["loop"]) % 2]:
             started = clock()
@@ -124,7 +113,7 @@ def measure(arguments: argparse.Namespace, functions: dict[str, Callable[[], flo
         f"perplexity at {arguments.length:,} tokens: the task takes {seconds['task']:.3f} s, a bare loop "
         f"{seconds['loop']:.3f} s; ratio {ratio:.3f}, the median of {len(taken['loop'])} pairs"
     )
-    write({"seconds": seconds, "task_over_loop": ratio, "pairs": taken})
+    writer("perplexity", arguments)({"seconds": seconds, "task_over_loop": ratio, "pairs": taken})
 
 
 if __name__ == "__main__":

@@ -107,13 +107,12 @@ def _steps(records: Mapping[str, Record]) -> Iterator[str]:
     for name, record in records.items():
         for encoding, found in record.get("encodings", {}).items():
             mfu, strict = (_percent(found.get(key)) for key in ("mfu", "mfu_of_rope_flops"))
-            phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in found["phases"].items())
             memory = f"{found['memory']['peak'] / 2**30:.1f}" if found.get("memory") else ""
             speed = f"{found['tokens_per_second']:,.0f}"
-            rows.append(f"| {name} | {encoding} | {speed} | {mfu} | {strict} | {memory} | {phases} |")
+            rows.append(f"| {name} | {encoding} | {speed} | {mfu} | {strict} | {memory} |")
     if rows:
-        yield "| training step | | tokens/s | MFU | MFU counting RoPE's FLOPs alone | GiB | milliseconds by phase |"
-        yield "|---|---|---|---|---|---|---|"
+        yield "| training step | | tokens/s | MFU | MFU counting RoPE's FLOPs alone | GiB |"
+        yield "|---|---|---|---|---|---|"
         yield from rows
 
 

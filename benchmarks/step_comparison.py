@@ -11,26 +11,24 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 
 from benchmarks.environment import recorder, settings
-from benchmarks.measured_model import MeasuredModel, Step, candidates, dtype_of, free_memory, training_backend
+from benchmarks.measured_model import MeasuredModel, Step, dtype_of, free_memory, training_backend
 from benchmarks.shapes import ENCODINGS, Shape, run_config
-from benchmarks.step_profile import profiled
-from benchmarks.step_results import PHASES, peak_flops, summarize
+from benchmarks.step_results import peak_flops, summarize
 from benchmarks.timing import matmul_peak, reason
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
+from megatron_tape.model.backend import verified_backend
+from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.memory import memory
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.planning.plan import Plan
 
 BLOCKS = ("rope", "tape", "tape", "rope")
 """A steady drift changes both medians alike, and TAPE is built only once."""
 EQUAL = 1e-4
 """Largest difference between the models' losses of a token in fp32, as root mean square in nats."""
-ROOM = 1.2
-"""How much more memory than the estimate a GPU should have: for its context, NCCL and fragmentation."""
 TRIED = 3
 """Measured steps of each backend that RoPE tries."""
 
@@ -43,7 +41,6 @@ class Comparison:
         self.on_gpu = layout.device.type == "cuda"
         self.record = recorder("train_step", arguments) if layout.rank == 0 else None
         self.result: dict = {}
-        self.too_large: list[dict] = []
         self.gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
         self.peak = peak_flops(self.gpu) if self.on_gpu and arguments.precision == "bf16" else None
 
@@ -51,18 +48,17 @@ class Comparison:
         """Measure, with smaller micro-batches if memory runs out; return the results. Raises ConfigError."""
         self.matmul = matmul_peak(dtype_of(self.config("rope")), self.layout.device)
         self.say(f"a large matrix product: {self.matmul / 1e12:.2f} TFLOP/s")
-        self.fit_estimate()
         while True:
             self._begin()
             try:
                 self._alternate() if self.arguments.order == "alternate" else self._blocks()
                 break
             except torch.OutOfMemoryError as error:
-                why = reason(error)
+                why = f"of {self.shape.micro_batch} is too large: memory ran out ({reason(error)})"
             if self.layout.world_size > 1:
                 # The other ranks may be waiting for this one anywhere.
-                raise ConfigError("--micro-batch", self._out_of_memory(why), "start again with a smaller one")
-            self._halve(self._out_of_memory(why))
+                raise ConfigError("--micro-batch", why, "start again with a smaller one")
+            self._halve(why)
         if self.arguments.profile:
             self._profile()
         self.layout.any_rank(False)  # a rank that ends closes connections that others may still be using
@@ -77,21 +73,6 @@ class Comparison:
         if self.layout.rank == 0:
             print(text, flush=True)
 
-    def fit_estimate(self) -> None:
-        """Make micro-batches smaller until the estimate of memory fits the GPU."""
-        if not self.on_gpu:
-            return
-        total = torch.cuda.get_device_properties(self.layout.device).total_memory
-        while self.shape.micro_batch > 1:
-            needed = max(memory(Plan(self.config(name), self.layout.world_size)).peak for name in ENCODINGS)
-            if ROOM * needed <= total:
-                return
-            gib = f"{needed / 2**30:.1f} GiB estimated, and the GPU has {total / 2**30:.1f} GiB"
-            self._halve(f"of {self.shape.micro_batch} is too large: {gib}")
-
-    def _out_of_memory(self, why: str) -> str:
-        return f"of {self.shape.micro_batch} is too large: memory ran out ({why})"
-
     def _halve(self, why: str) -> None:
         """Train on the same sequences in smaller micro-batches; ConfigError if they already are as small as can be."""
         before, sequences = self.shape.micro_batch, self.shape.micro_batch * self.shape.accumulate
@@ -99,7 +80,6 @@ class Comparison:
             fix = "try --recompute selective or full, fewer --layers or a shorter --seq-length"
             raise ConfigError("--micro-batch", why, fix)
         size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
-        self.too_large.append({"micro_batch": before, "why": why})
         self.shape = dataclasses.replace(self.shape, micro_batch=size, accumulate=sequences // size)
         self.say(f"micro-batches of {size} for both, as one {why}")
         free_memory()
@@ -119,7 +99,6 @@ class Comparison:
                 "tensor_parallel": layout.tensor_parallel_size,
                 "device": self.gpu or "cpu",
                 "tokens_per_step": self.config("rope").train.global_batch_size * self.shape.seq_length,
-                "too_large": self.too_large,
             },
             "peak_flops": self.peak,
             "matmul_flops": self.matmul,
@@ -166,18 +145,12 @@ class Comparison:
             measured.step()
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        for repetition in range(arguments.repetitions):
+        for _ in range(arguments.repetitions):
             _add(block, measured.step())
-            if repetition >= 2 and self._any(time.perf_counter() - started > arguments.block_seconds):
-                break
         block["memory"] = measured.memory()
         self._summarize()
-        seconds = statistics.median(block["seconds"])
-        number = len(self.result["blocks"])
-        self.say(
-            f"block {number} of {len(BLOCKS)}: {block['encoding']}, {len(block['seconds'])} steps of {seconds:.4f} s"
-        )
+        seconds, number = statistics.median(block["seconds"]), len(self.result["blocks"])
+        self.say(f"block {number} of {len(BLOCKS)}: {block['encoding']}, steps of {seconds:.4f} s")
 
     @contextmanager
     def _built(self, encoding: str, backend: str | None = None) -> Iterator[MeasuredModel]:
@@ -207,21 +180,21 @@ class Comparison:
         if self.arguments.rope_backend != "fastest":
             return
         config = self.config("rope")
-        untried, rejected = candidates(config.model, self.layout, dtype_of(config))
         seconds: dict[str, float] = {}
-        while untried:
+        rejected: dict[str, str] = {}
+        for name in sorted(BACKENDS.keys() - {"naive", "tiled" if self.on_gpu else "triton"}):
+            model = dataclasses.replace(config.model, attention_backend=name)
             try:
-                with self._built("rope", name := untried[0]) as rope:
-                    for name in untried:
-                        rope.use(name)
-                        taken = [rope.step().seconds for _ in range(1 + TRIED)][1:]
-                        seconds[name] = self._slowest(statistics.median(taken))
-            except Exception as error:  # the engine may be left in the middle of a step
+                verified_backend(model, self.layout, dtype_of(config))
+                with self._built("rope", name) as rope:
+                    taken = statistics.median([rope.step().seconds for _ in range(1 + TRIED)][1:])
+            except Exception as error:  # a compiler may raise anything
                 rejected[name] = reason(error)
                 self.say(f"RoPE cannot attend with {name}: {rejected[name]}")
-                if not seconds and name == untried[-1]:
-                    raise
-            untried = [name for name in untried if name not in seconds and name not in rejected]
+                continue
+            slowest = torch.tensor(taken, dtype=torch.float64, device=self.layout.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # so that all ranks choose alike
+            seconds[name] = slowest.item()
         self.result["rope_backends"] = {"seconds_per_step": seconds, "rejected": rejected}
         self.backends["rope"] = min(seconds, key=seconds.__getitem__)
         compared = ", ".join(f"{name} {taken:.4f} s" for name, taken in seconds.items())
@@ -244,35 +217,24 @@ class Comparison:
             f"before the first step, the models' losses of a token differ by {difference:.2g} (allowed: {allowed:.2g})"
         )
 
-    def _any(self, flag: bool) -> bool:
-        return self.layout.any_rank(flag) if self.layout.world_size > 1 else flag
-
-    def _slowest(self, seconds: float) -> float:
-        """Return the longest time of all ranks, so that they choose alike."""
-        value = torch.tensor(seconds, dtype=torch.float64, device=self.layout.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value.item()
-
     def _profile(self) -> None:
-        found = self.result["profile"] = {}
         for encoding in reversed(ENCODINGS):
-            path = self.record and self.record.path
-            trace = path.with_name(f"{path.stem}-{encoding}.trace.json.gz") if path else None
-            try:
-                with self._built(encoding) as measured:
+            with self._built(encoding) as measured:
+                measured.step()
+                measured.step()
+                with profile() as profiler:
                     measured.step()
-                    measured.step()
-                    found[encoding] = profiled(measured, trace)
-            except Exception as error:  # what was measured stays
-                found[encoding] = {"failed": reason(error)}
-            self._write()
+            order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+            self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
+            if self.record:
+                path = self.record.path
+                profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{encoding}.trace.json.gz")))
 
     def _new_block(self, measured: MeasuredModel) -> dict:
         block = {
             "encoding": measured.config.model.position_encoding,
             **measured.description(),
             "seconds": [],
-            "phases": {phase: [] for phase in PHASES},
             "losses": [],
             "memory": {},
         }
@@ -298,5 +260,3 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def _add(block: dict, step: Step) -> None:
     block["seconds"].append(step.seconds)
     block["losses"].append(step.loss)
-    for phase, seconds in step.phases.items():
-        block["phases"][phase].append(seconds)

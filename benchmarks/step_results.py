@@ -7,31 +7,15 @@ from collections.abc import Iterator
 from benchmarks.shapes import ENCODINGS
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.hardware import KINDS
 from megatron_tape.planning.parameters import parameter_count
-
-PHASES = ("forward", "backward", "optimizer")
-"""Of a step; the backward pass includes averaging gradients over ranks, and the optimizer clipping."""
-
-# Dense bf16 FLOP/s of the tensor cores with fp32 accumulation, from NVIDIA's documents, half of what they state with
-# sparsity. H100 SXM and PCIe: "NVIDIA H100 Tensor Core GPU Architecture"; H100 NVL, H200, H200 NVL, GH200, A100 and
-# L40S: their data sheets; B200: "NVIDIA Blackwell Architecture Technical Brief".
-_PEAKS = (
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH100 NVL\b", 835e12),
-    (r"\bH100 (SXM|80GB HBM3\b)", 989.4e12),
-    (r"\bH200 NVL\b", 835e12),
-    (r"\bG?H200\b", 989.4e12),
-    (r"\bA100\b", 312e12),
-    (r"\bL40S\b", 362e12),
-    (r"(?<!G)\bB200\b", 2250e12),
-)
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if the name is not known."""
-    if "MIG" in gpu:  # a part of a GPU
+    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if its kind is not known."""
+    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower kind of the same name
         return None
-    return next((peak for pattern, peak in _PEAKS if re.search(pattern, gpu)), None)
+    return next((kind.peak for name, kind in KINDS.items() if re.search(rf"\b{name.split('-')[0]}\b", gpu)), None)
 
 
 def utilization(
@@ -62,8 +46,6 @@ def summarize(result: dict, models: dict[str, ModelConfig]) -> None:
 def _summary(result: dict, model: ModelConfig, blocks: list[dict]) -> dict:
     all_seconds = [seconds for block in blocks for seconds in block["seconds"]]
     seconds, run = statistics.median(all_seconds), result["run"]
-    phases = {phase: [x for block in blocks for x in block["phases"][phase]] for phase in PHASES}
-    phases["other"] = [whole - sum(parts) for whole, *parts in zip(all_seconds, *phases.values())]
     speed, flops = run["tokens_per_step"] / seconds, flops_per_token(model)
     memory = [block["memory"] for block in blocks if block["memory"]]
     return {
@@ -72,19 +54,14 @@ def _summary(result: dict, model: ModelConfig, blocks: list[dict]) -> dict:
         "seconds_by_block": [statistics.median(block["seconds"]) for block in blocks],
         "tokens_per_second": speed,
         **utilization(flops, speed, run["processes"], result["peak_flops"], result["matmul_flops"]),
-        "phases": {phase: statistics.median(taken) for phase, taken in phases.items()},
         "memory": {key: max(peaks[key] for peaks in memory) for key in memory[0]} if memory else {},
         "parameters": parameter_count(model),
         "flops_per_token": flops,
     }
 
 
-def table(result: dict) -> list[str]:
-    """Return the lines of the table of a record, as `benchmarks.step_comparison` makes it."""
-    return list(_lines(result))
-
-
-def _lines(result: dict) -> Iterator[str]:
+def table(result: dict) -> Iterator[str]:
+    """Yield the lines of the table of a record, as `benchmarks.step_comparison` makes it."""
     shape, run, encodings = result["shape"], result["run"], result["encodings"]
     yield (
         f"\n{shape['name']}: {shape['layers']} layers, {shape['heads']} heads x {shape['head_dim']}, "
@@ -102,11 +79,8 @@ def _lines(result: dict) -> Iterator[str]:
         )
     for name in ENCODINGS:
         one = encodings[name]
-        phases = ", ".join(f"{phase} {seconds:.4f} s" for phase, seconds in one["phases"].items())
-        how = f"attention by {one['attention']}, rotation {one['rotation']}"
-        if "position_update" in one:
-            how += f", position update by {one['position_update']}"
-        yield f"{name}: {phases}; {how}"
+        update = f", position update by {one['position_update']}" if "position_update" in one else ""
+        yield f"{name}: attention by {one['attention']}{update}"
     rope, tape = (encodings[name]["seconds_by_block"] for name in ENCODINGS)
     if len(rope) > 1:
         blocks = ", ".join(f"{t / r:.3f}" for r, t in zip(rope, tape))
@@ -116,10 +90,6 @@ def _lines(result: dict) -> Iterator[str]:
     yield ratios if strict is None else f"{ratios}; TAPE's MFU by RoPE's FLOPs: {strict:.1%}"
     if "fell_back" in result:
         yield f"WARNING: TAPE was not measured with its fused kernels: {result['fell_back']}"
-    for name, found in result.get("profile", {}).items():
-        parts = sorted(found.get("by_part", {}).items(), key=lambda item: -item[1])
-        listed = ", ".join(f"{part} {seconds:.4f} s" for part, seconds in parts)
-        yield f"{name}, one profiled step: {listed or found['failed']}"
 
 
 def _gib(size: int) -> str:

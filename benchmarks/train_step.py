@@ -13,8 +13,8 @@ backend that can train it and keeps the fastest. No figure appears unless both m
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
 update. MFU is model FLOP/s per GPU divided by the data sheet's bf16 peak, and is given for GPUs that are listed in
-benchmarks/step_results.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE does
-not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
+megatron_tape/planning/hardware.py. `mfu_of_rope_flops` divides RoPE's FLOPs by TAPE's time: it counts nothing that RoPE
+does not need, and is the stricter figure for TAPE. `of_matmul` compares with a large matrix product measured here.
 
 On a GPU memory is what torch allocated at the peak, beside the estimate's. On a CPU it is added up from the tensors:
 weights, gradients, Adam's moments, and what the forward pass keeps. If memory does not suffice, the micro-batch is
@@ -24,14 +24,12 @@ halved and the number of micro-batches doubled, for both models.
 import argparse
 import dataclasses
 import importlib.util
-import logging
 import os
 import sys
-import warnings
 
 import torch
 
-from benchmarks.environment import add_record_arguments, positive
+from benchmarks.environment import add_record_arguments, positive, quieten_libraries
 from benchmarks.shapes import ENCODINGS, SHAPES, Shape, run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
@@ -52,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    _prepare_libraries(arguments, on_gpu, rank)
+    quieten_libraries(rank)
+    if arguments.tensor_parallel > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     from benchmarks.step_comparison import Comparison
     from benchmarks.step_results import table
     from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
@@ -109,14 +109,8 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     taken.add_argument("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
     taken.add_argument("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
     taken.add_argument(
-        "--block-seconds", type=float, default=30, metavar="S",
-        help="a block ends after this time if it has three steps (default: %(default)s)",
-    )  # fmt: skip
-    taken.add_argument(
-        "--profile", action="store_true",
-        help="afterwards profile one step of each: time by part of the model, longest kernels and, with a record, a "
-        "trace beside it",
-    )  # fmt: skip
+        "--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace"
+    )
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
     sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)}
@@ -136,19 +130,6 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     if arguments.zero_stage is None:
         arguments.zero_stage = 1 if arguments.precision == "bf16" else 0
     return arguments, changed
-
-
-def _prepare_libraries(arguments: argparse.Namespace, on_gpu: bool, rank: int) -> None:
-    """Quieten what is imported next, as training does, and set what must be set before."""
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
-    for noisy in ("DeepSpeed", "megatron", "torch"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if arguments.tensor_parallel > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
-    if not on_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from benchmarks import measured_model, train_step
 
 LAYOUTS = {
     "data_parallel": ["--precision=bf16"],
-    "tensor_parallel": ["--tensor-parallel=2", "--zero-stage=1", "--profile"],
+    "tensor_parallel": ["--tensor-parallel=2", "--zero-stage=1"],
 }
 
 

@@ -2,23 +2,18 @@
 
 import gc
 import json
-import time
 import weakref
 
-import apart_cases
 import pytest
 import torch
 
 from benchmarks import (
-    apart,
     attention,
-    attention_candidates,
     cpu_parts,
     encodings,
     generate,
     perplexity,
     position_update,
-    prefill,
     preprocess,
     rates,
     state_precision,
@@ -26,6 +21,7 @@ from benchmarks import (
 )
 from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.ops.backends import tiled
+from megatron_tape.ops.parity import Shapes
 
 
 @pytest.fixture
@@ -50,68 +46,64 @@ KERNELS = ("--tokens=32", "--repetitions=1")
 
 
 def test_attention_is_timed_beside_rope(recorded, monkeypatch):
-    monkeypatch.setattr(attention, "LONGEST_LAYER", 16)
     why = {"triton": "is not wanted", "flash_attn": "is not installed"}
-    monkeypatch.setattr(attention_candidates, "unsupported", lambda backend, *_: why.get(backend))
+    monkeypatch.setattr(attention, "unsupported", lambda backend, *_: why.get(backend))
     short, long = recorded(attention, *KERNELS, "--shapes", "4/2x32", "--lengths", "17", "16")["results"]
     assert (short["length"], short["batch"], long["length"], long["batch"]) == (16, 2, 17, 1)
-    assert "layers forward" not in long
-    for what in ("attention", "layers", "layers with update"):
-        for direction in ("forward", "forward+backward"):
-            measured = short[f"{what} {direction}"]
-            assert measured["against"].startswith("rope") and measured["timings"][measured["against"]]["ratio"] == 1
-            assert {"tape torch", "tape released"} < set(measured["timings"])
+    for direction, timings in short["timed"].items():
+        against = short["against"][direction]
+        assert against.startswith("rope") and timings[against]["ratio"] == 1
+        assert set(timings) == {f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")}
     assert short["rejected"].items() >= why.items()
-    timings, of_rope = short["attention forward+backward"]["timings"], short["of_rope"]
-    names = [name for name in timings if name.startswith("tape") and name.split()[1] in attention_candidates.BACKENDS]
-    assert "tape released" not in names and of_rope["tape"] == min(names, key=lambda name: timings[name]["seconds"])
+    timings, of_rope = short["timed"]["forward+backward"], short["of_rope"]
+    assert of_rope["tape"] == min(("tape torch", "tape tiled"), key=lambda name: timings[name]["seconds"])
     assert of_rope["ratio"] == timings[of_rope["tape"]]["seconds"] / timings[of_rope["rope"]]["seconds"]
 
 
 def test_interpreted_kernels_are_exact_and_have_no_time(recorded, capsys):
-    (result,) = recorded(attention, "--toy", "--only", "triton")["results"]
-    for what in ("attention", "layers", "layers with update"):
-        timings = result[f"{what} forward+backward"]["timings"]
-        assert timings["tape triton"] == timings["rope triton"] == {"interpreted": True}
-        assert "seconds" in timings["rope torch"] and "tape torch" not in timings
-    assert "of_rope" not in result and "tape triton" not in result["rejected"]
+    (result,) = recorded(attention, "--toy")["results"]
+    timings = result["timed"]["forward+backward"]
+    assert (
+        timings["tape triton"] == timings["rope triton"] == {"interpreted": True} and "triton" not in result["rejected"]
+    )
     assert "interpreted here: exact, not timed" in capsys.readouterr().out
     (result,) = recorded(position_update, "--toy")["results"]
-    assert result["forward+backward"]["timings"]["triton"] == {"interpreted": True}
+    assert result["timed"]["forward+backward"]["triton"] == {"interpreted": True}
 
 
 def test_an_inexact_candidate_has_no_figure(recorded, monkeypatch, capsys):
-    exact = attention_candidates.with_backend
+    exact = attention.tape_with
 
     def wrong(backend):
         right = exact(backend)
         return right if backend != "torch" else lambda *x: tuple(1.1 * y for y in right(*x))
 
-    monkeypatch.setattr(attention_candidates, "with_backend", wrong)
-    monkeypatch.setattr(attention, "LONGEST_LAYER", 0)
-    options = ("--shapes", "2x32", "--lengths", "16", "--only", "torch", "released")
-    (result,) = recorded(attention, *KERNELS, *options)["results"]
-    assert {"rope torch", "tape released"} < set(result["attention forward+backward"]["timings"])
-    assert "tape torch" not in result["attention forward"]["timings"] and "off by" in result["rejected"]["tape torch"]
+    monkeypatch.setattr(attention, "tape_with", wrong)
+    monkeypatch.setattr(attention, "BACKENDS", ("torch", "tiled"))
+    (result,) = recorded(attention, *KERNELS, "--shapes", "2x32", "--lengths", "16")["results"]
+    assert set(result["timed"]["forward"]) == {"rope torch", "rope tiled", "tape tiled"}
+    assert "off by" in result["rejected"]["tape torch"]
     assert "tape torch has no figure: 16 tokens: tensor 0" in capsys.readouterr().out
+    monkeypatch.setattr(position_update, "inexact", lambda *_: "is off")
+    assert position_update.why_not_fused(position_update.TOY["4/2x32"], torch.float32, torch.float32)
 
 
 def test_the_position_update_is_timed_beside_its_floor(recorded, monkeypatch):
-    monkeypatch.setattr(position_update, "SHAPES", {"2x32": (2, 2, 32, 8)})
+    shapes = Shapes(3, 2, 32, averages=True, inner=8)
+    monkeypatch.setattr(position_update, "SHAPES", {"3/2x32": shapes})
     monkeypatch.setattr(position_update, "unsupported", lambda *_: "is not wanted")
     wide, narrow = recorded(position_update, *KERNELS, "--precision=bf16")["results"]
     assert (wide["state"], narrow["state"]) == ("fp32", "bf16") and wide["rejected"]["triton"] == "is not wanted"
-    for direction in ("forward", "forward+backward"):
-        timing = wide[direction]["timings"]["torch"]
-        assert timing["of_floor"] == timing["seconds"] / wide[direction]["floor_seconds"]
-    tensors = position_update.inputs(5, (2, 3, 32, 8), torch.bfloat16, torch.float32, torch.device("cpu"))
+    for direction, timings in wide["timed"].items():
+        assert timings["torch"]["ratio"] == timings["torch"]["seconds"] / wide["floor_seconds"][direction]
+    tensors = position_update.inputs(5, shapes, torch.bfloat16, torch.float32)
     state, others = 4 * 5 * 64, 2 * 5 * (3 * 32 + 8)
     assert position_update.traffic(tensors, False) == 2 * state + others
     assert position_update.traffic(tensors, True) == 5 * state + 3 * others
 
 
 @pytest.mark.parametrize(
-    "options", ["--shapes=4x32x2", "--shapes=4/3x32", "--shapes=4x31", "--lengths=0", "--minutes=0", "--only=relaesed"]
+    "options", ["--shapes=4x32x2", "--shapes=4/3x32", "--shapes=4x31", "--lengths=0", "--minutes=0"]
 )
 def test_wrong_options_are_refused(monkeypatch, options, capsys):
     monkeypatch.setattr("sys.argv", ["attention", options])
@@ -125,8 +117,7 @@ def test_nothing_begins_when_time_is_over(recorded, capsys):
     with pytest.raises(FileNotFoundError):
         recorded(attention, *KERNELS, "--lengths=16", late)
     assert len(recorded(generate, "--toy", late)["rejected"]) == 3
-    assert all("no time" in why for why in recorded(prefill, "--toy", late)["rejected"].values())
-    assert "no time for 12x64 at 16; --minutes gives more" in capsys.readouterr().err
+    assert "no time for 12/12x64 at 16 tokens; --minutes gives more" in capsys.readouterr().err
 
 
 def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_does():
@@ -152,13 +143,11 @@ def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_
 
 
 def test_generation_and_prompts_are_timed_beside_llama(recorded):
-    found = recorded(generate, "--toy")
-    assert set(found["lengths"]["64"]) == {"dynamic", "static", "none", "speedup"}
+    found = recorded(generate, "--toy", "--passes=2")
     assert set(found["along"]) == {"dynamic", "static"} and found["rejected"] == {}
-    found = recorded(prefill, "--toy", "--passes=2")
-    assert set(found["shapes"]) == {"smollm2-135m", "12x64"} and found["rejected"] == {}
-    row = found["shapes"]["12x64"]["lengths"]["64"]
-    assert row["passes"] == 2 and 0 < row["tape_over_llama"] < 100 and 0 < row["cpu_tape_over_llama"] < 100
+    rows = found["lengths"]["64"]
+    assert set(rows) == {"dynamic", "static", "prompt"} and rows["prompt"]["timed"] == 2
+    assert all(0 < row["tape_over_llama"] < 100 for row in rows.values())
 
 
 def test_prompts_through_wrong_attention_get_no_figure(recorded, monkeypatch):
@@ -169,7 +158,7 @@ def test_prompts_through_wrong_attention_get_no_figure(recorded, monkeypatch):
     ):
         monkeypatch.setattr(attention_tape, "attend_by_blocks", wrong)
         with pytest.raises(SystemExit, match="no figure is given"):
-            recorded(prefill, "--toy")
+            recorded(generate, "--toy")
 
 
 def test_perplexity_is_timed_beside_a_bare_loop_that_gives_the_same_loss(recorded, monkeypatch):
@@ -192,7 +181,7 @@ def test_every_encoding_stands_beside_rope_and_is_freed(recorded, monkeypatch):
         return model
 
     monkeypatch.setattr(encodings, "built", watched)
-    rows = recorded(encodings, *ENCODINGS, "--only=alibi,cope,tape")["encodings"]
+    rows = recorded(encodings, *ENCODINGS, "--only", "alibi", "cope", "tape")["encodings"]
     assert rows["tape"]["additional_parameters"] > rows["alibi"]["additional_parameters"] == 0
     for name in ("alibi", "cope", "tape"):
         assert 0.05 < rows[name]["step_over_rope"] < 50 and 0.5 < rows[name]["memory_over_rope"] < 2
@@ -211,7 +200,7 @@ def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     row = recorded(encodings, *ENCODINGS, "--only=alibi")["encodings"]["alibi"]
     assert "differ" in row["failed"] and "step_over_rope" not in row
     with pytest.raises(SystemExit):
-        encodings.parse(["--only=alibi,dream"])
+        encodings.parse(["--only", "alibi", "dream"])
 
 
 def test_the_parts_of_a_layer_are_added_up(monkeypatch, capsys):
@@ -260,41 +249,3 @@ def test_preprocessing_gives_no_figure_unless_both_tools_wrote_the_same(tmp_path
     bad = ".idx"
     with pytest.raises(ValueError, match="no speed is reported"):
         preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 1)
-
-
-@pytest.mark.parametrize(
-    "what, why",
-    [
-        ("end", None),
-        ("fail", "ValueError: as asked"),
-        ("crash", "its process ended with status -9"),
-        ("hang", "was stuck for 5 seconds"),
-    ],
-)
-def test_a_measurement_that_ends_early_leaves_what_it_told(what, why):
-    heard, deadline = [], time.monotonic() + 120
-    timeout = 5.0 if what == "hang" else 60.0
-    assert apart.run_apart(apart_cases.begin_and, what, hear=heard.append, deadline=deadline, timeout=timeout) == why
-    assert heard == ["first", {"known": what}]
-    if what == "end":
-        assert apart.run_apart(apart_cases.begin_and, what, hear=heard.append, deadline=0) == "there was no time left"
-
-
-def test_what_crashed_is_left_out_when_everything_else_is_measured_again(monkeypatch, capsys):
-    def crash_at(bad):
-        def run_here(_work, _deadline, faulty, *, hear, deadline):
-            for name in ("a", "b", "c"):
-                if name not in faulty:
-                    hear(name)
-                    if name in bad:
-                        return "crashed"
-            hear({"figure": 1, "rejected": dict(faulty)})
-
-        return run_here
-
-    kept = []
-    for bad in ("b", "ac", "abc"):
-        monkeypatch.setattr(apart, "run_apart", crash_at(bad))
-        apart.Measurements(1.0, apart=True).run(None, keep=kept.append)
-        assert kept[-1] == {"figure": 1, "rejected": dict.fromkeys(bad, "crashed")}
-    assert "b failed, and with it the process: crashed" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from plans import GIB, of_recipe
 
-from benchmarks.step_results import peak_flops
 from megatron_tape.checks.settings import validate
 from megatron_tape.errors import FileError
 from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
@@ -103,20 +102,6 @@ def test_settings_change_the_phases_that_they_should():
 def test_recomputed_products_are_counted():
     plain, full = (product_flops(of_recipe(16, f"--train.recompute={how}")) for how in ("none", "full"))
     assert 1.2 < full / plain < 1.34
-
-
-@pytest.mark.parametrize(
-    "kind, gpu",
-    [
-        ("H100", "NVIDIA H100 80GB HBM3"),
-        ("A100-80GB", "NVIDIA A100-SXM4-80GB"),
-        ("H200", "NVIDIA H200"),
-        ("B200", "NVIDIA B200"),
-    ],
-)
-def test_peaks_are_those_of_the_benchmarks(kind, gpu):
-    assert KINDS[kind].peak == peak_flops(gpu)
-    assert KINDS[kind].attention < KINDS[kind].matmul < KINDS[kind].peak
 
 
 def test_measured_rates_replace_assumed_ones(tmp_path):
