@@ -25,9 +25,7 @@ class OutputLayer(ColumnParallelLinear):
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
-        return linear_cross_entropy(
-            input_, weight, labels, loss_weights, self.tp_group, self.sequence_parallel, self.fused
-        )
+        return linear_cross_entropy(input_, weight, labels, loss_weights, self.tp_group, self.fused)
 
 
 class Decoder(GPTModel):

@@ -23,16 +23,15 @@ def linear_cross_entropy(
     labels_BS: Tensor,
     weights_BS: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
-    sharded_tokens: bool = False,
     fused: bool = False,
     first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, and each token's loss (B, S), which has no gradient.
 
     The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum, in float32 or more.
-    The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. With
-    `sharded_tokens` each holds an equal stretch of the tokens, too; otherwise s is S. They get the gradient of
-    `hidden_sBC` summed over the group.
+    The ranks of `group` each hold an equal part of the vocabulary, in order of rank, and get the same loss. If s is
+    less than S, each holds an equal stretch of the tokens, too. They get the gradient of `hidden_sBC` summed over the
+    group.
 
     `fused` takes Liger's kernels, which compute in float32; they need a GPU and the package liger-kernel. `first` is
     the label of the first row of `weight_VC`, by default that of this rank's part.
@@ -42,14 +41,14 @@ def linear_cross_entropy(
     if first is None:
         first = 0 if one else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
-        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, sharded_tokens, fused, first, gradient
+        hidden_sBC, weight_VC, labels_BS, weights_BS, None if one else group, fused, first, gradient
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, weights, group, sharded_tokens, fused, first, gradient):
-        sharded_tokens = sharded_tokens and group is not None
+    def forward(ctx, hidden, weight, labels, weights, group, fused, first, gradient):
+        sharded_tokens = hidden.shape[0] < labels.shape[1]
         whole = _gathered(hidden, group) if sharded_tokens else hidden
         of_hidden, of_weight = (gradient and needed for needed in ctx.needs_input_grad[:2])
         by_token = labels.T.flatten()
@@ -72,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_loss, _):
         # In place, as both are as large as the gradients; autograd then refuses a second backward pass.
-        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
+        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 6)
 
 
 class _Sums:

@@ -39,7 +39,6 @@ class FirePosition(PositionEncoding):
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject an MLP without a width, and thresholds that are not above 0."""
         size, threshold = self.settings.fire_mlp_size, self.settings.fire_threshold
         refuse(size < 1, "model.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32")
         refuse(not 0 < threshold < math.inf, "model.fire_threshold", f"is {threshold}", "set it above 0, such as 512")
@@ -56,12 +55,10 @@ class FirePosition(PositionEncoding):
         }
 
     def multiply_adds(self, layer: int) -> int:
-        """Count the MLP, once per query and key."""
         width = self.settings.fire_mlp_size
         return width * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
 
     def state_size(self, layer: int) -> int:
-        """Return 1: a token's position."""
         return 1
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
@@ -69,16 +66,15 @@ class FirePosition(PositionEncoding):
         return positions_SB.float()
 
     def state_bytes(self, layer: int, width: int) -> int:
-        """Return the bytes of a position, in any precision of the run."""
         return 4
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        """Return the bias of every pair of positions."""
         import torch
 
         from megatron_tape.ops.bias import Bias
 
-        def tile(rows: slice, columns: slice, positions_BS: "Tensor", c, scale, up, up_bias, down):
+        def tile(rows: slice, columns: slice, positions_BS: "Tensor", *learned: "Tensor"):
+            c, scale, up, up_bias, down = learned
             queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
             normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()

@@ -86,11 +86,11 @@ def compiled(dim, capability):
             (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
             (1, 200, 3, 8, True, torch.float16, torch.float16, False),
         ):
-            bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else (None, None)
+            bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
             G = max(1, heads // 4)
             q, k, v = (draw(*shape, dim, dtype=kind) for shape in ((queries, batch, heads), *[(keys, batch, G)] * 2))
             z = draw(keys, batch, G, dim, dtype=state)
-            o, u = triton_attention.attention(q, k, v, z, True, *bounds, rotate=queries == keys)
+            o, u = triton_attention.attention(q, k, v, z, True, bounds, rotate=queries == keys)
             (o.sum() + u.sum()).backward()
         for groups, inner, state in ((12, 48, torch.bfloat16), (32, 128, torch.bfloat16), (32, 128, torch.float32)):
             matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)

@@ -34,7 +34,6 @@ def attend_with_scores(
     value: Tensor,
     attention_mask: Tensor | None,
     positions,
-    scaling: float,
     dropout: float = 0.0,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +74,7 @@ def attend_with_scores(
         (B, H, r, D), (G, t) = q.shape, k_BGtD.shape[1:3]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
-            scores = (q.reshape(B, G, -1, D) * scaling @ k_BGtD.mT).view(B, H, r, t)
+            scores = (q.reshape(B, G, -1, D) * D**-0.5 @ k_BGtD.mT).view(B, H, r, t)
         if rescore is not None:
             given = scores if rescore.takes_scores else None
             scores = rescore.rows(given, q, k_BGtD, seen, tokens, *of_rows)

@@ -141,7 +141,7 @@ class EncodedAttention(TapeAttention):
             eager = self.config._attn_implementation == "eager"
             with without_autocast(query):
                 averages, weights = attend_with_scores(
-                    query, key, value, attention_mask, positions, self.scaling, kwargs["dropout"], with_weights=eager
+                    query, key, value, attention_mask, positions, kwargs["dropout"], with_weights=eager
                 )
             output, *averaged = averages.split(D, dim=-1)
         output = output.reshape(B, S, -1)

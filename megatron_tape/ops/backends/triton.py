@@ -11,8 +11,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the average of each value, (S, B, H, D)."""
     from megatron_tape.ops.kernels.triton_attention import attention
 
-    starts, ends = (None, None) if x.packing is None else x.packing.bounds_2BT
-    kernel = partial(attention, average_state=x.average_state, starts=starts, ends=ends, rotate=x.rotate)
+    bounds = None if x.packing is None else x.packing.bounds_2BT
+    kernel = partial(attention, average_state=x.average_state, bounds_2BT=bounds, rotate=x.rotate)
     # As large as it gets in there, so that it is known again.
     z = None if x.z_TBGD is None else x.z_TBGD.expand(*x.k_TBGD.shape)
     return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, z)

@@ -316,11 +316,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
-        rotated_q, rotated_k = _rotated(q, k, z, ctx.rotate)
+        inputs = *_rotated(q, k, z, ctx.rotate), v, z if ctx.wide else None
         needed = ctx.needs_input_grad[3]
-        dq, dk, dv, dz = attend_backward(
-            rotated_q, rotated_k, v, z if ctx.wide else None, o, u, lse, do, du, starts, ends, needed
-        )
+        dq, dk, dv, dz = attend_backward(inputs, (o, u, lse), (do, du), (starts, ends), needed)
         if ctx.rotate:
             dq, dz = rotated_backward(q, k, z, dq, dk, dz, needed)
         return dq.to(q.dtype), dk, dv, dz, None, None, None, None
@@ -352,8 +350,12 @@ def attend(
     return o, u, lse
 
 
-def attend_backward(q, k, v, z, o, u, lse, do, du, starts, ends, needed):
-    """Return the gradients of rotated q (possibly in fp32) and k, of v and, if `needed`, of z as a value."""
+def attend_backward(inputs, outputs, gradients, bounds, needed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of rotated q (possibly in fp32) and k, of v and, if `needed`, of z as a value.
+
+    `inputs` are q, k, v and z, `outputs` those of `attend`, `gradients` those of o and u, and `bounds` starts and ends.
+    """
+    (q, k, v, z), (o, u, lse), (do, du), (starts, ends) = inputs, outputs, gradients, bounds
     S, B, H, D = q.shape
     T, G = k.shape[0], k.shape[2]
     do = do.contiguous()
@@ -417,21 +419,20 @@ def attention(
     v: Tensor,
     z: Tensor | None = None,
     average_state: bool = False,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
+    bounds_2BT: Tensor | None = None,
     rotate: bool = True,
 ) -> tuple[Tensor, ...]:
     """Rotate q (S, B, H, D) and k (T, B, G, D) by z if requested, and average v and, if `average_state`, z.
 
-    z is (T, B or 1, G or 1, D). `starts` and `ends` (B, T), int32, say for each token where its document and the next
-    one begin. Returns o (S, B, H, D) and u, which has the same shape, or None. z can rotate only if S = T. Raises
+    z is (T, B or 1, G or 1, D). `bounds_2BT`, int32, says for each token where its document and the next one begin.
+    Returns o (S, B, H, D) and u, which has the same shape, or None. z can rotate only if S = T. Raises
     ValueError if all sequences together have more heads than one launch can take.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:
         raise ValueError(f"{B} sequences of {H} heads exceed the {MAX_HEADS} heads of one launch; use smaller batches")
     z = z.expand(*k.shape) if z is not None and (rotate or average_state) else None
-    starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
+    starts, ends = (None, None) if bounds_2BT is None else bounds_2BT.contiguous()
     with torch.cuda.device_of(q):
         out = _Attention.apply(q, k, v, z, starts, ends, rotate and z is not None, average_state)
     return out if average_state else (out,)
