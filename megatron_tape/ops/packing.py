@@ -59,28 +59,25 @@ class Packing:
 
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
         """Return the mask (B, 1, S, T) to add to the scores of the last S tokens."""
-        if (S, dtype) not in self._kept:
-            T = self.bounds_2BT.shape[2]
-            self._kept[S, dtype] = additive_mask(S, T, self.bounds_2BT, self.bounds_2BT.device, dtype)
-        return self._kept[S, dtype]
+        bounds = self.bounds_2BT
+        return self.kept((S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype))
 
     def first_seen(self, S: int) -> list[int]:
         """Return, for each of the last S tokens, the first one that it sees in any pack. Asks the device once."""
-        if ("first", S) not in self._kept:
-            self._kept["first", S] = self.bounds_2BT[0, :, -S:].amin(0).tolist()
-        return self._kept["first", S]
+        return self.kept(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
 
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return the cumulative lengths, int32, of documents in queries and keys, and the longest of each.
 
         The queries are the last S tokens of each pack; all packs are concatenated. The host waits for the device once.
         """
-        if S not in self._kept:
-            _, B, T = self.bounds_2BT.shape
-            first = torch.arange(T, device=self.bounds_2BT.device) == self.bounds_2BT[0]
-            k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
-            # Documents that end before the first query have no queries.
-            q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
-            longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()]).tolist()
-            self._kept[S] = (q_ends.int(), k_ends.int(), *longest)
-        return self._kept[S]
+        return self.kept(("lengths", S), lambda: self._lengths(S))
+
+    def _lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
+        _, B, T = self.bounds_2BT.shape
+        first = torch.arange(T, device=self.bounds_2BT.device) == self.bounds_2BT[0]
+        k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
+        # Documents that end before the first query have no queries.
+        q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
+        longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()]).tolist()
+        return q_ends.int(), k_ends.int(), *longest

@@ -29,7 +29,8 @@ ROWS = 16
 LENGTH = 272
 """Tokens with which `check_fused_kernels` runs: several tiles of each kernel, and a partial one."""
 
-Function = Callable[..., Sequence[Tensor | None]]
+Outputs = Sequence[Tensor | None]
+Function = Callable[..., Outputs]
 
 
 @dataclass(frozen=True)
@@ -129,35 +130,27 @@ def kernel_checks(
 
     Attention gets two sequences of `length` tokens (None: `LENGTH`), the position update `tokens` tokens in all.
     """
-    length = LENGTH if length is None else length
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
-
-    heads, groups, dim, P = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
+    draw, length = _drawing(dtype, device), length or LENGTH
+    heads, groups, dim, P, averages = shapes.heads, shapes.groups, shapes.head_dim, shapes.inner, shapes.averages
     H, G = shapes.local
-    averages = shapes.averages
-    starts = [[3 * length // 8], [5 * length // 8 + 1]]
-    packing = Packing.of(torch.arange(length, device=device) >= torch.tensor(starts, device=device))
-    tensors = [draw(length, 2, n, dim) for n in (H, G, G, G)]
+    *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
+    checks = {}
     # The first layer's state needs no gradient, and the last layer's is not averaged: both have kernels of their own.
-    layers = {"": (averages, True), " in the first layer": (averages, False), " in the last layer": (False, averages)}
-    checks = {
-        f"attention{' of packed documents' * packed}{where}": Check(
-            *(
-                partial(_attention, average, packing if packed else None, backend, None if learned else tensors[3])
-                for backend in ("triton", "torch")
-            ),
-            tensors if learned else tensors[:3],
-        )
-        for packed in (False, True)
-        for where, (average, learned) in layers.items()
-    }
+    for where, average, learned in (
+        ("", averages, True),
+        (" in the first layer", averages, False),
+        (" in the last layer", False, averages),
+    ):
+
+        def attend(backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average) -> Outputs:
+            state = () if len(tensors) == 4 else (z.to(tensors[0]),)
+            return attention(*tensors, *state, average, packing, backend)
+
+        checks |= _of_attention(where, attend, "triton", "torch", [*qkv, z] if learned else qkv)
     if averages and fits_fused(groups, heads, dim, P, dtype):
         mixing = (groups, heads) if shapes.full_mixing else (heads,)
-        matrices = [draw(*shape, scale=shape[-1] ** -0.5) for shape in (mixing, (P, groups), (groups, P))]
         states = [draw(tokens, *rest) for rest in ((groups, dim), (heads, dim), (P,))]
+        matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
         functions = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
         checks["position update"] = Check(*functions, [*states, *matrices])
     return checks
@@ -171,45 +164,49 @@ def score_checks(
     For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
     encoding, which is compared with its plain form in the tests.
     """
-    length = LENGTH if length is None else length
-    generator = torch.Generator().manual_seed(0)
-    H, G = shapes.local
-    tensors = [
-        torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in (*((length, 2, n, shapes.head_dim) for n in (H, G, G)), (length, 2, H), (40, H))
-    ]
-    bounds = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
-    packing = Packing.of(torch.arange(length, device=device) >= bounds)
+    draw, length = _drawing(dtype, device), length or LENGTH
+    (H, G), dim = shapes.local, shapes.head_dim
+    qkv, logits = [draw(length, 2, n, dim) for n in (H, G, G)], draw(length, 2, H)
     if shapes.reflects:
-        w, betas = (
-            torch.randn(shape, generator=generator) for shape in ((length, 2, G, shapes.head_dim), (length, 2, G))
-        )
-        reflecting = [*tensors[:3], w.to(device, dtype), betas.to(device, dtype)]
-        return {
-            f"attention through reflections{' with gates' * gated}{' of packed documents' * packed}": Check(
-                *(partial(_with_reflections, packing if packed else None, name) for name in (backend, "naive")),
-                [*reflecting, *tensors[3 : 3 + gated]],
-            )
-            for gated in (False, True)
-            for packed in (False, True)
-        }
-    biased = (False, True) if POINTWISE in BACKENDS[backend].can else (False,)
+        tensors = [*qkv, draw(length, 2, G, dim), draw(length, 2, G)]
+        kinds = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
+        checks = (_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items())
+    else:
+        checks = [_of_attention(" with gates", _with_gates, backend, "torch", [*qkv, logits])]
+        if POINTWISE in BACKENDS[backend].can:
+            checks.append(_of_attention(" with a bias", _with_bias, backend, "torch", [*qkv, draw(40, H)]))
+    return {name: check for each in checks for name, check in each.items()}
+
+
+def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def _of_attention(
+    name: str, attend: Callable[..., Outputs], backend: str, plain: str, inputs: list[Tensor]
+) -> dict[str, Check]:
+    """Return the checks of `attend(backend, packing, *inputs)` for single documents, and for several in a sequence."""
+    length, device = len(inputs[0]), inputs[0].device
+    starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
+    packings = {"": None, " of packed documents": Packing.of(torch.arange(length, device=device) >= starts)}
     return {
-        f"attention with {'a bias' if bias else 'gates'}{' of packed documents' * packed}": Check(
-            *(partial(_with_scores, bias, packing if packed else None, name) for name in (backend, "torch")),
-            [*tensors[:3], tensors[4 if bias else 3]],
-        )
-        for bias in biased
-        for packed in (False, True)
+        f"attention{name}{how}": Check(partial(attend, backend, packing), partial(attend, plain, packing), inputs)
+        for how, packing in packings.items()
     }
 
 
-def _with_scores(biased: bool, packing: Packing | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
-    """Attend with a table of biases by distance and head, or with the gates of logits."""
-    *tensors, learned = tensors
-    if not biased:
-        gates = logsigmoid(learned.to(torch.promote_types(learned.dtype, torch.float32)))
-        return attention(*tensors, None, False, packing, backend, log_gate_TBH=gates)
+def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+    return attention(*tensors[:3], None, False, packing, backend, log_gate_TBH=_gates(tensors[3]))
+
+
+def _gates(logits: Tensor) -> Tensor:
+    return logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+    """Attend with a table of biases by distance and head."""
+    *qkv, learned = tensors
 
     def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
         queries, keys = (torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns))
@@ -218,10 +215,10 @@ def _with_scores(biased: bool, packing: Packing | None, backend: str, *tensors: 
     def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         return table[(q - k).clamp(0, 39), h]
 
-    return attention(*tensors, None, False, packing, backend, bias=Bias(tile, (learned,), score))
+    return attention(*qkv, None, False, packing, backend, bias=Bias(tile, (learned,), score))
 
 
-def _with_reflections(packing: Packing | None, backend: str, *tensors: Tensor) -> Sequence[Tensor | None]:
+def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
     """Attend through reflections given by w and the logits of beta, and with gates of logits, if given.
 
     The naive backend rounds what it prepares of the keys to their type, as a kernel does.
@@ -231,8 +228,13 @@ def _with_reflections(packing: Packing | None, backend: str, *tensors: Tensor) -
     if backend == "naive":
         exact = found.prepare
         found = replace(found, prepare=lambda q, k, *given: tuple(x.to(k.dtype) for x in exact(q, k, *given)))
-    gates = [logsigmoid(x.to(torch.promote_types(x.dtype, torch.float32))) for x in logits]
-    return attention(q, k, v, None, False, packing, backend, rescore=found, log_gate_TBH=gates[0] if gates else None)
+    gates = _gates(logits[0]) if logits else None
+    return attention(q, k, v, None, False, packing, backend, rescore=found, log_gate_TBH=gates)
+
+
+def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Outputs:
+    """Update a state; with `fp32_state` it holds numbers that the narrower type of the other tensors cannot hold."""
+    return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
 
 
 def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device, backend: str = "triton") -> None:
@@ -286,16 +288,3 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, to
 
     why = _failure(Check(partial(losses, True), partial(losses, False), inputs), dtype)
     return why and f"Liger's kernels do not work here ({why})"
-
-
-def _attention(
-    averages: bool, packing: Packing | None, backend: str, state: Tensor | None, *tensors: Tensor
-) -> Sequence[Tensor | None]:
-    """Attend, with a `state` that needs no gradient or with the state as the last of `tensors`."""
-    states = () if state is None else (state.to(tensors[0]),)
-    return attention(*tensors, *states, averages, packing, backend)
-
-
-def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-    """Update a state; with `fp32_state` it holds numbers that the narrower type of the other tensors cannot hold."""
-    return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]

@@ -28,7 +28,7 @@ LENGTH, TOKENS = (None, 48) if ON_GPU else (5, 5)
 LENGTHS, MANY_TOKENS = ((1, 63, 1025, 4096), 10_000) if ON_GPU else ((1, 17), 15)
 
 NAMES = [
-    f"attention{packed}{layer}"
+    f"attention{layer}{packed}"
     for packed in ("", " of packed documents")
     for layer in ("", " in the first layer", " in the last layer")
 ]
