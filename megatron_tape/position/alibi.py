@@ -17,7 +17,6 @@ class AlibiPosition(PositionEncoding):
     needs = frozenset({POINTWISE})
 
     def multiply_adds(self, layer: int) -> int:
-        """Count one multiplication per head, query and key."""
         return self.model.num_attention_heads * self.model.seq_length // 2
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position.base import (
-    SCALING,
-    EncodingSettings,
-    MicroBatch,
-    Parameter,
-    PositionEncoding,
-    Positions,
-)
+from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,16 +35,13 @@ class CopePosition(PositionEncoding):
     refuses = PositionEncoding.refuses | SCALING
 
     def check(self) -> None:
-        """Reject a single position, with nothing beside it to interpolate."""
         largest = self.settings.cope_max_position
         refuse(largest < 1, "model.cope_max_position", f"is {largest}", "set it to at least 1, such as 64")
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the embeddings of the positions."""
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def multiply_adds(self, layer: int) -> int:
-        """Count the products with the embeddings, and a gate and an interpolation per head, query and key."""
         products = (self.settings.cope_max_position + 1) * self.model.head_dim
         return self.model.num_attention_heads * (products + self.model.seq_length)
 

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.base import (
-    SCALING,
-    EncodingSettings,
-    MicroBatch,
-    Parameter,
-    PositionEncoding,
-    Positions,
-)
+from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +31,6 @@ class FoxPosition(PositionEncoding):
     reads_hidden_states = True
 
     def check(self) -> None:
-        """Reject a start that is not a number."""
         start = self.settings.fox_bias_start
         refuse(not math.isfinite(start), "model.fox_bias_start", f"is {start}", "set it to a number, such as 0")
 

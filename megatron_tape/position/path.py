@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends import REFLECTIONS
-from megatron_tape.position.base import (
-    SCALING,
-    EncodingSettings,
-    MicroBatch,
-    Parameter,
-    PositionEncoding,
-    Positions,
-)
+from megatron_tape.position.base import SCALING, EncodingSettings, MicroBatch, Parameter, PositionEncoding, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +41,6 @@ class PathPosition(PositionEncoding):
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject widths that cannot be."""
         rank, size = self.settings.path_rank, self.settings.path_conv_size
         refuse(rank < 1, "model.path_rank", f"is {rank}", "set it to at least 1, such as 32")
         refuse(size < 0, "model.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
@@ -91,7 +83,6 @@ class PathPosition(PositionEncoding):
         return positions_SB.float()
 
     def state_bytes(self, layer: int, width: int) -> int:
-        """Return the bytes of a position, in any precision of the run."""
         return 4
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
@@ -107,13 +98,11 @@ class PathPosition(PositionEncoding):
         return batch.local_tokens * self.settings.path_rank * batch.width + 4 * (inputs + blocks * of_blocks)
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Count w and beta, and their gradients."""
         groups = batch.sent_groups(self.model.query_groups)
         bytes_ = batch.local_tokens * groups * (self.model.head_dim + 1) * batch.width
         return bytes_, bytes_
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        """Return the scores as a function of queries and keys."""
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections

@@ -21,30 +21,24 @@ class PathFoxPosition(PathPosition, FoxPosition):
     needs = PathPosition.needs | FoxPosition.needs
 
     def check(self) -> None:
-        """Reject what either rejects."""
         PathPosition.check(self)
         FoxPosition.check(self)
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of both."""
         return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
 
     def multiply_adds(self, layer: int) -> int:
-        """Return the sum of both."""
         return PathPosition.multiply_adds(self, layer) + FoxPosition.multiply_adds(self, layer)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
-        """Return the sum of both."""
         return PathPosition.saved_bytes(self, layer, batch) + FoxPosition.saved_bytes(self, layer, batch)
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
-        """Return the sums of both."""
         of_each = (encoding.exchanged_bytes(self, layer, batch) for encoding in (PathPosition, FoxPosition))
         forward, backward = (sum(counts) for counts in zip(*of_each))
         return forward, backward
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        """Return the scores of the one and the gates of the other."""
         given = (layer, parameters, state, hidden_states_sBC, memory)
         gates = FoxPosition.positions(self, *given).log_gate_TBH
         return replace(PathPosition.positions(self, *given), log_gate_TBH=gates)

@@ -43,7 +43,6 @@ class RandomizedPosition(RotaryPosition):
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject ranges shorter than a sequence or too long for float32."""
         super().check()
         length = self.model.seq_length
         refuse(
@@ -66,7 +65,6 @@ class RandomizedPosition(RotaryPosition):
         return 4 * self.model.seq_length if chosen is None else chosen
 
     def token_positions(self, length: int, random: "np.random.Generator | None") -> "np.ndarray":
-        """Return positions drawn from `random`; without it, evenly spaced ones."""
         import numpy as np
 
         whole = max(self.position_range, length)

@@ -42,7 +42,6 @@ class Reposition(RotaryPosition):
     exports_to = "code"
 
     def check(self) -> None:
-        """Reject an inner width without a number, and a first layer that the model does not have."""
         super().check()
         width, first, last = self.settings.repo_width, self.settings.repo_first_layer, self.model.num_layers - 1
         refuse(
@@ -68,11 +67,9 @@ class Reposition(RotaryPosition):
         return min(max(1, layers // 3), layers - 1) if first is None else first
 
     def learns_rotation(self, layer: int) -> bool:
-        """Return whether the layer predicts positions."""
         return layer >= self.predicts_from
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of the prediction, drawn as the model's other matrices are."""
         if not self.learns_rotation(layer):
             return {}
         model, width, std = self.model, self.inner_width, self.model.init_std
@@ -83,7 +80,6 @@ class Reposition(RotaryPosition):
         }
 
     def multiply_adds(self, layer: int) -> int:
-        """Count the three products."""
         if not self.learns_rotation(layer):
             return 0
         return self.inner_width * (2 * self.model.hidden_size + self.model.query_groups)
@@ -105,7 +101,6 @@ class Reposition(RotaryPosition):
         return sent, sent
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        """Return the phases of RoPE, or those of the positions that the layer predicts, (S, B, g, D)."""
         if not self.learns_rotation(layer):
             return Positions(state)
         positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))

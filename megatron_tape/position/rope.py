@@ -69,7 +69,6 @@ class RotaryPosition(PositionEncoding):
         return "code" if learned or self.model.attention_output_gate else "plain"
 
     def check(self) -> None:
-        """Reject factors below 1, bounds in the wrong order, and bases with which yarn's bounds do not exist."""
         settings = self.settings
         for key, value in vars(settings).items():
             if key.startswith("rope_") and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -94,17 +93,14 @@ class RotaryPosition(PositionEncoding):
         )
 
     def learns_on_entry(self, layer: int) -> bool:
-        """Return whether this is the first layer and increments are learned."""
         return layer == 0 and self.settings.position_increments == "learned"
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return what gives the increments, if they are learned."""
         if not self.learns_on_entry(layer):
             return {}
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
     def multiply_adds(self, layer: int) -> int:
-        """Count w . x for every group."""
         return self.model.query_groups * self.model.hidden_size if self.learns_on_entry(layer) else 0
 
     def state_size(self, layer: int) -> int:

@@ -18,7 +18,6 @@ class SinusoidalPosition(PositionEncoding):
     counts_in_documents = True
 
     def check(self) -> None:
-        """Reject hidden sizes that do not split into pairs of sine and cosine."""
         size = self.model.hidden_size
         refuse(
             size % 2 == 1, "model.hidden_size", f"is {size}, but sincos needs pairs of numbers", "choose an even size"

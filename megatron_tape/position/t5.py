@@ -31,7 +31,6 @@ class T5Position(PositionEncoding):
     needs = frozenset({POINTWISE})
 
     def check(self) -> None:
-        """Reject numbers of buckets and distances between which no logarithmic buckets fit."""
         buckets, distance = self.settings.t5_num_buckets, self.settings.t5_max_distance
         refuse(buckets < 2, "model.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32, as in T5")
         refuse(
@@ -47,7 +46,6 @@ class T5Position(PositionEncoding):
         return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
 
     def multiply_adds(self, layer: int) -> int:
-        """Count adding the bias, once per head, query and key."""
         return self.model.num_attention_heads * self.model.seq_length // 2
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:

@@ -79,12 +79,10 @@ class TapePosition(RotaryPosition):
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        """The width of the position MLP, the kind of token mixing and the precision of the state."""
         full, fp32 = self.settings.token_mixing == "full", self.settings.position_state_precision == "fp32"
         return {"inner": self.mlp_width, "full_mixing": full, "fp32_state": fp32}
 
     def check(self) -> None:
-        """Reject a scale per head if heads share groups."""
         super().check()
         width = self.mlp_width
         refuse(not 1 <= width <= 2**20, "model.position_mlp_size", f"is {width}", "set it to 1 or more, up to 2^20")
@@ -97,11 +95,9 @@ class TapePosition(RotaryPosition):
         )
 
     def updates(self, layer: int) -> bool:
-        """Return whether the layer is not the last."""
         return layer < self.model.num_layers - 1
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters of the increments, if they are learned, and of the update."""
         model = self.model
         increments = {"increments": Parameter((1, model.hidden_size))} if self.learns_on_entry(layer) else {}
         if not self.updates(layer):
@@ -137,7 +133,6 @@ class TapePosition(RotaryPosition):
         return self.model.head_dim * self.model.query_groups if layer > 0 else super().state_size(0)
 
     def state_bytes(self, layer: int, width: int) -> int:
-        """Return the bytes of the state, which is in fp32 if it accumulates in fp32."""
         return self.state_size(layer) * (4 if self.settings.position_state_precision == "fp32" else width)
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:

@@ -37,7 +37,6 @@ class XposPosition(RotaryPosition):
     exports_to = "code"
 
     def check(self) -> None:
-        """Reject factors that float32 could not hold."""
         super().check()
         length = self.model.seq_length
         base, slowest = self.settings.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
@@ -50,7 +49,6 @@ class XposPosition(RotaryPosition):
         )
 
     def state_size(self, layer: int) -> int:
-        """Return the size of one head's phases and factors, which all heads share."""
         return 2 * self.model.head_dim
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
@@ -67,6 +65,5 @@ class XposPosition(RotaryPosition):
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
     def positions(self, layer, parameters, state, hidden_states_sBC, memory) -> Positions:
-        """Return the phases and the factors."""
         phases, factors = state.chunk(2, dim=-1)
         return Positions(phases, factor_TB1D=factors)
