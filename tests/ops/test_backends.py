@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same, draw_qkvz
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.ops.attention import attention
@@ -49,22 +50,16 @@ def flash_attn(monkeypatch):
 def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed, queries):
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(queries, 2, 6, 8)] + [(21, 2, 2, 8)] * 3
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    tensors = draw_qkvz(21, 6, 2, 8, queries)
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
-    results = []
-    for name in (backend, "naive"):
-        outputs = [x for x in attention(*tensors, averages, packing, name, rotate=queries == 21) if x is not None]
-        assert len(outputs) == 1 + averages
-        loss = sum(x.square().sum() for x in outputs)
-        results.append([*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)])
-    torch.testing.assert_close(*results)
+    ours, theirs = (attention(*tensors, averages, packing, name, rotate=queries == 21) for name in (backend, "naive"))
+    assert (ours[1] is not None) == averages
+    assert_same(ours, theirs, tensors)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
-    tensors = [torch.randn(shape) for shape in [(21, 2, 6, 8)] + [(21, 2, 2, 8)] * 3]
+    tensors = draw_qkvz(21, 6, 2, 8)
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     torch.use_deterministic_algorithms(True)
     try:
@@ -76,9 +71,7 @@ def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "naive"])
 def test_decoding_with_a_cache_gives_the_rows_of_the_whole(flash_attn, backend, padding):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(12, 2, heads, 8) for heads in (4, 2, 2, 2)]
-    q, k, v, z = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    q, k, v, z = draw_qkvz(12, 4, 2, 8)
     # The second sequence is shorter, and so begins with padding.
     bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long()) if padding else None
     whole = attention(q, k, v, z, True, None if bounds is None else Packing(bounds), "naive")

@@ -1,7 +1,6 @@
 """flash-linear-attention's kernels of forget gates and of PaTH: what they are given, with plain forms instead."""
 
 import ast
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from comparing import assert_same, authors_form, draw, draw_qkvz
 from models import small_model
 from torch.nn.functional import logsigmoid, normalize
 
@@ -20,7 +20,6 @@ from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.packing import Packing
 
 LENGTH, HEADS, GROUPS, DIM = 70, 6, 2, 16
-OPS = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "ops"
 PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
 
 
@@ -29,11 +28,8 @@ def stand_in(monkeypatch, name, make):
 
     `plain` is the package's own plain form.
     """
-    folder = OPS / name
-    spec = importlib.util.spec_from_file_location(f"naive_{name}", folder / "naive.py")
-    plain = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plain)
-    tree = ast.parse((folder / "parallel.py").read_text())
+    plain = authors_form(name)
+    tree = ast.parse(Path(plain.__file__).with_name("parallel.py").read_text())
     theirs = next(node for node in tree.body if getattr(node, "name", "") == f"parallel_{name}")
     ours = make(plain)
     assert [x.arg for x in theirs.args.args] == [*inspect.signature(ours).parameters]
@@ -89,21 +85,15 @@ def fla(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
 def test_fla_is_given_what_the_naive_backend_computes_with(fla, reflects, gated, packed):
-    torch.manual_seed(0)
-    key = (LENGTH, 2, GROUPS, DIM)
-    drawn = [torch.randn(shape).requires_grad_() for shape in ((LENGTH, 2, HEADS, DIM), *[key] * 4, key[:3])]
-    (q, k, v, z, w, betas), logits = drawn, torch.randn(LENGTH, 2, HEADS).requires_grad_()
+    q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
+    w, betas, logits = (draw(LENGTH, 2, *rest, seed=5) for rest in ((GROUPS, DIM), (GROUPS,), (HEADS,)))
     given = {"packing": PACKING if packed else None, "log_gate_TBH": logsigmoid(logits) if gated else None}
     leaves = [q, k, v, *([w, betas] if reflects else [z]), *([logits] if gated else [])]
     if reflects:
         given["rescore"] = through_reflections(lambda w, b: (normalize(w, dim=-1), 2 * b.sigmoid()), (w, betas))
     else:
         given["z_TBGD"] = z
-    direction, found = torch.randn(q.shape), []
-    for backend in ("fla", "naive"):
-        o, _ = attention(q, k, v, backend=backend, **given)
-        found.append([o, *torch.autograd.grad(o, leaves, direction, retain_graph=True)])
-    torch.testing.assert_close(*found)
+    assert_same(*(attention(q, k, v, backend=backend, **given) for backend in ("fla", "naive")), leaves)
     with pytest.raises(ValueError, match="fla, which cannot attend from 1 queries to 70 keys; use tiled"):
         attention(q[:1], k, v, backend="fla", **given, rotate=False)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import assert_same, draw, draw_qkvz
 from models import build, small_model
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import logsigmoid
@@ -31,15 +32,6 @@ def gradients_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
 
 
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def inputs(queries=LENGTH):
-    return [draw(queries, 2, HEADS, DIM), *(draw(LENGTH, 2, GROUPS, DIM, seed=seed) for seed in (1, 2, 3))]
-
-
 def table_bias(table):
     """A learned bias by distance and head."""
 
@@ -53,20 +45,16 @@ def table_bias(table):
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_gives_what_the_naive_backend_does_with_every_gradient(packed, queries):
-    tensors, rotated = inputs(queries), queries == LENGTH
+    tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
     table, logits = draw(12, HEADS, seed=5), draw(LENGTH, 2, HEADS, seed=6)
-    found = []
-    for backend in ("flex", "naive"):
-        q, k, v, z = tensors
-        changes = {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
-        o, _ = attention(q, k, v, z, False, PACKING if packed else None, backend, rotate=rotated, **changes)
-        leaves = [*tensors, table, logits] if rotated else [*tensors[:3], table, logits]
-        found.append([o, *torch.autograd.grad(o, leaves, draw(*o.shape, seed=9).detach())])
-    torch.testing.assert_close(*found)
+    given = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
+    given |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
+    ours, theirs = (attention(*tensors, backend=backend, **given) for backend in ("flex", "naive"))
+    assert_same(ours, theirs, [*tensors, table, logits])
 
 
 def test_flex_needs_no_bias_and_knows_its_segments_heads():
-    q, k, v, z = inputs()
+    q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
     torch.testing.assert_close(
         attention(q, k, v, z, packing=PACKING, backend="flex"), attention(q, k, v, z, packing=PACKING, backend="naive")
     )
@@ -115,7 +103,7 @@ def test_the_blocks_of_a_mask_are_those_found_pair_by_pair(S, T, packed):
 
 
 def test_a_bias_that_is_only_computed_by_tiles_is_refused():
-    q, k, v, _ = inputs()
+    q, k, v, _ = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
     with pytest.raises(ValueError, match="flex, which cannot add a bias to the scores, tile by tile"):
         attention(q, k, v, None, backend="flex", bias=Bias(lambda rows, columns: torch.zeros(1, 1, 1, 1)))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same, draw, draw_qkvz
 
 from megatron_tape.model import reference
 from megatron_tape.ops.attention import attention
@@ -12,30 +13,17 @@ from megatron_tape.ops.position_update import compact_update, contextualize, mix
 from megatron_tape.ops.rotation import rotate, rotate_groups
 
 
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def assert_equal_with_gradients(ours, theirs, inputs):
-    torch.testing.assert_close(ours, theirs)
-    direction = torch.randn_like(theirs)
-    for a, b in zip(torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(theirs, inputs, direction)):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("length", [1, 7, 63, 65])
 @pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_averages_every_value_with_one_map(length, heads, groups, packed):
-    q, k = draw(length, 2, heads, 8), draw(length, 2, groups, 8, seed=1)
-    v, z = draw(length, 2, groups, 8, seed=2), draw(length, 2, groups, 8, seed=3)
+    q, k, v, z = draw_qkvz(length, heads, groups, 8)
     documents = torch.tensor([[i // 5 for i in range(length)], [i // 11 for i in range(length)]]) if packed else None
     ours = attention(q, k, v, z, True, None if documents is None else Packing.of(documents))
     turned = rotate_groups(q, z), rotate(k, z)
     q_, k_, values = (x.transpose(0, 1) for x in (*turned, torch.cat([v, z], dim=-1)))
     theirs = reference.attend(q_, k_, values, documents).transpose(0, 1)
-    assert_equal_with_gradients(torch.cat(ours, dim=-1), theirs, (q, k, v, z))
+    assert_same(torch.cat(ours, dim=-1), theirs, (q, k, v, z))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 33])
@@ -46,7 +34,7 @@ def test_collapsed_update_equals_the_literal_one(tokens, heads, groups, inner):
     ours = contextualize(mix_tokens(z, u, mixing), gate, up, down)
     mixed = z + torch.einsum("gh,nhd->ngd", mixing, u)
     literal = torch.einsum("gp,npd->ngd", down, F.silu(gate)[..., None] * torch.einsum("pg,ngd->npd", up, mixed))
-    assert_equal_with_gradients(ours, mixed + literal, (z, u, gate, mixing, up, down))
+    assert_same(ours, mixed + literal, (z, u, gate, mixing, up, down))
 
 
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -58,7 +46,7 @@ def test_the_compact_update_is_the_plain_one_and_keeps_z_u_and_gate(tokens, head
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
         ours = compact_update(*inputs)
     assert kept == [x.data_ptr() for x in inputs]
-    assert_equal_with_gradients(ours, plain_update(*inputs), inputs)
+    assert_same(ours, plain_update(*inputs), inputs)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -71,7 +59,7 @@ def test_rounding_of_the_compact_update_of_an_fp32_state_is_at_most_twice_that_o
 
 def test_mixing_per_head_is_a_diagonal_matrix():
     z, u, scale = draw(5, 4, 8), draw(5, 4, 8, seed=1), draw(4)
-    assert_equal_with_gradients(mix_tokens(z, u, scale), mix_tokens(z, u, scale.diag()), (z, u, scale))
+    assert_same(mix_tokens(z, u, scale), mix_tokens(z, u, scale.diag()), (z, u, scale))
 
 
 def test_rotation_is_the_complex_product_and_groups_share_a_state():
@@ -81,6 +69,6 @@ def test_rotation_is_the_complex_product_and_groups_share_a_state():
         return torch.complex(*x.chunk(2, dim=-1))
 
     expected = as_complex(q) * as_complex(z.repeat_interleave(2, dim=2))
-    assert_equal_with_gradients(rotate_groups(q, z), torch.cat([expected.real, expected.imag], dim=-1), (q, z))
+    assert_same(rotate_groups(q, z), torch.cat([expected.real, expected.imag], dim=-1), (q, z))
     phase = reference.rope_phases(torch.arange(5), 10000.0 ** -(torch.arange(4) / 4)).double()
     torch.testing.assert_close(rotate(q[:, 0, 0], phase).norm(dim=-1), q[:, 0, 0].norm(dim=-1))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import assert_same, draw, draw_qkvz
 from torch.nn.functional import logsigmoid
 
 from megatron_tape.ops.attention import attention
@@ -22,13 +23,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled, "KEYS", 6)
 
 
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
 def inputs(queries=LENGTH):
-    return [draw(queries, 2, HEADS, DIM), *(draw(LENGTH, 2, GROUPS, DIM, seed=seed) for seed in (1, 2, 3))]
+    return draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
 
 
 def slopes_and_table():
@@ -74,18 +70,14 @@ def test_biases_and_gates_with_every_gradient(backend, packed, queries):
     learned, bias = slopes_and_table()
     gates = draw(LENGTH, 2, HEADS, seed=6)
     both = slice(0, LENGTH)
-    sums = torch.nn.functional.logsigmoid(gates).cumsum(0).permute(1, 2, 0)
+    log_gate = logsigmoid(gates)
+    sums = log_gate.cumsum(0).permute(1, 2, 0)
     at = torch.arange(LENGTH)
     by_distance = learned[0][None, :, None, None] * (at[:, None] - at) + learned[1][:, :, both, both]
     added = by_distance + sums[..., :, None] - sums[..., None, :]
     theirs = plain(*tensors, added, packing, rotated)
-    log_gate = torch.nn.functional.logsigmoid(gates)
     ours = attention(*tensors, True, packing, backend, rotate=rotated, bias=bias, log_gate_TBH=log_gate)
-    directions = [torch.randn_like(x) for x in theirs]
-    leaves = [*tensors, *learned, gates]
-    expected = torch.autograd.grad(theirs, leaves, directions, allow_unused=True, materialize_grads=True)
-    gradients = torch.autograd.grad(ours, leaves, directions, allow_unused=True, materialize_grads=True)
-    torch.testing.assert_close([*ours, *gradients], [*theirs, *expected])
+    assert_same(ours, theirs, [*tensors, *learned, gates])
 
 
 @pytest.mark.parametrize("backend, need", CAN)
@@ -142,16 +134,9 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
     gates, weight = draw(LENGTH, 2, HEADS, seed=7), draw(1, seed=6)
     packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8) if packed else None
     rescore = Rescore(counting, (weight,), lambda q, k, weight: (weight * k.square().mean() + q.mean(),))
-    found = []
-    for backend in ("naive", "tiled"):
-        o, u = attention(
-            *tensors, True, packing, backend, rotate=queries == LENGTH, bias=bias,
-            log_gate_TBH=-gates.square(), rescore=rescore,
-        )  # fmt: skip
-        directions = [draw(*x.shape, seed=9).detach() for x in (o, u)]
-        leaves = [*tensors, *of_bias, gates, weight]
-        found.append([o, u, *torch.autograd.grad((o, u), leaves, directions)])
-    torch.testing.assert_close(found[0], found[1])
+    given = dict(rotate=queries == LENGTH, bias=bias, log_gate_TBH=-gates.square(), rescore=rescore)
+    ours, theirs = (attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive"))
+    assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
 
 
 def test_a_backend_refuses_what_it_cannot_do():

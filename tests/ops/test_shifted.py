@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from comparing import assert_same, draw_qkvz, with_gradients
 
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
@@ -16,12 +17,6 @@ from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments, unshi
 
 T, B, D = 48, 2, 32
 DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
-
-
-def drawn(groups, dtype, per_group=3):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(T, B, groups * per_group, D), *[(T, B, groups, D)] * 3]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
 def explicit(q, k, v, z, average, documents):
@@ -49,12 +44,6 @@ def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **m
     return attend_in_segments(given, segments, backend)
 
 
-def with_gradients(outputs, tensors):
-    outputs = [x for x in outputs if x is not None]
-    loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
-    return [*outputs, *torch.autograd.grad(loss, tensors, materialize_grads=True)]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "backend, groups, averages",
@@ -64,18 +53,18 @@ def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, avera
     monkeypatch.setattr(tiled, "QUERIES", 4)
     monkeypatch.setattr(tiled, "KEYS", 8)
     dtype = torch.float32 if backend == "triton" else torch.float64
-    tensors = drawn(groups, dtype)
+    tensors = draw_qkvz(T, 3 * groups, groups, D, dtype=dtype)
     documents = DOCUMENTS if packed else None
     packing = None if documents is None else Packing.of(documents)
     segments = ShiftedSegments.of(torch.zeros(B, T), packing, unshifted_groups(groups))
-    ours = with_gradients(shifted_attention(*tensors, segments, averages, backend), tensors)
-    plain = with_gradients(explicit(*tensors, averages, documents), tensors)
+    ours = shifted_attention(*tensors, segments, averages, backend)
+    plain = explicit(*tensors, averages, documents)
     if backend != "triton":
-        torch.testing.assert_close(ours, plain)
+        assert_same(ours, plain, tensors)
         return
-    doubles = drawn(groups, torch.float64)
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
     exact = with_gradients(explicit(*doubles, averages, documents), doubles)
-    for x, y, z in zip(ours, plain, exact, strict=True):
+    for x, y, z in zip(with_gradients(ours, tensors), with_gradients(plain, tensors), exact, strict=True):
         assert (x - z).norm() <= 2 * (y - z).norm() + 1e-6 * z.norm()
 
 
@@ -101,7 +90,7 @@ def rolled_as_longlora_without_flash(q, k, v):
 
 
 def test_the_first_tokens_of_shifted_heads_do_not_see_the_last_ones():
-    q, k, v, _ = drawn(2, torch.float64, per_group=1)
+    q, k, v, _ = draw_qkvz(T, 2, 2, D)
     segments = ShiftedSegments.of(torch.zeros(B, T), None, 0)
 
     def what_the_first_tokens_see(attend):
@@ -120,7 +109,7 @@ def test_the_first_tokens_of_shifted_heads_do_not_see_the_last_ones():
 
 @pytest.mark.parametrize("backend", ["naive", "torch", "tiled"])
 def test_biases_and_gates_are_those_of_the_heads(backend):
-    q, k, v, _ = drawn(3, torch.float64)
+    q, k, v, _ = draw_qkvz(T, 9, 3, D)
     slopes, gates = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), -torch.rand(T, B, 9, dtype=torch.float64)
 
     def tile(rows, columns, slopes):

@@ -43,58 +43,53 @@ def draw(*shape, dtype, seed, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
-def assert_as_exact_as_torch(kernel, plain, inputs, dtype):
-    assert inexact(kernel, plain, inputs, dtype) is None
+def assert_as_exact_as_torch(attend, inputs, dtype):
+    assert inexact(partial(attend, "triton"), partial(attend, "torch"), inputs, dtype) is None
 
 
-def check_attention(length, batch, heads, groups, dim, dtype=FP32, state=None, wide=True, documents=None, rotated=True):
-    """Compare with torch's backend; `state` is the type of z if it is another."""
-    shapes = [(heads, dtype), (groups, dtype), (groups, dtype), (groups, state or dtype)]
-    inputs = [draw(length, batch, n, dim, dtype=kind, seed=i) for i, (n, kind) in enumerate(shapes)]
-    bounds = None if documents is None else Packing.of(documents.to(DEVICE))
+def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, state=None, wide=True, ends=None, rotated=True):
+    """Compare with torch's backend; `state` is the type of z if it is another, `ends` those of documents."""
+    kinds = [(heads, dtype), (groups, dtype), (groups, dtype), (groups, state or dtype)]
+    batch = 1 if ends is None else 2
+    inputs = [draw(length, batch, n, dim, dtype=kind, seed=i) for i, (n, kind) in enumerate(kinds)]
+    packing = None
+    if ends is not None:
+        documents = [(torch.arange(length)[:, None] >= torch.tensor(row)).sum(1) for row in ends]
+        packing = Packing.of(torch.stack(documents).to(DEVICE))
 
-    def with_backend(backend):
-        def call(q, k, v, z=None):
-            # torch multiplies equal types only.
-            z = z.to(q.dtype) if z is not None and backend == "torch" else z
-            return attention(q, k, v, z, wide, bounds, backend)
+    def attend(backend, q, k, v, z=None):
+        # torch multiplies equal types only.
+        z = z.to(q.dtype) if z is not None and backend == "torch" else z
+        return attention(q, k, v, z, wide, packing, backend)
 
-        return call
-
-    inputs = inputs if rotated else inputs[:3]
-    assert_as_exact_as_torch(with_backend("triton"), with_backend("torch"), inputs, dtype)
-
-
-@pytest.mark.parametrize("length", [1, 63, 65, 257])
-def test_attention_at_odd_lengths(length):
-    check_attention(length, 1, 2, 1, 32)
+    assert_as_exact_as_torch(attend, inputs if rotated else inputs[:3], dtype)
 
 
-@pytest.mark.parametrize("heads, groups", [(3, 3), (4, 2), (5, 1)])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_attention_in_half_precision(dtype, heads, groups):
-    check_attention(65, 2, heads, groups, 64, dtype)
+SMALL_HEADS = dict(heads=2, groups=1, dim=32)
+UNEVEN = [dict(length=65, ends=[[7, 8, 40], [64]]), dict(length=130, ends=[[1, 128], [65, 66]])]
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_attention_of_every_width(dim):
-    check_attention(65, 1, 2, 1, dim, BF16)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("length, ends", [(65, [[7, 8, 40], [64]]), (130, [[1, 128], [65, 66]])])
-def test_attention_within_uneven_documents(length, ends, dtype):
-    at = torch.arange(length)
-    documents = torch.stack([(at[:, None] >= torch.tensor(row)).sum(1) for row in ends])
-    check_attention(length, 2, 4, 2, 32, dtype, documents=documents)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(SMALL_HEADS | dict(length=length) for length in (1, 63, 65, 257)),
+        *(dict(heads=h, groups=g, dtype=t) for t in (BF16, FP16) for h, g in ((3, 3), (4, 2), (5, 1))),
+        *(dict(heads=2, groups=1, dim=dim, dtype=BF16) for dim in HEAD_DIMS),
+        *(case | dict(dim=32, dtype=dtype) for case in UNEVEN for dtype in (FP32, BF16)),
+        dict(dtype=BF16, state=FP32),
+        *(dict(dtype=BF16, wide=False, rotated=rotated) for rotated in (True, False)),
+    ],
+    ids=str,
+)
+def test_attention(case):
+    check_attention(**case)
 
 
 @pytest.mark.parametrize("dim", [64, 80])
-def test_repeatable_gradients(monkeypatch, dim):
+@pytest.mark.parametrize("dtype, ends", [(BF16, [[65], [3]]), (FP32, None)])
+def test_repeatable_gradients(monkeypatch, dim, dtype, ends):
     monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: True)
-    documents = (torch.arange(130) >= torch.tensor([[65], [3]])).long()
-    check_attention(130, 2, 4, 2, dim, BF16, documents=documents)
-    check_attention(130, 1, 2, 1, dim, FP32)
+    check_attention(length=130, dim=dim, dtype=dtype, ends=ends)
 
 
 @pytest.mark.parametrize("dim", [64, 80])
@@ -102,33 +97,14 @@ def test_a_state_that_needs_no_gradient_gets_none(dim):
     state = draw(65, 1, 2, dim, dtype=BF16, seed=9)
     inputs = [draw(65, 1, n, dim, dtype=BF16, seed=n) for n in (4, 2, 3)]
     inputs[2] = inputs[2][:, :, :2]
-    assert_as_exact_as_torch(
-        lambda *x: attention(*x, state, True, None, "triton"),
-        lambda *x: attention(*x, state.to(x[0]), True, None, "torch"),
-        inputs,
-        BF16,
-    )
-
-
-def test_attention_with_a_state_in_fp32():
-    check_attention(65, 1, 4, 2, 64, BF16, state=FP32)
-
-
-@pytest.mark.parametrize("rotated", [True, False])
-def test_attention_without_averaging_the_state(rotated):
-    check_attention(65, 1, 4, 2, 64, BF16, wide=False, rotated=rotated)
+    assert_as_exact_as_torch(lambda backend, *x: attention(*x, state.to(x[0]), True, None, backend), inputs, BF16)
 
 
 def test_one_state_for_all_sequences_and_groups_gets_the_sum_of_their_gradients():
     q, k, v = (draw(33, 2, n, 32, dtype=FP32, seed=n) for n in (4, 2, 3))
     v = v[:, :, :2]
     z = draw(33, 1, 1, 32, dtype=FP32, seed=9)
-    assert_as_exact_as_torch(
-        lambda *inputs: attention(*inputs, True, None, "triton"),
-        lambda *inputs: attention(*inputs, True, None, "torch"),
-        [q, k, v, z],
-        FP32,
-    )
+    assert_as_exact_as_torch(lambda backend, *x: attention(*x, True, None, backend), [q, k, v, z], FP32)
 
 
 def test_strided_inputs_are_read_where_they_are():
@@ -153,11 +129,7 @@ def test_a_few_queries_see_a_whole_cache(queries, keys, dim, dtype, packed):
     inputs = [draw(n, 2, h, dim, dtype=dtype, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))]
     at = torch.arange(keys, device=DEVICE)
     bounds = Packing.of((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
-    ours, torchs = (
-        lambda *x, backend=backend: attention(*x, True, bounds, backend, rotate=False)
-        for backend in ("triton", "torch")
-    )
-    assert_as_exact_as_torch(ours, torchs, inputs, dtype)
+    assert_as_exact_as_torch(lambda backend, *x: attention(*x, True, bounds, backend, rotate=False), inputs, dtype)
 
 
 def test_a_second_derivative_is_refused():
@@ -173,10 +145,7 @@ def test_a_second_derivative_is_refused():
 def test_one_of_two_outputs_may_stay_unused(used):
     inputs = [draw(33, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
     assert_as_exact_as_torch(
-        lambda *x: [attention(*x, True, None, "triton")[used]],
-        lambda *x: [attention(*x, True, None, "torch")[used] + 0 * sum(y.sum() for y in x)],
-        inputs,
-        FP32,
+        lambda backend, *x: [attention(*x, True, None, backend)[used] + 0 * sum(y.sum() for y in x)], inputs, FP32
     )
 
 
@@ -201,6 +170,11 @@ def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
     return [draw(*s, dtype=dtype, seed=i, scale=1 if i < 3 else s[-1] ** -0.5) for i, s in enumerate(shapes)]
 
 
+def assert_as_exact_update(function, inputs, dtype):
+    fused, plain = (lambda *x, update=update: [function(update, *x)] for update in (fused_update, plain_update))
+    assert inexact(fused, plain, inputs, dtype) is None
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(
     "tokens, groups, heads, dim, inner, full",
@@ -209,27 +183,19 @@ def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
 )  # fmt: skip
 def test_position_update(tokens, groups, heads, dim, inner, full, dtype):
     inputs = update_inputs(tokens, groups, heads, dim, inner, dtype, full)
-    assert_as_exact_as_torch(lambda *x: [fused_update(*x)], lambda *x: [plain_update(*x)], inputs, dtype)
+    assert_as_exact_update(lambda update, *x: update(*x), inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_an_update_that_keeps_the_modulus(dtype):
     inputs = update_inputs(33, 3, 6, 80, 7, dtype)
-
-    def update(function):
-        return lambda *x: [with_modulus(function(*x), 1.0)]
-
-    assert_as_exact_as_torch(update(fused_update), update(plain_update), inputs, dtype)
+    assert_as_exact_update(lambda update, *x: with_modulus(update(*x), 1.0), inputs, dtype)
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_state_in_fp32_is_updated_in_fp32(full):
     inputs = update_inputs(33, 4, 4, 32, 7, BF16, full)
-
-    def update(function):
-        return lambda z, *others: [function(z.float() if z.dtype is BF16 else z, *others)]
-
-    assert_as_exact_as_torch(update(fused_update), update(plain_update), inputs, BF16)
+    assert_as_exact_update(lambda update, z, *x: update(z.float() if z.dtype is BF16 else z, *x), inputs, BF16)
     z, u, gate, mixing, up, down = inputs
     small = [u, gate, mixing * 1e-3, up, down * 1e-3]
     for function in (fused_update, plain_update):

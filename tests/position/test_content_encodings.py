@@ -1,21 +1,18 @@
 """Encodings that depend on content: their papers' equations, what pins them down, and tokens a few at a time."""
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import Growing, assert_same, authors_form, draw
 from models import build, random_tokens, small_model
 
-from megatron_tape.errors import ConfigError
-from megatron_tape.model.settings import validate_model
 from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
-from megatron_tape.position import Memory, encoding_of
+from megatron_tape.position import encoding_of
 from megatron_tape.position.base import NO_MEMORY
 
 TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
@@ -29,11 +26,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled, "KEYS", 6)
     monkeypatch.setattr(contextual, "_QUERIES", 3)
     monkeypatch.setattr(contextual, "_KEYS", 4)
-
-
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
 def heads(tokens=TOKENS):
@@ -80,13 +72,11 @@ def test_cope_is_the_papers_equation_with_every_gradient(packed):
     table = parameters_of(found)["table"]
     documents = DOCUMENTS if packed else torch.zeros(2, TOKENS)
     expected = cope_by_definition(q, k, v, table, documents)
-    direction = draw(*expected.shape, seed=8).detach()
-    expected = [expected, *torch.autograd.grad(expected, (q, k, v, table), direction)]
     rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_MEMORY)
     packing = Packing.of(documents) if packed else None
     for backend in ("naive", "tiled"):
         ours = attention(q, k, v, packing=packing, backend=backend, **vars(rescored))[0]
-        torch.testing.assert_close([ours, *torch.autograd.grad(ours, (q, k, v, table), direction)], expected)
+        assert_same(ours, expected, (q, k, v, table))
 
 
 def test_cope_with_gates_of_one_is_a_learned_bias_by_distance():
@@ -121,30 +111,18 @@ def test_cope_counts_seen_keys_beyond_hidden_ones(queries):
     torch.testing.assert_close(found[:, :, kept][..., ~hidden] * seen, expected * seen)
 
 
-@pytest.fixture
-def fla_naive(monkeypatch):
-    """flash-linear-attention's plain form, read from its file, as the package itself needs a GPU; in float64."""
-    package = Path(importlib.util.find_spec("fla").submodule_search_locations[0])
-    spec = importlib.util.spec_from_file_location("fla_naive", package / "ops" / "forgetting_attn" / "naive.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    return module.naive_forgetting_attn
-
-
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(fla_naive, backend):
+def test_fox_is_what_flash_linear_attention_computes_with_every_gradient(monkeypatch, backend):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     found, hidden, tensors = encoding("fox"), draw(TOKENS, 2, HIDDEN, seed=5), heads()
     parameters = parameters_of(found)
     logits = hidden @ parameters["gate"].T / HIDDEN**0.5 + parameters["gate_bias"]
     assert 0.1 < logits.sigmoid().std()
     q, k, v, gates = (x.transpose(0, 1) for x in (*tensors, logits.sigmoid().log()))
-    expected = fla_naive(q, k, v, gates).transpose(0, 1)
+    expected = authors_form("forgetting_attn").naive_forgetting_attn(q, k, v, gates).transpose(0, 1)
     given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_MEMORY)
     ours = attention(*tensors, backend=backend, **vars(given))[0]
-    direction, leaves = draw(*expected.shape, seed=8).detach(), [*tensors, hidden, *parameters.values()]
-    gradients = [torch.autograd.grad(x, leaves, direction) for x in (ours, expected)]
-    torch.testing.assert_close([ours, *gradients[0]], [expected, *gradients[1]])
+    assert_same(ours, expected, [*tensors, hidden, *parameters.values()])
 
 
 def test_fox_with_gates_of_one_is_nope_and_starts_with_its_bias():
@@ -159,17 +137,6 @@ def test_fox_with_gates_of_one_is_nope_and_starts_with_its_bias():
     started = build(small_model(position_encoding="fox", fox_bias_start=3.5), randomize=False)[0]
     bias = started.gpt.decoder.layers[1].position.gate_bias
     assert bias.tolist() == [3.5] * 4 and bias.decay is False
-
-
-class Growing(Memory):
-    """Keeps everything, as a cache does."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def all_tokens(self, name, new):
-        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
-        return self.kept[name]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -202,19 +169,3 @@ def test_gates_keep_the_differences_of_neighbours_after_128k_tokens():
     # A tile of few queries may leave out a number for each.
     found = bias.of(near, near)[0, 0].double().expand(72, -1)
     torch.testing.assert_close(found[:, 1:] - found[:, :1], (exact[0] - exact[1:]).expand(72, -1), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "name, changes, refusal",
-    [
-        ("cope", {"cope_max_position": 0}, "cope_max_position is 0; set it to at least 1"),
-        ("fox", {"fox_bias_start": float("nan")}, "fox_bias_start is nan"),
-        ("cope", {"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to cope"),
-        ("fox", {"rope_scaling_type": "yarn"}, "rope_scaling_type yarn does not apply to fox"),
-        ("cope", {"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
-        ("fox", {"attention_backend": "triton"}, "triton, which cannot lower the scores of keys with forget gates"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(name, changes, refusal):
-    with pytest.raises(ConfigError, match=refusal):
-        validate_model(small_model(position_encoding=name, **changes))

@@ -188,6 +188,16 @@ def test_costs_are_those_of_the_model(name):
         ("repo", {"repo_first_layer": 3}, "repo_first_layer is 3, but layers are numbered from 0 to 2"),
         ("repo", {"repo_first_layer": -1}, "repo_first_layer is -1"),
         ("xpos", {"seq_length": 4096}, "xpos_scale_base 8 is too small .* at least 65"),
+        ("cope", {"cope_max_position": 0}, "cope_max_position is 0; set it to at least 1"),
+        ("cope", {"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to cope"),
+        ("cope", {"attention_backend": "torch"}, "torch, which cannot compute scores from whole rows"),
+        ("fox", {"fox_bias_start": float("nan")}, "fox_bias_start is nan"),
+        ("fox", {"rope_scaling_type": "yarn"}, "rope_scaling_type yarn does not apply to fox"),
+        ("fox", {"attention_backend": "triton"}, "triton, which cannot lower the scores of keys with forget gates"),
+        ("path", {"path_rank": 0}, "path_rank is 0"),
+        ("path", {"path_conv_size": -1}, "path_conv_size is -1"),
+        ("path", {"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to path"),
+        ("path", {"attention_backend": "torch"}, "torch, which cannot apply the reflections of all tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(name, changes, refusal):

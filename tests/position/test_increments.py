@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import Growing
 from models import build, random_tokens, reference_config, small_model, whole_weights
 from plans import middle_model, on_cpu, saved_bytes
 
@@ -19,7 +20,7 @@ from megatron_tape.ops.rotation import phases, with_modulus
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of, with_values
-from megatron_tape.position.base import NO_MEMORY, Memory
+from megatron_tape.position.base import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
 LEARNED, UNIT = {"position_increments": "learned"}, {"position_state_norm": "unit"}
@@ -92,17 +93,6 @@ def test_where_the_sum_begins_changes_nothing(case):
     torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
 
 
-class Kept(Memory):
-    """Keeps tensors as a cache does."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def all_tokens(self, name, new):
-        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
-        return self.kept[name]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["rope", "both_yarn"])
 def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype):
@@ -110,7 +100,7 @@ def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype
     parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
     hidden = torch.randn(16, 2, 32, dtype=dtype)
     assert built.encoding.initial_state(torch.arange(16)[:, None], dtype) is None
-    whole, memory = built.encoding.enter(0, parameters, None, hidden, NO_MEMORY), Kept()
+    whole, memory = built.encoding.enter(0, parameters, None, hidden, NO_MEMORY), Growing()
     parts = [built.encoding.enter(0, parameters, None, part, memory) for part in hidden.split([7, 1, 3, 1, 1, 3])]
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
     (kept,) = memory.kept.values()

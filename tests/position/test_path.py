@@ -1,15 +1,11 @@
 """PaTH: its scores, their gradients, documents and a memory of earlier tokens."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from comparing import Growing, assert_same, authors_form
 from models import build, random_tokens, small_model
 from torch.nn.functional import conv1d, linear, silu
 
-from megatron_tape.errors import ConfigError
-from megatron_tape.model.settings import validate_model
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing
@@ -55,12 +51,6 @@ def defined_scores(q, k, w, beta):
     return scores.flatten(1, 2)
 
 
-def gradients_of(output, leaves, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(output.shape, generator=generator, dtype=output.dtype)
-    return torch.autograd.grad((output * weights).sum(), leaves)
-
-
 @pytest.mark.parametrize("T, S", [(70, 70), (5, 5), (64, 64), (130, 9), (67, 1), (129, 66)])
 def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
     q, k, _, w, beta = random_inputs(T)
@@ -70,26 +60,7 @@ def test_scores_and_gradients_are_those_of_the_defining_equation(T, S):
     found = scores.rows(None, queries, keys, None, slice(T - S, T), *scores.prepared(queries, keys))
     assert found.isfinite().all()
     found, expected = found.tril(T - S), defined_scores(q, k, w, beta)
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-10)
-    leaves = (q, k, w, beta)
-    for a, b in zip(gradients_of(found, leaves), gradients_of(expected, leaves), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
-
-
-def same(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert b.abs().max() > 1e-3
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
-
-
-def authors_form(monkeypatch):
-    """The authors' plain form, without importing the package, which asks for a GPU's compiler; in float64."""
-    package = Path(importlib.util.find_spec("fla").submodule_search_locations[0])
-    spec = importlib.util.spec_from_file_location("naive_path", package / "ops" / "path_attn" / "naive.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    return module.naive_path_attn
+    assert_same(found, expected, (q, k, w, beta), atol=1e-10, rtol=1e-9)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -102,11 +73,10 @@ def test_outputs_and_gradients_are_those_of_the_authors_code(backend, gated, mon
     given = {"log_gate_TBH": log_gate} if gated else {}
     found, _ = attention(q, k, v, None, backend=backend, rescore=rescore_of(w, beta), **given)
     # That code divides the gates' sums by sqrt(D), too; the papers' equations do not.
-    expected = authors_form(monkeypatch)(*(x.transpose(0, 1) for x in (*leaves, log_gate * D**0.5)), scale=D**-0.5)
-    expected = expected.transpose(0, 1)
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
-    leaves = [*leaves, log_gate] if gated else leaves
-    same(gradients_of(found, leaves), gradients_of(expected, leaves))
+    monkeypatch.setattr(torch, "float", torch.float64)
+    form = authors_form("path_attn").naive_path_attn
+    expected = form(*(x.transpose(0, 1) for x in (*leaves, log_gate * D**0.5)), scale=D**-0.5)
+    assert_same(found, expected.transpose(0, 1), [*leaves, log_gate] if gated else leaves, atol=1e-10, rtol=1e-9)
 
 
 def test_in_bf16_the_scores_are_computed_in_float32():
@@ -160,15 +130,6 @@ def test_the_convolution_is_torchs_and_stays_in_its_document():
         torch.testing.assert_close(packed[part], expected)
 
 
-class Kept(Memory):
-    def __init__(self):
-        self.kept = {}
-
-    def all_tokens(self, name, new):
-        self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
-        return self.kept[name]
-
-
 def moved_layer(name, **changes):
     """An encoding and parameters of a layer, far from their start."""
     built, _ = build(small_model(position_encoding=name, **changes))
@@ -188,7 +149,7 @@ def test_tokens_may_come_a_few_at_a_time(name, width):
     found = encoding.positions(1, parameters, state, hidden, Memory())
     whole, _ = attention(q, k, v, None, backend="tiled", **attention_arguments(found))
     for cuts in ([1] * T, [BLOCK - 1, 3, 1, 6]):
-        memory, outputs, start = Kept(), [], 0
+        memory, outputs, start = Growing(), [], 0
         for count in cuts:
             new, start = slice(start, start + count), start + count
             found = encoding.positions(1, parameters, state[new], hidden[new], memory)
@@ -275,20 +236,6 @@ def test_with_open_gates_path_fox_is_path():
 
     torch.testing.assert_close(opened, logits_of("path", ids, take))
     assert (changed - opened).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "changes, refusal",
-    [
-        ({"path_rank": 0}, "path_rank is 0"),
-        ({"path_conv_size": -1}, "path_conv_size is -1"),
-        ({"rope_scaling_factor": 2.0}, "rope_scaling_factor 2.0 does not apply to path"),
-        ({"attention_backend": "torch"}, "torch, which cannot apply the reflections of all tokens"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(changes, refusal):
-    with pytest.raises(ConfigError, match=refusal):
-        validate_model(small_model(position_encoding="path", **changes))
 
 
 def test_a_model_without_the_convolution_has_no_weights_of_it():
