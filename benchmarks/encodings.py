@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import add_record_arguments, positive, quieten_libraries, writer
+from benchmarks.environment import Record, add_record_arguments, positive, quieten_libraries
 from benchmarks.generate import cached_seconds
 from benchmarks.measured_model import MeasuredModel, dtype_of
 from benchmarks.shapes import SHAPES, run_config
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         name: {"parameters": count, "additional_parameters": count - parameters[BASELINE]}
         for name, count in parameters.items()
     }
-    write = writer("encodings", arguments)
+    record = Record("encodings", arguments)
     for measure in (steps, decoding):
-        measure(configs, arguments, layout, result, lambda: write(result))
+        measure(configs, arguments, layout, result, lambda: record.write(result))
     print("\n".join(table(result)))
     return 0
 

@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -58,24 +57,33 @@ def describe() -> dict:
 
 
 class Record:
-    """A file that is rewritten as further results come in.
+    """A file that is rewritten as further results come in, if the options ask for it.
 
-    It is `output` if that ends in .json, otherwise NAME-DATE.json in the directory `output`.
+    It is `--output` if that ends in .json, otherwise NAME-DATE.json in that directory.
     """
 
-    def __init__(self, name: str, output: Path = RESULTS, commit: str | None = None):
-        self.origin = describe()
-        if commit is not None:
-            self.origin["commit"] = commit
-        dated = f"{name}-{self.origin['date'].replace(':', '')[:17]}.json"
+    def __init__(self, name: str, arguments: argparse.Namespace):
+        plain = (str, int, float, bool, list, type(None))
+        options = {key: value if isinstance(value, plain) else str(value) for key, value in vars(arguments).items()}
+        self.path: Path | None = None
+        if not arguments.record and arguments.output is None:
+            return
+        origin = describe()
+        if arguments.commit is not None:
+            origin["commit"] = arguments.commit
+        self.origin = {"environment": origin, "arguments": options}
+        output = arguments.output or RESULTS
+        dated = f"{name}-{origin['date'].replace(':', '')[:17]}.json"
         self.path = output if output.suffix == ".json" else output / dated
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.announced = False
 
     def write(self, result: dict) -> None:
-        """Write `result` with its origin; print the path the first time."""
+        """Write `result` with its origin and the options; print the path the first time."""
+        if self.path is None:
+            return
         with atomic_output(self.path, "w", overwrite=True) as file:
-            file.write(json.dumps({"environment": self.origin, **result}, indent=1) + "\n")
+            file.write(json.dumps(self.origin | result, indent=1) + "\n")
         if not self.announced:
             path = self.path.resolve()
             print(f"recorded in {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
@@ -87,25 +95,6 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", action="store_true", help="write results to a JSON file as they come in")
     parser.add_argument("--output", type=Path, help="folder or .json file of the record (default: benchmarks/results)")
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
-
-
-def recorder(name: str, arguments: argparse.Namespace) -> Record | None:
-    """Return the record to write, or None if none was requested."""
-    if not arguments.record and arguments.output is None:
-        return None
-    return Record(name, arguments.output or RESULTS, arguments.commit)
-
-
-def settings(arguments: argparse.Namespace) -> dict:
-    """Return a command line's options, ready for JSON."""
-    plain = (str, int, float, bool, list, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in vars(arguments).items()}
-
-
-def writer(name: str, arguments: argparse.Namespace) -> Callable[[dict], None]:
-    """Return a function that writes results with the options; it does nothing if no record was requested."""
-    record, options = recorder(name, arguments), settings(arguments)
-    return lambda result: None if record is None else record.write({"arguments": options, **result})
 
 
 def quieten_libraries(rank: int = 0) -> None:

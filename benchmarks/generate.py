@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from benchmarks.environment import positive, writer
+from benchmarks.environment import Record, positive
 from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here, reason, seconds
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
@@ -40,7 +40,7 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
         num_hidden_layers=layers,
         num_attention_heads=arguments.heads,
         num_key_value_heads=arguments.groups or arguments.heads,
-        max_position_embeddings=2 * max(*arguments.lengths, arguments.steps, PARITY_TOKENS),
+        max_position_embeddings=2 * max(*arguments.lengths, PARITY_TOKENS),
         rms_norm_eps=1e-5,
         attn_implementation="sdpa",
     )
@@ -139,8 +139,8 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
     return {"seconds": median, "tape_over_llama": ratio, "timed": len(taken["tape"])}
 
 
-def measure(arguments: argparse.Namespace, limit: TimeLimit, keep: Callable[[dict], None]) -> None:
-    """Measure at every length, then the cost per token during one long generation; print results as they come."""
+def measure(arguments: argparse.Namespace, limit: TimeLimit, record: Record) -> None:
+    """Measure at every length, and print results as they come."""
     limit.say("checking that the models agree")
     check_parity(arguments)
     print("parity: TAPE with zero matrices equals Llama; tokens with a cache equal those without", flush=True)
@@ -148,14 +148,11 @@ def measure(arguments: argparse.Namespace, limit: TimeLimit, keep: Callable[[dic
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
     result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}}
-    result |= {"lengths": {}, "along": {}, "rejected": {}}
+    result |= {"lengths": {}, "rejected": {}}
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=device_here())
     tasks: dict[str, Callable[[], None]] = {}
     for length in arguments.lengths:
         tasks[f"{length} tokens"] = lambda n=length: at_length(models, text[:, :n], arguments, result)
-    for kind in CACHES:
-        name = f"{arguments.steps} tokens in a row, {kind} cache"
-        tasks[name] = lambda kind=kind: along(models, kind, text[:, :8], arguments.steps, result)
     if text.is_cuda:
         short = text[:, : arguments.lengths[0]]
         tasks["a compiled model"] = lambda: compiled(models, short, arguments.cached_tokens, result)
@@ -168,7 +165,7 @@ def measure(arguments: argparse.Namespace, limit: TimeLimit, keep: Callable[[dic
         except Exception as error:  # memory may run out, and a compiler may raise anything
             result["rejected"][name] = reason(error)
             print(f"{name}: no figure: {result['rejected'][name]}", flush=True)
-        keep(result)
+        record.write(result)
 
 
 def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace, result: dict) -> None:
@@ -181,24 +178,6 @@ def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespac
     times = ", ".join(f"{name} {value:.3f} s" for name, value in at["prompt"]["seconds"].items())
     print(f"{length} tokens, prompt: {times}; TAPE / Llama time {at['prompt']['tape_over_llama']:.3f}", flush=True)
     result["lengths"][length] = at
-
-
-def along(models: Models, kind: str, prompt: torch.Tensor, steps: int, result: dict) -> None:
-    """Measure how the time per token grows during one long generation."""
-    taken = cached_seconds(models, kind, prompt, steps)
-    window = max(1, steps // 20)
-    growth = {
-        name: statistics.median(values[-window:]) / statistics.median(values[1 : window + 1])
-        for name, values in taken.items()
-    }
-    whole = summarize(taken, 1)
-    result["along"][kind] = {"last_over_first": growth, **whole}
-    print(
-        f"{steps} tokens in a row, {kind} cache: the last tokens cost "
-        + ", ".join(f"{value:.3f} ({name})" for name, value in growth.items())
-        + f" times as much as the first; TAPE / Llama time {whole['tape_over_llama']:.3f}",
-        flush=True,
-    )
 
 
 def compiled(models: Models, prompt: torch.Tensor, steps: int, result: dict) -> None:
@@ -232,18 +211,16 @@ def main() -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, help="default: %(default)s")
     parser.add_argument("--cached-tokens", type=positive, default=24, help="per length; the first 4 are not counted")
     parser.add_argument("--passes", type=positive, default=5, help="over each prompt (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=1000, help="tokens of one long generation")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.layers, arguments.heads, arguments.groups, arguments.head_dim, arguments.ffn = 2, 4, 2, 16, 64
-        arguments.vocab_size, arguments.lengths, arguments.steps = 128, [64], 20
-        arguments.cached_tokens = 8
+        arguments.vocab_size, arguments.lengths, arguments.cached_tokens = 128, [64], 8
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():
-        measure(arguments, TimeLimit(arguments.minutes), writer("generate", arguments))
+        measure(arguments, TimeLimit(arguments.minutes), Record("generate", arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.environment import positive, writer
+from benchmarks.environment import Record, positive
 from benchmarks.timing import DTYPES, TimeLimit, add_time_arguments, device_here
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
@@ -113,7 +113,7 @@ def main() -> None:
         f"perplexity at {arguments.length:,} tokens: the task takes {seconds['task']:.3f} s, a bare loop "
         f"{seconds['loop']:.3f} s; ratio {ratio:.3f}, the median of {len(taken['loop'])} pairs"
     )
-    writer("perplexity", arguments)({"seconds": seconds, "task_over_loop": ratio, "pairs": taken})
+    Record("perplexity", arguments).write({"seconds": seconds, "task_over_loop": ratio, "pairs": taken})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.environment import ROOT, add_record_arguments, positive, writer
+from benchmarks.environment import ROOT, Record, add_record_arguments, positive
 from megatron_tape import command_line
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s")
     add_record_arguments(parser)
     arguments = parser.parse_args()
-    write, rows = writer("preprocess", arguments), []
+    record, rows = Record("preprocess", arguments), []
     with tempfile.TemporaryDirectory(prefix="preprocess-") as directory:
         corpus, tokenizer = prepare(Path(directory), arguments)
         megabytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
@@ -38,7 +38,7 @@ def main() -> None:
             print(f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's way {theirs:.2f} s "
                   f"({megabytes / theirs:.1f} MB/s), ratio {theirs / ours:.2f}", flush=True)  # fmt: skip
             rows.append({"workers": workers, "ours": ours, "megatron": theirs, "seconds": seconds})
-    write({"corpus_mb": megabytes, "rows": rows})
+    record.write({"corpus_mb": megabytes, "rows": rows})
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:

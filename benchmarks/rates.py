@@ -12,6 +12,7 @@ CPU, at small sizes.
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.environment import describe
-from benchmarks.timing import matmul_peak, timed
+from benchmarks.timing import matmul_peak, seconds, timed
 from megatron_tape.io.records import write_record
 from megatron_tape.planning.hardware import Rates
 
@@ -81,16 +82,8 @@ def _gather_seconds(
     """Return the seconds of an all-gather of `size` bytes of every member, and that size."""
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     gathered = torch.zeros(size * dist.get_world_size(group), dtype=torch.uint8, device=device)
-    best = float("inf")
-    for _ in range(repetitions):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        dist.all_gather_into_tensor(gathered, own, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best, size
+    gather = partial(dist.all_gather_into_tensor, gathered, own, group=group)
+    return min(seconds(gather, device) for _ in range(repetitions)), size
 
 
 def main(argv: list[str] | None = None) -> None:

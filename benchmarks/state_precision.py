@@ -13,7 +13,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.environment import Record
+from benchmarks.environment import Record, add_record_arguments, positive
 from megatron_tape.ops.position_update import plain_update
 from megatron_tape.ops.rotation import rotate
 
@@ -81,10 +81,10 @@ def drift(layers: list[list[Tensor]], size: float) -> dict:
 
 
 def main() -> None:
-    """Print a table; `--record` also writes benchmarks/results/state_precision-*.json."""
+    """Print a table; `--record` or `--output` also writes it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="layers (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write the figures to benchmarks/results/")
+    parser.add_argument("--layers", type=positive, default=32, help="layers (default: %(default)s)")
+    add_record_arguments(parser)
     arguments = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     layers = [draw_layer(generator) for _ in range(arguments.layers)]
@@ -99,8 +99,7 @@ def main() -> None:
             flush=True,
         )
         results.append(found)
-    if arguments.record:
-        Record("state_precision").write({"layers": arguments.layers, "positions": POSITIONS, "results": results})
+    Record("state_precision", arguments).write({"positions": POSITIONS, "results": results})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from benchmarks.environment import recorder, settings
-from benchmarks.measured_model import MeasuredModel, Step, dtype_of, free_memory, training_backend
+from benchmarks.environment import Record
+from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory, training_backend
 from benchmarks.shapes import ENCODINGS, Shape, run_config
 from benchmarks.step_results import peak_flops, summarize
 from benchmarks.timing import matmul_peak, reason
@@ -25,8 +25,9 @@ from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.parameters import parameter_count
 
-BLOCKS = ("rope", "tape", "tape", "rope")
-"""A steady drift changes both medians alike, and TAPE is built only once."""
+ORDERS = {"alternate": (("rope", "tape"),), "blocks": (("rope",), ("tape",), ("tape",), ("rope",))}
+"""Which models take steps in turn, one group after the other. With blocks, of which only one model exists at a time, a
+steady drift changes both medians alike, and TAPE is built only once."""
 EQUAL = 1e-4
 """Largest difference between the models' losses of a token in fp32, as root mean square in nats."""
 TRIED = 3
@@ -39,7 +40,7 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, shape: Shape, layout: ParallelLayout):
         self.arguments, self.shape, self.layout = arguments, shape, layout
         self.on_gpu = layout.device.type == "cuda"
-        self.record = recorder("train_step", arguments) if layout.rank == 0 else None
+        self.record = Record("train_step", arguments) if layout.rank == 0 else None
         self.result: dict = {}
         self.gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
         self.peak = peak_flops(self.gpu) if self.on_gpu and arguments.precision == "bf16" else None
@@ -51,7 +52,7 @@ class Comparison:
         while True:
             self._begin()
             try:
-                self._alternate() if self.arguments.order == "alternate" else self._blocks()
+                self._measure()
                 break
             except torch.OutOfMemoryError as error:
                 why = f"of {self.shape.micro_batch} is too large: memory ran out ({reason(error)})"
@@ -77,8 +78,7 @@ class Comparison:
         """Train on the same sequences in smaller micro-batches; ConfigError if they already are as small as can be."""
         before, sequences = self.shape.micro_batch, self.shape.micro_batch * self.shape.accumulate
         if before == 1:
-            fix = "try --recompute selective or full, fewer --layers or a shorter --seq-length"
-            raise ConfigError("--micro-batch", why, fix)
+            raise ConfigError("--micro-batch", why, "try --recompute selective or full, or a smaller --shape")
         size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
         self.shape = dataclasses.replace(self.shape, micro_batch=size, accumulate=sequences // size)
         self.say(f"micro-batches of {size} for both, as one {why}")
@@ -106,51 +106,33 @@ class Comparison:
             "blocks": [],
         }
 
-    def _alternate(self) -> None:
-        """Take steps of both models in turn."""
+    def _measure(self) -> None:
+        """Take steps of the groups of models in order."""
+        warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
+        if self.arguments.order == "blocks":
+            with self._built("tape") as tape:  # which needs more memory: it runs out here, if at all
+                tape.step()
         self._choose_backend()
-        with self._built("rope") as rope, self._built("tape") as tape:
-            self._check_parity()
-            models = {"rope": rope, "tape": tape}
-            blocks = {name: self._new_block(measured) for name, measured in models.items()}
-            warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
-            for repetition in range(total):
-                for name, measured in models.items():
-                    step = measured.step()
-                    if repetition >= warmup:
-                        _add(blocks[name], step)
-                self.say(f"{repetition + 1} of {total} pairs of steps")
-                if repetition >= warmup:
-                    self._summarize()
-            for name, measured in models.items():
-                blocks[name]["memory"] = measured.memory()
-            self._summarize()
-
-    def _blocks(self) -> None:
-        """Take several steps of one model after the other, of which only one exists at a time."""
-        with self._built("tape") as tape:  # which needs more memory: it runs out here, if at all
-            tape.step()
-        self._choose_backend()
-        for encoding, group in itertools.groupby(BLOCKS):
-            with self._built(encoding) as measured:
+        for group, again in itertools.groupby(ORDERS[self.arguments.order]):
+            with ExitStack() as stack:
+                models = [stack.enter_context(self._built(encoding)) for encoding in group]
                 if not self.result["blocks"]:
                     self._check_parity()
-                for _ in group:
-                    self._block(measured)
-
-    def _block(self, measured: MeasuredModel) -> None:
-        arguments = self.arguments
-        block = self._new_block(measured)
-        for _ in range(arguments.warmup):
-            measured.step()
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(arguments.repetitions):
-            _add(block, measured.step())
-        block["memory"] = measured.memory()
-        self._summarize()
-        seconds, number = statistics.median(block["seconds"]), len(self.result["blocks"])
-        self.say(f"block {number} of {len(BLOCKS)}: {block['encoding']}, steps of {seconds:.4f} s")
+                for _ in again:
+                    blocks = [self._new_block(measured) for measured in models]
+                    for repetition in range(total):
+                        if repetition == warmup and self.on_gpu:
+                            torch.cuda.reset_peak_memory_stats()
+                        steps = [measured.step() for measured in models]
+                        for block, step in zip(blocks, steps):
+                            if repetition >= warmup:
+                                block["seconds"].append(step.seconds)
+                                block["losses"].append(step.loss)
+                        taken = ", ".join(f"{name} {step.seconds:.4f} s" for name, step in zip(group, steps))
+                        self.say(f"step {repetition + 1} of {total}: {taken}")
+                    for block, measured in zip(blocks, models):
+                        block["memory"] = measured.memory()
+                    self._summarize()
 
     @contextmanager
     def _built(self, encoding: str, backend: str | None = None) -> Iterator[MeasuredModel]:
@@ -226,8 +208,7 @@ class Comparison:
                     measured.step()
             order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
             self.say(profiler.key_averages().table(sort_by=order, row_limit=20))
-            if self.record:
-                path = self.record.path
+            if self.record and (path := self.record.path):
                 profiler.export_chrome_trace(str(path.with_name(f"{path.stem}-{encoding}.trace.json.gz")))
 
     def _new_block(self, measured: MeasuredModel) -> dict:
@@ -244,19 +225,9 @@ class Comparison:
     def _summarize(self) -> None:
         """Calculate what the blocks so far say, and write it."""
         summarize(self.result, {encoding: self.config(encoding).model for encoding in ENCODINGS})
-        self._write()
-
-    def _write(self) -> None:
         if self.record:
-            order = ("ratio_time", "ratio_memory", "encodings")
-            first = {key: self.result[key] for key in order if key in self.result}
-            self.record.write({**first, **self.result, "arguments": settings(self.arguments)})
+            self.record.write(self.result)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).square().mean().sqrt().item()
-
-
-def _add(block: dict, step: Step) -> None:
-    block["seconds"].append(step.seconds)
-    block["losses"].append(step.loss)

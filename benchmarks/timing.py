@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import add_record_arguments, minutes, positive, writer
+from benchmarks.environment import Record, add_record_arguments, minutes, positive
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -170,14 +170,14 @@ def run_all(program: str, arguments: argparse.Namespace, combinations: dict[str,
 
     A result holds `timed` functions by direction, against what their `ratio` is, and why functions were `rejected`.
     """
-    write, limit, results = writer(program, arguments), TimeLimit(arguments.minutes), []
+    record, limit, results = Record(program, arguments), TimeLimit(arguments.minutes), []
     for number, (name, combination) in enumerate(combinations.items()):
         if limit.over():
             limit.say(f"no time for {', '.join(list(combinations)[number:])}; --minutes gives more")
             break
         limit.say(f"{number + 1} of {len(combinations)}: {name}")
         results.append(measure(*combination, arguments, limit))
-        write({"precision": arguments.precision, "tokens": arguments.tokens, "results": results})
+        record.write({"results": results})
         _show(name, results[-1])
 
 

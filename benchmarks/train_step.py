@@ -78,43 +78,27 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
-    parser.add_argument("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
-    changes = parser.add_argument_group("sizes in place of the shape's")
-    for name, meaning in (
-        ("layers", "transformer layers"),
-        ("heads", "attention heads"),
-        ("head-dim", "width of a head"),
-        ("ffn", "inner width of the MLP"),
-        ("position-mlp", "inner width of TAPE's position MLP"),
-        ("seq-length", "tokens of a sequence"),
-        ("vocab-size", "tokens of the vocabulary"),
-        ("accumulate", "micro-batches of a step on each data-parallel rank"),
-    ):
-        changes.add_argument(f"--{name}", type=positive, metavar="N", help=meaning)
-    changes.add_argument(
-        "--micro-batch", "--batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU's memory"
-    )
-    how = parser.add_argument_group("training")
-    how.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
-    how.add_argument("--zero-stage", type=int, choices=range(4), help="default: 1 in bf16, 0 in fp32")
-    how.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
-    how.add_argument("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
+    add("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
+    add("--micro-batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU")
+    add("--accumulate", type=positive, metavar="N", help="micro-batches of a step on each rank")
+    add("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--zero-stage", type=int, choices=range(4), help="default: 1 in bf16, 0 in fp32")
+    add("--recompute", choices=("none", "selective", "full"), default="none", help="default: %(default)s")
+    add("--tensor-parallel", type=positive, default=1, metavar="T", help="default: %(default)s")
     backends = [name for name in ATTENTION_BACKENDS if name != "naive"]
-    how.add_argument("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
+    add("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
     rope = "fastest" if on_gpu else "auto"
-    how.add_argument("--rope-backend", choices=("fastest", *backends), default=rope, help="default here: %(default)s")
-    taken = parser.add_argument_group("measurement")
-    taken.add_argument("--order", choices=("blocks", "alternate"), help="default: alternate on a CPU, except for toy")
-    taken.add_argument("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
-    taken.add_argument("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
-    taken.add_argument(
-        "--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace"
-    )
+    add("--rope-backend", choices=("fastest", *backends), default=rope, help="default here: %(default)s")
+    add("--order", choices=("blocks", "alternate"), help="default: alternate on a CPU, except for toy")
+    add("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
+    add("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
+    add("--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace")
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
-    sizes = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)}
-    changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size is not None})
+    sizes = {"micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate}
+    changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size})
     small = arguments.shape == "toy"
     defaults = {
         "precision": "bf16" if on_gpu else "fp32",

@@ -116,7 +116,7 @@ def test_nothing_begins_when_time_is_over(recorded, capsys):
     late = "--minutes=1e-9"
     with pytest.raises(FileNotFoundError):
         recorded(attention, *KERNELS, "--lengths=16", late)
-    assert len(recorded(generate, "--toy", late)["rejected"]) == 3
+    assert len(recorded(generate, "--toy", late)["rejected"]) == 1
     assert "no time for 12/12x64 at 16 tokens; --minutes gives more" in capsys.readouterr().err
 
 
@@ -144,7 +144,7 @@ def test_a_candidate_that_fails_does_not_stop_the_others_but_a_fault_of_the_gpu_
 
 def test_generation_and_prompts_are_timed_beside_llama(recorded):
     found = recorded(generate, "--toy", "--passes=2")
-    assert set(found["along"]) == {"dynamic", "static"} and found["rejected"] == {}
+    assert found["rejected"] == {}
     rows = found["lengths"]["64"]
     assert set(rows) == {"dynamic", "static", "prompt"} and rows["prompt"]["timed"] == 2
     assert all(0 < row["tape_over_llama"] < 100 for row in rows.values())
