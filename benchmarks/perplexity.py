@@ -27,24 +27,26 @@ from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.transformers_model import HFModel
 
 TOLERANCE = 1e-6
+SIZES = {"cuda": (24, 16, 128, 32000), "cpu": (6, 6, 64, 16000), "toy": (2, 2, 16, 200)}
+"""Layers, heads, width of a head and vocabulary."""
 
 
 def build(arguments: argparse.Namespace) -> HFModel:
     """Return a Llama with random weights."""
-    width = arguments.heads * arguments.head_dim
+    layers, heads, head_dim, vocabulary = SIZES["toy" if arguments.toy else device_here().type]
     config = LlamaConfig(
-        vocab_size=arguments.vocab_size,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.heads,
+        vocab_size=vocabulary,
+        hidden_size=heads * head_dim,
+        intermediate_size=3 * heads * head_dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=arguments.length,
     )
     torch.manual_seed(0)
     with device_here():
         model = LlamaForCausalLM(config)
-    info = ModelInfo("llama", arguments.vocab_size, arguments.length, {}, None, has_tokenizer=False)
+    info = ModelInfo("llama", vocabulary, arguments.length, {}, None, has_tokenizer=False)
     return HFModel(info, model.to(DTYPES[arguments.precision]), None)
 
 
@@ -68,23 +70,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=positive, default=1024, help="tokens of context (default: %(default)s)")
     parser.add_argument("--documents", type=positive, default=8 if on_gpu else 1, help="default here: %(default)s")
-    parser.add_argument("--layers", type=positive, default=24 if on_gpu else 6)
-    parser.add_argument("--heads", type=positive, default=16 if on_gpu else 6)
-    parser.add_argument("--head-dim", type=positive, default=128 if on_gpu else 64)
-    parser.add_argument("--vocab-size", type=positive, default=32000 if on_gpu else 16000)
     parser.add_argument("--repetitions", type=positive, default=7, help="pairs of measurements (default: %(default)s)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
-        arguments.length, arguments.layers, arguments.heads, arguments.head_dim = 64, 2, 2, 16
-        arguments.vocab_size, arguments.repetitions = 200, 3
+        arguments.length, arguments.repetitions = 64, 3
     if not on_gpu:
         torch.set_num_threads(1)
     model, limit = build(arguments), TimeLimit(arguments.minutes)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
         random = np.random.default_rng(0)
-        random.integers(arguments.vocab_size, size=4 * arguments.length, dtype=np.uint16).tofile(path)
+        random.integers(model.info.vocab_size, size=4 * arguments.length, dtype=np.uint16).tofile(path)
         data = {f"document{number}": str(path) for number in range(arguments.documents)}
         task = Perplexity(Perplexity.Settings(data=data, lengths=[arguments.length]))
         units = task.units(model)

@@ -25,9 +25,9 @@ from megatron_tape.io.records import write_record
 from megatron_tape.planning.hardware import Rates
 
 
-def of_one(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
-    """Return the rates of this process's device, in the units of `hardware.Hardware`."""
-    on_gpu = device.type == "cuda"
+def of_one(device: torch.device) -> dict[str, float]:
+    """Return the rates of this process's device in bf16, in the units of `hardware.Hardware`."""
+    on_gpu, dtype = device.type == "cuda", torch.bfloat16
     heads, length, dim = (16, 4096, 128) if on_gpu else (2, 256, 32)
     q, k, v, gradient = (torch.randn(1, heads, length, dim, dtype=dtype, device=device) for _ in range(4))
     for x in (q, k, v):
@@ -76,14 +76,12 @@ def of_links(node_size: int, device: torch.device) -> dict[str, float]:
     return found
 
 
-def _gather_seconds(
-    size: int, group: dist.ProcessGroup, device: torch.device, repetitions: int = 10
-) -> tuple[float, int]:
-    """Return the seconds of an all-gather of `size` bytes of every member, and that size."""
+def _gather_seconds(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, int]:
+    """Return the least seconds of an all-gather of `size` bytes of every member, and that size."""
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     gathered = torch.zeros(size * dist.get_world_size(group), dtype=torch.uint8, device=device)
     gather = partial(dist.all_gather_into_tensor, gathered, own, group=group)
-    return min(seconds(gather, device) for _ in range(repetitions)), size
+    return min(seconds(gather, device) for _ in range(10)), size
 
 
 def main(argv: list[str] | None = None) -> None:

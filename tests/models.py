@@ -24,6 +24,15 @@ SMALL = dict(
     position_mlp_size=6,
     init_std=0.1,
 )
+# Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
+YARN = dict(
+    rope_scaling_type="yarn",
+    rope_scaling_factor=4.0,
+    rope_original_seq_length=16,
+    rope_theta=10.0,
+    rope_beta_fast=2.0,
+    rope_beta_slow=0.5,
+)
 
 
 def small_model(**changes):

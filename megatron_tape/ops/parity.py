@@ -156,19 +156,16 @@ def kernel_checks(
     return checks
 
 
-def score_checks(
-    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None
-) -> dict[str, Check]:
+def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
     """Return, by name, what `check_fused_kernels` compares of flex and fla: gates and, for flex, a learned bias.
 
     For a model with reflections it is reflections, with and without gates. None of these are those of a model's own
     encoding, which is compared with its plain form in the tests.
     """
-    draw, length = _drawing(dtype, device), length or LENGTH
-    (H, G), dim = shapes.local, shapes.head_dim
-    qkv, logits = [draw(length, 2, n, dim) for n in (H, G, G)], draw(length, 2, H)
+    draw, (H, G), dim = _drawing(dtype, device), shapes.local, shapes.head_dim
+    qkv, logits = [draw(LENGTH, 2, n, dim) for n in (H, G, G)], draw(LENGTH, 2, H)
     if shapes.reflects:
-        tensors = [*qkv, draw(length, 2, G, dim), draw(length, 2, G)]
+        tensors = [*qkv, draw(LENGTH, 2, G, dim), draw(LENGTH, 2, G)]
         kinds = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
         checks = (_of_attention(name, _with_reflections, backend, "naive", x) for name, x in kinds.items())
     else:
@@ -265,7 +262,7 @@ def _failure(check: Check, dtype: torch.dtype) -> str | None:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
-def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, tokens: int = 70) -> str | None:
+def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the loss cannot run with Liger's kernels on `device`, as a clause, or None if it can.
 
     `vocabulary` is this rank's part, which decides how the kernels are compiled. They are compared with plain torch, as
@@ -274,9 +271,9 @@ def loss_disagrees(vocabulary: int, dtype: torch.dtype, device: torch.device, to
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 2 * vocabulary, (2, tokens // 2), generator=generator).to(device)
+    labels = torch.randint(0, 2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
-    shapes = (tokens // 2, 2, 16), (vocabulary, 16)
+    shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import build, random_tokens, reference_config, released_model, small_model, whole_weights
+from models import YARN, build, random_tokens, reference_config, released_model, small_model, whole_weights
 
 from megatron_tape.data.batches import documents_from_tokens
 from megatron_tape.model import layers, reference
@@ -14,15 +14,6 @@ from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.ops import packing
 from megatron_tape.planning.parameters import parameter_count
 
-# Heads of 8 have four frequencies: the first is kept, the last divided, and those between are blended.
-YARN = dict(
-    rope_scaling_type="yarn",
-    rope_scaling_factor=4.0,
-    rope_original_seq_length=16,
-    rope_theta=10.0,
-    rope_beta_fast=2.0,
-    rope_beta_slow=0.5,
-)
 VARIANTS = {
     "plain": {},
     "multi_head": {"num_query_groups": 4},

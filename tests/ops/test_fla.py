@@ -99,13 +99,14 @@ def test_fla_is_given_what_the_naive_backend_computes_with(fla, reflects, gated,
 
 
 def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch):
-    shapes, cpu, fp32 = kernel_shapes(small_model(position_encoding="path_fox", kv_channels=16)), "cpu", torch.float32
-    checks = parity.score_checks("fla", shapes, fp32, cpu, 40)
+    monkeypatch.setattr(parity, "LENGTH", 40)
+    shapes = kernel_shapes(small_model(position_encoding="path_fox", kv_channels=16))
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    checks = parity.score_checks("fla", shapes, fp32, cpu)
     assert len(checks) == 4 and all("reflections" in name for name in checks)
     fox = kernel_shapes(small_model(position_encoding="fox"))
-    assert len(parity.score_checks("fla", fox, torch.bfloat16, cpu, 40)) == 2
-    monkeypatch.setattr(parity, "LENGTH", 40)
-    parity.check_fused_kernels(shapes, fp32, torch.device(cpu), "fla")
+    assert len(parity.score_checks("fla", fox, torch.bfloat16, cpu)) == 2
+    parity.check_fused_kernels(shapes, fp32, cpu, "fla")
     kernel = fla.parallel_path_attn
 
     def forgetful(q, k, v, w, beta, *rest, **options):
@@ -113,4 +114,4 @@ def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch
 
     fla.parallel_path_attn = forgetful
     with pytest.raises(ConfigError, match="the fla kernel of the attention through reflections does not work here"):
-        parity.check_fused_kernels(shapes, fp32, torch.device(cpu), "fla")
+        parity.check_fused_kernels(shapes, fp32, cpu, "fla")

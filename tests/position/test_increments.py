@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparing import Growing
-from models import build, random_tokens, reference_config, small_model, whole_weights
+from models import YARN, build, random_tokens, reference_config, small_model, whole_weights
 from plans import middle_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
@@ -24,14 +24,6 @@ from megatron_tape.position.base import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
 LEARNED, UNIT = {"position_increments": "learned"}, {"position_state_norm": "unit"}
-YARN = dict(
-    rope_scaling_type="yarn",
-    rope_scaling_factor=4.0,
-    rope_original_seq_length=16,
-    rope_theta=10.0,
-    rope_beta_fast=2.0,
-    rope_beta_slow=0.5,
-)
 LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
 CASES = {
     "rope": {"position_encoding": "rope", **LEARNED},
