@@ -92,18 +92,6 @@ def test_a_bias_without_gradient_and_gates_of_one_change_nothing_else(backend, n
     torch.testing.assert_close(ours, theirs)
 
 
-def test_gates_weigh_by_what_lies_between_in_float64():
-    """Forgetting Transformer, equation 5: the score of s and t gets the sum of log f over t < j <= s."""
-    q, k, v, _ = inputs()
-    log_gate = -draw(LENGTH, 2, HEADS).square()
-    added = torch.zeros(2, HEADS, LENGTH, LENGTH, dtype=torch.float64)
-    for s in range(LENGTH):
-        for t in range(s):
-            added[:, :, s, t] = log_gate[t + 1 : s + 1].sum(0)
-    theirs = plain(q, k, v, torch.zeros_like(v), added, None, False)[0]
-    torch.testing.assert_close(attention(q, k, v, None, log_gate_TBH=log_gate, backend="tiled")[0], theirs)
-
-
 def counting(scores, q, k, seen, tokens, weight):
     """Positions that count how many keys matter (as in CoPE): a row's scores depend on all scores of the row."""
     r, t = tokens.stop - tokens.start, tokens.stop
