@@ -25,8 +25,12 @@ def periodic(tmp_path):
     return {"data": write_jsonl(tmp_path / "periodic.jsonl", texts), "short": 16, "stride": 8}
 
 
+def gains(loss, **settings):
+    return run(ContextGain, ByteModel(loss), **{"lengths": [64], **settings})
+
+
 def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
-    result = run(ContextGain, ByteModel(copies(40)), lengths=[32, 64, 128], **periodic)
+    result = gains(copies(40), lengths=[32, 64, 128], **periodic)
     for length, gain in ((32, 0), (64, math.log(256) - SURE), (128, math.log(256) - SURE)):
         found = score(result, "gain", length)
         assert (found.value, found.low, found.high) == pytest.approx((gain, gain, gain), abs=1e-5)
@@ -40,7 +44,7 @@ def test_a_copying_model_gains_exactly_where_the_copy_is_within_reach(periodic):
 
 
 def test_a_model_without_memory_gains_nothing_and_has_no_key_tokens(periodic):
-    result = run(ContextGain, ByteModel(uniform(256)), lengths=[64], **periodic)
+    result = gains(uniform(256), **periodic)
     assert score(result, "gain").value == 0 and [one.metric for one in result.scores] == ["gain"]
 
 
@@ -50,7 +54,7 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     text = np.tile(letters, 8)
     text[4::4] = 33 + np.arange(len(text[4::4])) % 31
     settings = {"data": write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))]), "short": 16, "stride": 8}
-    result = run(ContextGain, ByteModel(copies(40)), lengths=[64], windows=8, **settings)
+    result = gains(copies(40), windows=8, **settings)
     first = 65 - 8
     expected = [i for i in range(64) if (first + i) % 4]
     assert result.details["key_tokens"]["t/0"] == expected
@@ -60,57 +64,42 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     assert score(result, "key_gain").value == pytest.approx(math.log(256) - SURE, abs=1e-5)
     # The model's gain is 5.5 nats and its loss 0.01.
     for changed in ({"alpha": 5.6}, {"beta": -0.005}):
-        none = run(ContextGain, ByteModel(copies(40)), lengths=[64], **settings, **changed)
-        assert none.details["key_tokens"]["t/0"] == []
+        assert gains(copies(40), **settings, **changed).details["key_tokens"]["t/0"] == []
 
 
 def test_several_models_are_measured_on_the_key_tokens_of_one(periodic, tmp_path):
-    first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
+    first = gains(copies(40), **periodic)
     path = write_results(tmp_path, context_gain=first)
-    second = run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
+    second = gains(uniform(9), key_tokens_from=path, **periodic)
     assert second.details["key_tokens"] == first.details["key_tokens"]
     assert score(second, "key_perplexity").value == pytest.approx(9, rel=1e-4)
     assert second.notes[1] == "Key tokens were chosen by byte model."
-    third = run(
-        ContextGain,
-        ByteModel(copies(40)),
-        lengths=[64],
-        key_tokens_from=write_results(tmp_path, context_gain=second),
-        **periodic,
-    )
+    third = gains(copies(40), key_tokens_from=write_results(tmp_path, context_gain=second), **periodic)
     assert third.scores == first.scores and third.details["key_tokens_chosen_by"] == "byte model"
 
 
 def test_key_tokens_of_other_tokens_are_refused(periodic, tmp_path):
-    first = run(ContextGain, ByteModel(copies(40)), lengths=[64], **periodic)
+    first = gains(copies(40), **periodic)
     path = write_results(tmp_path, context_gain=first)
     (tmp_path / "other").mkdir()
     data = write_jsonl(tmp_path / "other" / "periodic.jsonl", ["x" * 400] * 2)
     for changed in ({"data": data}, {"stride": 4}):
         with pytest.raises(ConfigError, match="which scored other tokens of periodic/0; evaluate both models with"):
-            run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **{**periodic, **changed})
-    first.details["key_tokens"]["periodic/1"] = [0, 9999]
-    with pytest.raises(ConfigError, match="periodic/1"):
-        run(
-            ContextGain,
-            ByteModel(uniform(9)),
-            lengths=[64],
-            key_tokens_from=write_results(tmp_path, context_gain=first),
-            **periodic,
-        )
-    for damage in ({"key_tokens": {}}, {"key_tokens": {name: {"0": 1} for name in first.details["key_tokens"]}}):
-        path = write_results(tmp_path, context_gain=replace(first, details=first.details | damage))
-        with pytest.raises(ConfigError, match="which scored other tokens"):
-            run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
+            gains(uniform(9), key_tokens_from=path, **{**periodic, **changed})
+    own = first.details["key_tokens"]
+    for damage, about in ((own | {"periodic/1": [0, 9999]}, 1), ({}, 0), ({name: {"0": 1} for name in own}, 0)):
+        path = write_results(tmp_path, context_gain=replace(first, details=first.details | {"key_tokens": damage}))
+        with pytest.raises(ConfigError, match=f"which scored other tokens of periodic/{about}"):
+            gains(uniform(9), key_tokens_from=path, **periodic)
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ConfigError, match="context_gain.key_tokens_from is .*results.json, which cannot be read"):
-        run(ContextGain, ByteModel(uniform(9)), lengths=[64], key_tokens_from=path, **periodic)
+        gains(uniform(9), key_tokens_from=path, **periodic)
 
 
 def test_pictures_show_gains_by_length(periodic):
     results = {
-        "copies": run(ContextGain, ByteModel(copies(40)), lengths=[32, 64], **periodic),
-        "uniform": run(ContextGain, ByteModel(uniform(256)), lengths=[32, 64], **periodic),
+        "copies": gains(copies(40), lengths=[32, 64], **periodic),
+        "uniform": gains(uniform(256), lengths=[32, 64], **periodic),
     }
     gain, keys = ContextGain.draw(results)
     drawn = {line.get_label(): list(line.get_ydata()) for line in gain.figure.axes[0].lines}

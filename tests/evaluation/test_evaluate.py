@@ -244,14 +244,19 @@ def test_a_checkpoint_whose_tokenizer_brings_code_is_not_trusted(tmp_path, monke
     assert find_model(str(tmp_path)).runs_own_code
 
 
+def plain_losses(model, tokens):
+    """The losses of all tokens but the first, from one pass over the whole text."""
+    ids = torch.from_numpy(tokens)[None]
+    with torch.no_grad():
+        logits = model(ids[:, :-1], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
+
+
 def test_losses_equal_a_plain_loop_whatever_the_chunk(llama):
     source = find_model(str(llama))
     model = load_model(source.info, llama, "fp32", "cpu").model.double()
     tokens = np.random.default_rng(0).integers(0, 64, 57)
-    ids = torch.from_numpy(tokens)[None]
-    with torch.no_grad():
-        logits = model(ids).logits[0]
-    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none").numpy()
+    expected = plain_losses(model, tokens)
     for chunk in (2048, 56, 20, 7):
         for first in (1, 20, 21, 56, 57):
             found = HFModel(source.info, model, None, chunk).losses(tokens, first)
@@ -282,12 +287,7 @@ def test_models_that_chunks_would_change_read_a_text_at_once_and_forget_the_one_
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     long, short = np.random.default_rng(0).integers(0, 64, 97), np.random.default_rng(1).integers(0, 64, 50)
-    expected = []
-    for tokens in (short, long):
-        ids = torch.from_numpy(tokens)[None]
-        with torch.no_grad():
-            logits = model(ids[:, :-1], use_cache=False).logits[0]
-        expected.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy())
+    expected = [plain_losses(model, tokens) for tokens in (short, long)]
     model = HFModel(ModelInfo("model", 64, 32, {}, None, False), model, None, chunk=16)
     # The short text again after the long one.
     for tokens, losses in ((long, expected[1]), (short, expected[0])):
@@ -301,7 +301,7 @@ def test_a_model_that_ignores_the_cache_reads_a_text_at_once(llama, monkeypatch)
     source = find_model(str(llama))
     model = load_model(source.info, llama, "fp32", "cpu").model
     tokens = np.random.default_rng(0).integers(0, 64, 57)
-    expected = HFModel(source.info, model, None).losses(tokens, 1)
+    expected = plain_losses(model, tokens)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *a, past_key_values=None, **more: forward(*a, **more))
     np.testing.assert_allclose(HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6)

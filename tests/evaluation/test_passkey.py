@@ -157,12 +157,6 @@ def test_the_first_number_counts(answer, right):
     assert is_right(answer, "12345") == right
 
 
-def test_lengths_follow_the_model_if_they_are_not_given(tokenizers):
-    model = Answering(tokenizers["bpe"], finds_the_key, length=2048)
-    keys = [unit.key for unit in Passkey(PasskeySettings(depths=1)).units(model)]
-    assert keys == ["512/0", "1024/0", "2048/0"]
-
-
 def test_a_length_that_no_end_of_the_filler_gives_is_reached_with_another_ending():
     def count(text):
         return 2 * len(text.split()) + text.count("!")

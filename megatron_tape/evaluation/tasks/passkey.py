@@ -114,18 +114,16 @@ class Passkey(Task):
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         lengths, depths = self._lengths(info), range(self.settings.depths)
-        scores, cells = [], {}
+        scores, cells = [], []
         for length in lengths:
-            right = []
-            for depth in depths:
-                cell = values.get(f"{length}/{depth}", {"right": []})["right"]
-                cells[length, depth] = _cell(cell)
-                right += cell
+            of_length = [values[key]["right"] if (key := f"{length}/{depth}") in values else [] for depth in depths]
+            cells.append([_cell(right) for right in of_length])
+            right = sum(of_length, [])
             share, interval = sum(right) / len(right), wilson(sum(right), len(right))
             scores.append(Score("accuracy", share, "higher", *interval, length, count=len(right)))
         details: dict[str, Any] = {"lengths": lengths, "depths": self._depths()}
         for name in ("accuracy", "low", "high", "count"):
-            details[name] = [[cells[length, depth][name] for length in lengths] for depth in depths]
+            details[name] = [[cell[name] for cell in row] for row in zip(*cells)]
         return Summary(scores, details, self._notes(lengths, values))
 
     @classmethod

@@ -8,7 +8,8 @@ and return. Axes: L layers, N tokens, G head groups, H query heads, D head dimen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,23 +66,18 @@ def losses(model: Any, tokens: Tensor) -> np.ndarray:
 @contextmanager
 def watching(model: Any, see: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
     """Call see(l, z_l, z_0) with states (N, G, D) of the first sequence whenever a layer l reads its state."""
-    kept: dict[str, Tensor] = {}
+    phases = None
 
-    def hook_of(index: int) -> Callable:
-        def hook(_: nn.Module, arguments: tuple) -> None:
-            state = arguments[1][0]
-            see(index, state, state if index == 0 else kept["phases"])
-            if index == 0:
-                kept["phases"] = state
+    def hook(index: int, _: nn.Module, arguments: tuple) -> None:
+        nonlocal phases
+        state = arguments[1][0]
+        phases = state if index == 0 else phases
+        see(index, state, phases)
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(hook_of(index)) for index, layer in enumerate(layers_of(model))]
-    try:
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers_of(model)):
+            stack.enter_context(layer.register_forward_pre_hook(partial(hook, index)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -95,29 +91,24 @@ def with_phases(
     see(l, map, map_with_phases) gets the attention maps (B, H, N, N) of both, or None where the attention
     implementation has none.
     """
-    layers = layers_of(model)
-    kept: dict[str, Tensor] = {}
+    layers, phases = layers_of(model), None
 
     def keep(_: nn.Module, arguments: tuple) -> None:
-        kept["phases"] = arguments[1]
+        nonlocal phases
+        phases = arguments[1]
 
-    def hook_of(index: int) -> Callable:
-        def hook(layer: nn.Module, arguments: tuple, keywords: dict, output: tuple) -> tuple | None:
-            hidden_states, _, weights = layer.forward(arguments[0], kept["phases"], *arguments[2:], **keywords)
-            if see is not None:
-                see(index, output[2], weights)
-                return None
-            return (hidden_states, *output[1:])
+    def hook(index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple) -> tuple | None:
+        hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
+        if see is not None:
+            see(index, output[2], weights)
+            return None
+        return (hidden_states, *output[1:])
 
-        return hook
-
-    handles = [layers[0].register_forward_pre_hook(keep)]
-    handles += [layers[index].register_forward_hook(hook_of(index), with_kwargs=True) for index in chosen]
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(layers[0].register_forward_pre_hook(keep))
+        for index in chosen:
+            stack.enter_context(layers[index].register_forward_hook(partial(hook, index), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def attention_maps(model: Any, tokens: Tensor, see: Callable[[int, Tensor, Tensor], None]) -> None:

@@ -151,7 +151,19 @@ class Variants(SyntheticTask):
 
 
 @dataclass(kw_only=True)
-class SelectiveCopySettings:
+class VariantSettings:
+    """What the tasks have in common that have variants."""
+
+    samples: int = 1000
+    """Sequences per variant."""
+    seed: int = 0
+    """Seed of the sequences. They are never those of training."""
+    batch_size: int = 50
+    """Sequences that the model reads at once."""
+
+
+@dataclass(kw_only=True)
+class SelectiveCopySettings(VariantSettings):
     """Copying symbols from among blanks."""
 
     copied: int = 128
@@ -160,12 +172,6 @@ class SelectiveCopySettings:
     """Different symbols, as in training."""
     blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
     """Blanks among the symbols, by the name of the variant; the first variant is that of the training."""
-    samples: int = 1000
-    """Sequences per variant."""
-    seed: int = 0
-    """Seed of the sequences. They are never those of training."""
-    batch_size: int = 50
-    """Sequences that the model reads at once."""
 
 
 class SelectiveCopy(Variants):
@@ -184,7 +190,7 @@ class SelectiveCopy(Variants):
 
 
 @dataclass(kw_only=True)
-class GridNavigationSettings:
+class GridNavigationSettings(VariantSettings):
     """Predicting what a cell holds that was visited before."""
 
     dimensions: int = 2
@@ -197,12 +203,6 @@ class GridNavigationSettings:
         default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
     )
     """Steps, width and share of blank cells, by the name of the variant; the first variant is that of the training."""
-    samples: int = 1000
-    """Walks per variant."""
-    seed: int = 0
-    """Seed of the walks. They are never those of training."""
-    batch_size: int = 50
-    """Walks that the model reads at once."""
 
 
 class GridNavigation(Variants):
