@@ -162,7 +162,7 @@ def curve(
         axes.errorbar(x, values, distances, fmt="none", ecolor=style["color"], elinewidth=1, capsize=2.5, alpha=0.8)
 
 
-def length_axis(axes: Axes, lengths: Iterable[int], label: str = "context length (tokens)") -> None:
+def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     """Make the x axis one of lengths in tokens: logarithmic, with a tick at each length (at most about ten)."""
     from matplotlib.ticker import NullLocator
 
@@ -171,7 +171,7 @@ def length_axis(axes: Axes, lengths: Iterable[int], label: str = "context length
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [length_name(length) for length in shown])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(label)
+    axes.set_xlabel("context length (tokens)")
 
 
 def length_name(length: int) -> str:

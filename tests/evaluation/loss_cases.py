@@ -58,14 +58,13 @@ def run(task_class, model, **settings):
     units = task.units(model)
     assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
     values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
-    summary = task.summarize(values, model.info)
-    return result_of(summary, values)
+    return result_of(task.summarize(values, model.info), values)
 
 
-def result_of(summary, values=(), settings=None):
+def result_of(summary, values=()):
     """A task's entry of results.json."""
     return TaskResult(
-        settings=settings or {}, data={}, seconds=1.0, processes=1, scores=summary.scores,
+        settings={}, data={}, seconds=1.0, processes=1, scores=summary.scores,
         details=json.loads(json.dumps(summary.details)),
         notes=summary.notes, examples=dict(values), dtype="fp32", hardware="a CPU", versions={},
     )  # fmt: skip

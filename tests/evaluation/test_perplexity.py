@@ -12,7 +12,6 @@ from evaluation.loss_cases import ByteModel, copies, result_of, run, score, unif
 from harness_cases import BYTES, bpe_tokenizer, random_llama
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.base import Summary
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
@@ -64,42 +63,40 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):
     assert score(result, "bits_per_byte").value == pytest.approx(8 * 32 / (8 * 3 + 8 * 2 + 16 * 2))
 
 
-def record_scored(monkeypatch, model, **settings):
+def record_scored(model, **settings):
     """Return the tokens that the task counts, by unit."""
     counted = {}
-    evaluate = Perplexity.evaluate
 
-    def record(self, unit, model):
-        model.scored.clear()
-        value = evaluate(self, unit, model)
-        windows = self.work[unit.key].windows
-        counted[unit.key] = [list(all_[-w.scored :]) for all_, w in zip(model.scored, windows, strict=True)]
-        return value
+    class Recording(Perplexity):
+        def evaluate(self, unit, model):
+            model.scored.clear()
+            value = super().evaluate(unit, model)
+            windows = self.work[unit.key].windows
+            counted[unit.key] = [list(all_[-w.scored :]) for all_, w in zip(model.scored, windows, strict=True)]
+            return value
 
-    monkeypatch.setattr(Perplexity, "evaluate", record)
-    run(Perplexity, model, **settings)
+    run(Recording, model, **settings)
     return counted
 
 
 @pytest.mark.parametrize("bos", [(), (7,)])
 @pytest.mark.parametrize("stride", [5, 8, 50])
-def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, monkeypatch, bos, stride):
+def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, bos, stride):
     np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
     model = ByteModel(uniform(2000), vocab_size=2000, bos=bos)
-    counted = record_scored(
-        monkeypatch, model, data=str(tmp_path / "count.bin"), lengths=[2, 8, 17, 32], stride=stride, windows=3
-    )
+    settings = {"data": str(tmp_path / "count.bin"), "stride": stride, "windows": 3}
+    counted = record_scored(model, lengths=[2, 8, 17, 32], **settings)
     assert len(counted) == 4 and model.longest == 32, "a model never reads more than the longest length"
     first = 1033 - min(stride, 8)
     for windows in counted.values():
         assert sum(windows, []) == list(range(first, min(first + 3 * stride, 1190)))
 
 
-def test_a_minimum_length_gives_evaluations_of_different_lengths_the_same_tokens(tmp_path, monkeypatch):
+def test_a_minimum_length_gives_evaluations_of_different_lengths_the_same_tokens(tmp_path):
     np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
     model, settings = ByteModel(uniform(2000), vocab_size=2000), {"data": str(tmp_path / "count.bin"), "stride": 8}
-    both = record_scored(monkeypatch, model, lengths=[8, 32], **settings)
-    alone = record_scored(monkeypatch, model, lengths=[8], minimum_length=32, **settings)
+    both = record_scored(model, lengths=[8, 32], **settings)
+    alone = record_scored(model, lengths=[8], minimum_length=32, **settings)
     assert alone["count/0/8"] == both["count/0/8"] and sum(alone["count/0/8"], [])[0] == 1025
 
 
@@ -218,16 +215,14 @@ def test_empty_texts_count_as_too_short(tmp_path):
     assert task.notes_on_documents() == ["a: 3 documents were too short and left out."]
 
 
-def test_models_with_learned_positions_read_no_more_than_they_have(texts, tmp_path):
+def test_lengths_follow_what_a_model_of_transformers_calls_its_own(texts, tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}')
     (tmp_path / "tokenizer.json").touch()
     info = find_model(str(tmp_path), "gpt2").info
     task = Perplexity(Perplexity.Settings(data=texts))
     task.check(info)
-    assert task.lengths(info) == [8, 16, 32]
-    with pytest.raises(ConfigError, match="lengths has 33, but gpt2 has learned embeddings of 32 positions"):
-        Perplexity(Perplexity.Settings(data=texts, lengths=[33, 16])).check(info)
+    assert task.lengths(info) == [8, 16, 32] and info.config["model_type"] == "gpt2"
 
 
 def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):

@@ -1,14 +1,13 @@
 """Positions: exact zeros where nothing was planted, and what was planted shows where it must."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from evaluation.loss_cases import run
+from configurations import make
+from evaluation.loss_cases import run, write_jsonl
 
-from megatron_tape.config.schema import DataConfig, LoggingConfig, RunConfig, TrainConfig
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model_source import made_by
@@ -16,19 +15,12 @@ from megatron_tape.evaluation.tasks import position_probes as probes
 from megatron_tape.evaluation.tasks.positions import PositionPictures, PositionSettings, distances_of
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
-from megatron_tape.position import model_config
 
 LAYERS, HEADS, GROUPS, LENGTH = 5, 4, 2, 32
 SIZES = dict(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS,
-    num_key_value_heads=GROUPS,
-    max_position_embeddings=LENGTH,
-    initializer_range=0.3,
-)
+    vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS, max_position_embeddings=LENGTH, initializer_range=0.3,
+)  # fmt: skip
 PLANTED = 2
 
 
@@ -59,19 +51,18 @@ def models():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
     texts = ["too short", *("".join(chr(97 + (i * i + j) % 26) for i in range(50)) for j in range(4))]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+    return write_jsonl(tmp_path_factory.mktemp("data") / "texts.jsonl", texts)
 
 
 @pytest.fixture(scope="module")
 def results(models, data):
     """What `results.json` holds of both models."""
-    found = {}
-    for label, model in models.items():
-        found[label] = run(PositionPictures, model, data=data, documents=3, map_tokens=16)
-        assert list(found[label].examples) == ["document/0", "document/1", "document/2", "maps"]
+    found = {
+        label: run(PositionPictures, model, data=data, documents=3, map_tokens=16) for label, model in models.items()
+    }
+    for result in found.values():
+        assert list(result.examples) == ["document/0", "document/1", "document/2", "maps"]
     return found
 
 
@@ -158,19 +149,10 @@ def test_pictures_show_both_models(results):
 
 
 def test_a_checkpoint_is_checked_by_its_own_settings(data):
-    config = RunConfig(
-        model=model_config(
-            position_encoding="tape", num_layers=LAYERS, hidden_size=32, ffn_hidden_size=48, num_attention_heads=HEADS,
-            vocab_size=256, seq_length=LENGTH,
-        ),
-        data=DataConfig(prefix=["data/bytes"], tokenizer="bytes"),
-        train=TrainConfig(steps=1, micro_batch_size=1, global_batch_size=1),
-        logging=LoggingConfig(directory="runs/tape"),
-    )  # fmt: skip
-    info = made_by(config).info
-    PositionPictures(PositionSettings(data=data, heads=[[4, 3]])).check(info)
-    with pytest.raises(ConfigError, match="layers from 0 to 4 and heads from 0 to 3"):
-        PositionPictures(PositionSettings(data=data, heads=[[5, 0]])).check(info)
+    info = made_by(make(model__position_encoding="tape", logging__directory="runs/tape")).info
+    PositionPictures(PositionSettings(data=data, heads=[[2, 7]])).check(info)
+    with pytest.raises(ConfigError, match="layers from 0 to 2 and heads from 0 to 7"):
+        PositionPictures(PositionSettings(data=data, heads=[[3, 0]])).check(info)
 
 
 def test_documents_that_are_all_too_short_are_refused(models, data):

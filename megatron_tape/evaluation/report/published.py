@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ SHAPE = {
 """What the entries' `shape` names, and its names in this project's settings and in `config.json`."""
 
 
-@lru_cache(1)
 def entries() -> list[dict[str, Any]]:
     """Return the papers' figures."""
     import yaml
