@@ -421,12 +421,10 @@ LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32
 OUR_LLAMA = {"hidden_size": 4096, "num_layers": 32, "num_attention_heads": 32, "ffn_hidden_size": 11008}
 
 
-def extended(
-    label="ours", *, config=LLAMA, trained_length=8192, protocol="longlora", path="x/PG-19/test.bin", **others
-):
+def extended(*, config=LLAMA, trained_length=8192, protocol="longlora", path="x/PG-19/test.bin", **others):
     scores = [score(value=8.5, length=2048, group="test"), score(value=9.5, length=512, group="test")]
     found = task(scores, settings={"protocol": protocol}, data={path: "0" * 64})
-    return results(label, {"perplexity": found}, config=config, trained_length=trained_length, **others)
+    return results("ours", {"perplexity": found}, config=config, trained_length=trained_length, **others)
 
 
 def test_figures_of_the_paper_stand_beside_ours_where_the_settings_agree(tmp_path):

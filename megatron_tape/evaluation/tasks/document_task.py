@@ -87,12 +87,9 @@ class DocumentTask(Task):
 
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
-
-    def __init__(self, settings: DocumentSettings, section: str = ""):
-        super().__init__(settings, section)
-        self.work: dict[str, Work] = {}
-        self.left_out: dict[str, int] = {}
-        """How many documents of each source were too short."""
+    work: dict[str, Work]
+    left_out: dict[str, int]
+    """How many documents of each source were too short."""
 
     @property
     def sources(self) -> list[Source]:
@@ -128,8 +125,7 @@ class DocumentTask(Task):
         return [file for source in self.sources for file in source.files]
 
     def units(self, model: LanguageModel) -> list[Unit]:
-        self.work.clear()
-        self.left_out.clear()
+        self.work, self.left_out = {}, {}
         for source in self.sources:
             text_key, needed = self.settings.text_key, self.needed(model.info)
             documents, self.left_out[source.name] = long_documents(source, model, text_key, needed, self.most_documents)

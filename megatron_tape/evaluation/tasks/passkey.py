@@ -58,10 +58,6 @@ class Passkey(Task):
     Settings = PasskeySettings
     generates = True
 
-    def __init__(self, settings: PasskeySettings, section: str = ""):
-        super().__init__(settings, section)
-        self._published: dict[str, list[Hidden]] = {}
-
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
         self.require("lm_eval")

@@ -69,11 +69,6 @@ class Ruler(Task):
     Settings = RulerSettings
     generates = True
 
-    def __init__(self, settings: RulerSettings, section: str = ""):
-        super().__init__(settings, section)
-        given = settings.tasks
-        self._tasks = list({"offline": OFFLINE, "all": TASKS}.get(given, given) if isinstance(given, str) else given)
-
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
         self.require("lm_eval", "wonderwords", "nltk", "scipy")
@@ -158,6 +153,11 @@ class Ruler(Task):
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         return [_draw_means(results), _draw_tasks(results)]
+
+    @property
+    def _tasks(self) -> list[str]:
+        given = self.settings.tasks
+        return list({"offline": OFFLINE, "all": TASKS}[given] if isinstance(given, str) else given)
 
     def _lengths(self, info: ModelInfo) -> list[int]:
         return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
