@@ -93,7 +93,7 @@ class DocumentTask(Task):
 
     @property
     def sources(self) -> list[Source]:
-        return find_sources(self.settings, self.section)
+        return find_sources(self.settings.data, self.settings.split, self.section)
 
     @property
     def most_documents(self) -> int | None:

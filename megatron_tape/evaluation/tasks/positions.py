@@ -193,7 +193,7 @@ class PositionPictures(Task):
         return Summary(scores, details, notes)
 
     def _sources(self) -> list[Source]:
-        return find_sources(self.settings, self.section)
+        return find_sources(self.settings.data, self.settings.split, self.section)
 
     def _length(self, info: ModelInfo) -> int:
         given = self.settings.length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -48,16 +48,9 @@ class Document:
     """Whether it was read as text, so that its bytes are known."""
 
 
-class Selection(Protocol):
-    """Settings that say what is read."""
-
-    data: dict[str, str] | str
-    split: str | None
-
-
-def find_sources(settings: Selection, section: str) -> list[Source]:
+def find_sources(data: dict[str, str] | str, split: str | None, section: str) -> list[Source]:
     """Return the entries of a task's `data`; raises ConfigError for one that does not exist or is of unknown kind."""
-    key, data, split = f"{section}.data", settings.data, settings.split
+    key = f"{section}.data"
     named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
     refuse(not named, key, "is empty", "give a path, or a mapping name: path")
     sources = [_find_source(name, path, key) for name, path in named.items()]
