@@ -23,19 +23,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.environment import minutes
+from benchmarks.environment import ROOT, minutes, shown
 from benchmarks.goals import SLICES, Slice
-from benchmarks.machine import (
-    DONE,
-    FAILED,
-    ROOT,
-    STOPPED,
-    Machine,
-    Outcome,
-    look_at_machine,
-    program_variables,
-    run,
-)
+from benchmarks.machine import DONE, FAILED, STOPPED, Machine, Outcome, look_at_machine, program_variables, run
 from benchmarks.report import table
 from benchmarks.wheels import install
 from megatron_tape.io.files import write_whole
@@ -50,8 +40,6 @@ SHORTEST = 1.0
 """Minutes below which no slice is started; behind another one it must have those that it asks for."""
 RESERVE = 45.0
 """Seconds before the limit at which pytest begins no further test, so that it can write its report."""
-LAST_LINES = 40
-"""Lines of a program's output that are kept if it fails."""
 
 
 class Check:
@@ -170,8 +158,6 @@ class Check:
                 ended.status, ended.reason = DONE, None
         finally:
             ended.seconds = round(time.monotonic() - started, 1)
-            if ended.status != DONE and log.exists():
-                ended.last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
             self.outcomes[part.name] = ended
             record = {name: asdict(each) for name, each in self.outcomes.items()}
             write_whole(self.output / "slices.json", [(json.dumps(record, indent=1) + "\n").encode()])
@@ -186,12 +172,6 @@ def default_output(machine: Machine) -> Path:
         return TOY_OUTPUT
     name = re.sub(r"[^a-z0-9]+", "-", machine.gpus[0].lower()).strip("-")
     return ROOT / "benchmarks" / "results" / f"{len(machine.gpus)}x-{name}"
-
-
-def shown(path: Path) -> str:
-    """Return a path as the reader knows it: relative to the repository if it lies there."""
-    path = path.resolve()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def _chosen(text: str) -> Slice:

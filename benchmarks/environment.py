@@ -85,9 +85,14 @@ class Record:
         with atomic_output(self.path, "w", overwrite=True) as file:
             file.write(json.dumps(self.origin | result, indent=1) + "\n")
         if not self.announced:
-            path = self.path.resolve()
-            print(f"recorded in {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
+            print(f"recorded in {shown(self.path)}", flush=True)
         self.announced = True
+
+
+def shown(path: Path) -> str:
+    """Return a path as the reader knows it: relative to the repository if it lies there."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.environment import ROOT
 from benchmarks.goals import Slice
 
-ROOT = Path(__file__).resolve().parent.parent
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
 GRACE = 20.0
 """Seconds that a program has to end after it is interrupted."""
@@ -59,7 +59,6 @@ class Outcome:
     """Digest of the code that ran."""
     gpus: tuple[str, ...] = ()
     reason: str | None = None
-    last_lines: list[str] = field(default_factory=list)
 
 
 def program_variables(site: Path | None, toy: bool) -> dict[str, str]:
