@@ -46,7 +46,7 @@ def build(arguments: argparse.Namespace) -> HFModel:
     torch.manual_seed(0)
     with device_here():
         model = LlamaForCausalLM(config)
-    info = ModelInfo("llama", vocabulary, arguments.length, {}, None, has_tokenizer=False)
+    info = ModelInfo("llama", vocabulary, arguments.length, {}, has_tokenizer=False)
     return HFModel(info, model.to(DTYPES[arguments.precision]), None)
 
 

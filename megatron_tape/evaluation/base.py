@@ -69,8 +69,6 @@ class ModelInfo:
     """Tokens of context that it was trained on, as its configuration says; None if that does not say."""
     config: dict[str, Any]
     """The whole `config.json`."""
-    directory: Path | None
-    """Where it lies in the format of transformers; None while it trains."""
     has_tokenizer: bool
 
 

@@ -103,7 +103,6 @@ def _from_transformers(path: Path, label: str | None) -> Source:
         vocab_size=vocabulary,
         trained_length=length if type(length) is int and length > 0 else None,
         config=settings,
-        directory=path,
         has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
     )
     foreign = "auto_map" in settings and not _is_ours(path, settings)
@@ -198,6 +197,5 @@ def _info(model: ModelConfig, label: str, has_tokenizer: bool) -> ModelInfo:
         vocab_size=model.unpadded_vocab_size or model.vocab_size,
         trained_length=model.seq_length,
         config={"model_type": kind, **model_dict(model)},
-        directory=None,
         has_tokenizer=has_tokenizer,
     )

@@ -192,10 +192,8 @@ def load_model(
             problem, fix = f"has weights that are cut off or damaged ({reason})", "copy or download them again"
             raise FileError(str(directory), problem, fix) from None
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
-    info = dataclasses.replace(
-        info, directory=Path(directory), config=read_settings(Path(directory) / "config.json"),
-        has_tokenizer=tokenizer is not None,
-    )  # fmt: skip
+    config = read_settings(Path(directory) / "config.json")
+    info = dataclasses.replace(info, config=config, has_tokenizer=tokenizer is not None)
     return HFModel(info, model.to(device), tokenizer)
 
 

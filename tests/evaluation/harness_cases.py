@@ -66,7 +66,7 @@ def random_llama(tokenizer, length, label="random"):
 
 
 def info(length=512, label="stand-in"):
-    return ModelInfo(label=label, vocab_size=1000, trained_length=length, config={}, directory=None, has_tokenizer=True)
+    return ModelInfo(label=label, vocab_size=1000, trained_length=length, config={}, has_tokenizer=True)
 
 
 class Answering:

@@ -13,7 +13,7 @@ class ByteModel:
     """A model on bytes whose losses a function of (tokens before, token) gives; remembers which tokens it scored."""
 
     def __init__(self, loss, vocab_size=256, trained_length=64, bos=()):
-        self.info = ModelInfo("byte model", vocab_size, trained_length, {}, None, has_tokenizer=True)
+        self.info = ModelInfo("byte model", vocab_size, trained_length, {}, has_tokenizer=True)
         self.bos, self.tokenizer, self._loss = list(bos), object(), loss
         self.scored, self.longest = [], 0
 

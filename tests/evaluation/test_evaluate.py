@@ -288,7 +288,7 @@ def test_models_that_chunks_would_change_read_a_text_at_once_and_forget_the_one_
     model = AutoModelForCausalLM.from_config(config).eval()
     long, short = np.random.default_rng(0).integers(0, 64, 97), np.random.default_rng(1).integers(0, 64, 50)
     expected = [plain_losses(model, tokens) for tokens in (short, long)]
-    model = HFModel(ModelInfo("model", 64, 32, {}, None, False), model, None, chunk=16)
+    model = HFModel(ModelInfo("model", 64, 32, {}, False), model, None, chunk=16)
     # The short text again after the long one.
     for tokens, losses in ((long, expected[1]), (short, expected[0])):
         np.testing.assert_allclose(model.losses(tokens, 5), losses[4:], atol=2e-6)

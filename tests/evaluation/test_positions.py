@@ -31,7 +31,7 @@ class Bytes:
 
     def __init__(self, model, label):
         self.model, self.device, self.bos = model.eval(), torch.device("cpu"), []
-        self.info = ModelInfo(label, 256, LENGTH, {**model.config.to_dict(), "model_type": "tape"}, None, True)
+        self.info = ModelInfo(label, 256, LENGTH, {**model.config.to_dict(), "model_type": "tape"}, True)
 
     def encode(self, text):
         return list(text.encode())

@@ -11,7 +11,7 @@ from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.tasks import TASKS
 
 CONFIG = {"model_type": "tape", "num_hidden_layers": 5, "num_attention_heads": 4}
-INFO = ModelInfo("model", 256, 64, CONFIG, None, has_tokenizer=True)
+INFO = ModelInfo("model", 256, 64, CONFIG, has_tokenizer=True)
 WITHOUT_LENGTH = replace(INFO, trained_length=None)
 
 

@@ -24,7 +24,7 @@ from megatron_tape.synthetic import random_of
 from megatron_tape.synthetic.addition import add
 from pretrain import evaluate, train
 
-INFO = ModelInfo("model", vocab_size=32, trained_length=64, config={}, directory=None, has_tokenizer=False)
+INFO = ModelInfo("model", vocab_size=32, trained_length=64, config={}, has_tokenizer=False)
 
 
 class Answering:

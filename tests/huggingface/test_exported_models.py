@@ -177,7 +177,7 @@ def test_drawn_positions_beyond_the_trained_length_need_a_pass_without_a_cache(e
     padded, alone = made.loaded(ids, attention_mask=mask, use_cache=False).logits, made.loaded(ids[:1, 4:]).logits
     assert_close(padded[0, 4:], alone[0], atol=1e-5, rtol=1e-5)
     # The evaluation does not cut such texts into parts.
-    info = ModelInfo("model", 64, 16, {}, None, False)
+    info = ModelInfo("model", 64, 16, {}, False)
     model = HFModel(info, made.loaded, None, chunk=5)
     for length in (24, 16):
         losses = torch.from_numpy(model.losses(ids[0, :length].numpy(), 1)).float()
