@@ -182,7 +182,7 @@ def dpo(subject: Subject):
     _trl(subject, DPOTrainer, DPOConfig, rows, ref_model=subject.load())
 
 
-@row("lm_eval's HFLM: log-likelihoods of the model's own logits", needs=("lm_eval", "accelerate"), heavy=True)
+@row("lm_eval's HFLM: log-likelihoods of the model's own logits", needs=("lm_eval", "accelerate"))
 def lm_eval(subject: Subject):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

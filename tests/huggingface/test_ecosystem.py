@@ -98,6 +98,7 @@ def test_the_oldest_transformers_does_the_light_rows(directories, tmp_path):
     expected = AS_LLAMA | OLDEST_AS_LLAMA | ON_A_GPU
     expected |= {name: "not installed (peft)" for name in ("lora_all_linear", "lora_and_positions")}
     expected |= {name: "not installed (accelerate)" for name in ("trainer", "offloaded_weights")}
+    expected["lm_eval"] = "not installed (lm_eval, accelerate)"
     found = not_working(rows)
     refused = {name: found.pop(name) for name in ("continuous_batching", "paged_cache")}
     assert all(text.startswith("refused (continuous batching of TAPE models is not") for text in refused.values())
