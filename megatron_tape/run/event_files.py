@@ -23,8 +23,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.plugins.custom_scalar import metadata as custom_scalars
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.image import metadata as images
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -124,14 +122,6 @@ class EventFile(RecordFile):
         """Add a PNG of `size` (width, height) under `tag`."""
         width, height = (str(pixels).encode() for pixels in size)
         self._add_strings(tag, [width, height, png], images.create_summary_metadata("", ""), step)
-
-    def add_layout(self, layout: Layout, step: int) -> None:
-        self._add_strings(
-            custom_scalars.CONFIG_SUMMARY_TAG,
-            [layout.SerializeToString()],
-            custom_scalars.create_summary_metadata(),
-            step,
-        )
 
     def _add_strings(self, tag: str, strings: list[bytes], metadata: SummaryMetadata, step: int) -> None:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(strings))])

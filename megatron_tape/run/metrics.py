@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
 from typing_extensions import TypedDict
 
 from megatron_tape.io.records import parse_record
@@ -37,19 +36,6 @@ TAGS = {
 LOSSES = {"train/loss": "loss/train", "validation/loss": "loss/validation"}
 # The charts of single layers come last (z: the position state).
 BY_LAYER = "z_by_layer"
-CHARTS = {
-    "Training": {
-        "loss": ("train/loss", "validation/loss"),
-        "gradient norm": ("train/gradient_norm",),
-        "learning rate": ("train/learning_rate",),
-        "tokens per second": ("speed/tokens_per_second",),
-    },
-    "Positions": {
-        "norm of the position state, by layer": (f"{BY_LAYER}/state_norm/.*",),
-        "norm of the position update, by layer": (f"{BY_LAYER}/update_norm/.*",),
-    },
-}
-"""The page of Custom Scalars: regular expressions of tags by chart, and charts by category."""
 RESTATED_TEXTS = ("configuration", "parameters")  # every attempt writes it at the step it resumes from
 RECENT = 20
 _LAYER = re.compile(r"position/(\w+)/layer_(\d+)")
@@ -89,7 +75,6 @@ class MetricsWriter:
         # Also without TensorBoard: a later attempt with TensorBoard may resume past the events to be dropped now.
         keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
-        self._has_layout = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
@@ -113,11 +98,7 @@ class MetricsWriter:
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self._events is not None:
-            tagged = _by_tag(values)
-            if not self._has_layout:
-                self._events.add_layout(_layout(tagged), step)
-                self._has_layout = True
-            self._events.add_scalars(tagged, step)
+            self._events.add_scalars(_by_tag(values), step)
         with suppress(OSError):  # the console may be a file on a full disk
             print(self._line(step, values), flush=True)
 
@@ -188,20 +169,6 @@ def _by_tag(values: Mapping[str, float]) -> dict[str, float]:
     means = {f"position/{norm}": math.hypot(*found) / math.sqrt(len(found)) for norm, found in layers.items()}
     losses = {LOSSES[tag]: value for tag, value in tagged.items() if tag in LOSSES}
     return tagged | means | losses
-
-
-def _layout(tagged: Mapping[str, float]) -> Layout:
-    """Return the Custom Scalars page, without the position charts if the model does not update positions."""
-    categories = []
-    for title, charts in CHARTS.items():
-        if title == "Positions" and not any(tag.startswith(BY_LAYER) for tag in tagged):
-            continue
-        shown = [
-            Chart(title=name, multiline=MultilineChartContent(tag=[f"^{tag}$" for tag in tags]))
-            for name, tags in charts.items()
-        ]
-        categories.append(Category(title=title, chart=shown))
-    return Layout(category=categories)
 
 
 def _exp(value: float) -> float:

@@ -4,14 +4,12 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import time
 
 import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from megatron_tape.run.metrics import MetricsWriter
 
@@ -170,19 +168,6 @@ def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_re
     assert [event.tensor_proto.string_val[0] for event in found] == [b"    model:\n      num_layers: 2"] * 2
 
 
-def layout(directory):
-    """Return the tags shown on the newest Custom Scalars page, by category and chart."""
-    (event, *_) = events(directory).Tensors("custom_scalars__config__")[::-1]
-    tags = events(directory).Tags()["scalars"]
-    return {
-        category.title: {
-            chart.title: [tag for tag in tags if any(re.match(regex, tag) for regex in chart.multiline.tag)]
-            for chart in category.chart
-        }
-        for category in Layout.FromString(event.tensor_proto.string_val[0]).category
-    }
-
-
 def test_tensorboard_opens_on_the_losses_and_the_mean_over_layers_of_each_norm(tmp_path):
     writer = MetricsWriter(tmp_path, 4)
     names = [f"position/{norm}/layer_{layer:02d}" for norm in ("state_norm", "update_norm") for layer in range(12)]
@@ -203,32 +188,6 @@ def test_tensorboard_opens_on_the_losses_and_the_mean_over_layers_of_each_norm(t
     assert curve(tmp_path, "position/update_norm") == [(1, 0.0)]
     assert curve(tmp_path, "z_by_layer/state_norm/11") == [(1, 7.0)]
     assert {name: rows(tmp_path)[0][name] for name in names} == norms
-
-
-def test_custom_scalars_show_losses_in_one_chart_and_the_norms_of_all_layers(tmp_path):
-    scalars = {**SCALARS, "validation_loss": 2.0}
-    norms = {f"position/{norm}/layer_{layer:02d}": 1.0 for norm in ("state_norm", "update_norm") for layer in (0, 1)}
-    for resume_step in (0, 2, 1):
-        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
-        for step in range(resume_step + 1, resume_step + 3):
-            writer.log(step, scalars | norms)
-        writer.close()
-    training = {
-        "loss": ["train/loss", "validation/loss"],
-        "gradient norm": ["train/gradient_norm"],
-        "learning rate": ["train/learning_rate"],
-        "tokens per second": ["speed/tokens_per_second"],
-    }
-    assert layout(tmp_path) == {
-        "Training": training,
-        "Positions": {
-            "norm of the position state, by layer": ["z_by_layer/state_norm/00", "z_by_layer/state_norm/01"],
-            "norm of the position update, by layer": ["z_by_layer/update_norm/00", "z_by_layer/update_norm/01"],
-        },
-    }
-    assert [event.step for event in events(tmp_path).Tensors("custom_scalars__config__")] == [1, 2]
-    write(tmp_path, [1], tensorboard=True)
-    assert [category for category in layout(tmp_path)] == ["Training"]
 
 
 def png(width, height):
