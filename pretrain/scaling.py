@@ -84,14 +84,14 @@ def described(prediction: Prediction) -> str:
     return " | ".join(cells)
 
 
-def phase_row(model: str, length: int, gpus: int = COMPARED_ON) -> str | None:
+def phase_row(model: str, length: int) -> str | None:
     """Return what each phase of TAPE's step takes more than RoPE's in TAPE's fastest layout, in per cent of RoPE's."""
-    found = find(model, length, gpus)
+    found = find(model, length, COMPARED_ON)
     if not found.fitting:
         return None
     tape = found.fitting[0]
     with_rope = replaced(tape.plan.config, {"model.position_encoding": "rope"})
-    rope = step_time(Plan(with_rope, gpus), HARDWARE)
+    rope = step_time(Plan(with_rope, COMPARED_ON), HARDWARE)
     more = {name: (value - getattr(rope, name)) / rope.total for name, value in dataclasses.asdict(tape.time).items()}
     communication = more["tensor_parallel"] + more["context_parallel"] + more["zero"]
     named = more["attention"], more["position"], more["recomputation"], communication

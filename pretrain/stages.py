@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,10 @@ def run_stages(stages: Sequence[Stage], processes: int) -> int:
         shown = shlex.join([Path(stage.command[0]).name, *stage.command[1:]])
         minutes = (time.monotonic() - started) / 60
         print(f"\n[{number}/{len(stages)}, after {minutes:.1f} minutes] {stage.name}: {shown}", flush=True)
-        command = stage.command
         if stage.output is not None and stage.output.exists():
-            if stage.output.suffix != ".idx" or is_whole(stage.output.with_suffix("")):
-                print(f"{stage.output} exists already", flush=True)
-                continue
-            print(f"{stage.output} or its .bin is damaged and is made again", flush=True)
-            command = [*command, "--overwrite"]
-        status = _run(command, environment)
+            print(f"{stage.output} exists already", flush=True)
+            continue
+        status = _run(stage.command, environment)
         if status != 0:
             print(f"error: {stage.name} ended with status {status}; see above", file=sys.stderr)
             return status
@@ -60,14 +55,6 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
                 process.send_signal(interruption.number)
             process.wait(timeout=30)
             raise
-
-
-def is_whole(prefix: Path) -> bool:
-    """Return whether an indexed dataset's files are intact and match each other."""
-    try:
-        return next(IndexedDatasetReader(prefix).problems(), None) is None
-    except (ValueError, OSError):
-        return False
 
 
 def launcher(processes: int) -> list[str]:

@@ -53,7 +53,7 @@ def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
     yield Row("kept by a forward pass", outcome.activations, expected.layer_activations + expected.logits, TOLERANCE)
     yield Row("peak while the weights are made", outcome.start, None, None)
     yield Row("peak", outcome.peak, expected.peak, PEAK_TOLERANCE)
-    products = outcome.record.flops["matrix products"]
+    products = outcome.record.product_flops
     yield Row("FLOPs of matrix products (10^9)", products, product_flops(plan), TOLERANCE, unit=10**9)
     planned, sent = communication(plan, outcome.replicated_share), outcome.record.traffic
     totals = Counter()

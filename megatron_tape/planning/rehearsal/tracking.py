@@ -29,7 +29,6 @@ KINDS = {
 """The collectives, by the beginning of their names in torch."""
 BLOCK = 512
 """CUDA's allocator rounds up to multiples of this, in bytes."""
-PRODUCTS, ATTENTION = "matrix products", "attention"
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _PASSED_THROUGH = (
     str(Path(torch.__file__).parent),
@@ -57,8 +56,8 @@ class Record:
     """How often the host waits for the GPU, by phase, reason and place."""
     launches: Counter = field(default_factory=Counter)
     """Kernels of our own, by name."""
-    flops: Counter = field(default_factory=Counter)
-    """Those that torch counts: `PRODUCTS`, and `ATTENTION`, of which half of the scores are masked and left out."""
+    product_flops: int = 0
+    """FLOPs of matrix products, attention's left out, as torch counts them."""
 
 
 class Tracker(TorchDispatchMode):
@@ -155,9 +154,9 @@ class Tracker(TorchDispatchMode):
             )
         for tensor in outputs:
             self._book(tensor)
-        if counts := flop_registry.get(func._overloadpacket):
-            flops, of_attention = counts(*args, **kwargs, out_val=result), "attention" in func.__name__
-            self.record.flops[ATTENTION if of_attention else PRODUCTS] += flops // 2 if of_attention else flops
+        counts = flop_registry.get(func._overloadpacket)
+        if counts is not None and "attention" not in func.__name__:
+            self.record.product_flops += counts(*args, **kwargs, out_val=result)
         return result
 
     def _phase_now(self) -> str:
