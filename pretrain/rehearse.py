@@ -41,9 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     install_fake_world(processes, rank)
     from megatron_tape.planning.rehearsal.comparison import compared
     from megatron_tape.planning.rehearsal.run import rehearse
-    from megatron_tape.training.trained_parameters import trained_by
 
-    outcome = rehearse(config, trained_by(config.extension))
+    outcome = rehearse(config)
     logging.getLogger(__name__).info("rehearsed in %.0f s", time.monotonic() - started)
     rows = list(compared(outcome, processes))
     print("\n".join(report(outcome, processes, rank, rows)))

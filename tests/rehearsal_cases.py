@@ -134,7 +134,6 @@ def main(which, recipe):
         install_fake_world(processes, 5)
     from megatron_tape.model import initialization
     from megatron_tape.planning.rehearsal.run import rehearse
-    from megatron_tape.training.trained_parameters import trained_by
 
     initialization.CHUNKS["cuda"] = DRAWN_AT_ONCE
 
@@ -144,7 +143,7 @@ def main(which, recipe):
         with contextlib.ExitStack() as planted:
             for patch in patches:
                 planted.enter_context(mock.patch.object(*patch))
-            return described(rehearse(config, trained_by(config.extension)), processes)
+            return described(rehearse(config), processes)
 
     for name, settings in (QUICK_CASES if which == "quick" else MANY).items():
         found[name] = run(settings)

@@ -5,7 +5,7 @@ and what one micro-batch adds (`activations`). The CUDA context, NCCL's buffers 
 more, are not included.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
@@ -19,37 +19,31 @@ class State:
     """Bytes on one GPU that ZeRO holds during the whole step, and in parts of it."""
 
     weights: int
-    gradients: int
-    optimizer: int
-    buffers: int = 0
-    bucket_copy: int = 0
-    """While a bucket is reduced: its copy in the precision in which it is sent."""
-    update: int = 0
-    """While the optimizer updates the weights."""
-    host: int = 0
-    """Bytes of pinned host memory per process."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the GPU that needs most; they add up to `peak`."""
-
-    weights: int
     """Weights in the precision of the run."""
     gradients: int
     """Gradients of the trained parameters, summed over the micro-batches."""
     optimizer: int
     """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
+    buffers: int = 0
+    """Reduce buckets and, at stage 3, the weights gathered at any one time."""
+    bucket_copy: int = 0
+    """While a bucket is reduced: its copy in the precision in which it is sent."""
+    update: int = 0
+    """While the optimizer updates the weights."""
+    host: int = 0
+    """Bytes of pinned host memory per process under offload_optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(State):
+    """Bytes on the GPU that needs most: what ZeRO holds during the whole step, and these, add up to `peak`."""
+
     layer_activations: int
     """What the layers keep for the backward pass of one micro-batch."""
     logits: int
     """What the loss keeps."""
-    buffers: int
-    """ZeRO's reduce buckets and, at stage 3, the weights gathered at any one time."""
     working: int
     """Additional at the peak, in the backward pass or in the optimizer's step."""
-    host: int
-    """Bytes of pinned host memory per process under offload_optimizer; not on the GPU."""
 
     @property
     def peak(self) -> int:
@@ -72,14 +66,10 @@ def memory(plan: Plan) -> Memory:
     # The update begins when all activations and most buffers are gone.
     updating = state.update - kept.saved - buffers
     return Memory(
-        weights=state.weights,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
+        **asdict(state) | {"buffers": buffers},
         layer_activations=kept.layers,
         logits=kept.logits,
-        buffers=buffers,
         working=max(loss, kept.backward, reducing, updating),
-        host=state.host,
     )
 
 

@@ -29,7 +29,7 @@ from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import replicated_parameters
-from megatron_tape.training.trained_parameters import Trains, everything
+from megatron_tape.training.trained_parameters import trained_by
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Rehearsal:
     """What would fail or stall on a GPU, and how often it occurred."""
 
 
-def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
+def rehearse(config: RunConfig) -> Rehearsal:
     """Run three short steps of `config` as the rank that `install_fake_world`, called before, has made of this process.
 
     `validate` has accepted `config`. No data and no checkpoint is read, and only a temporary directory is written.
@@ -75,7 +75,7 @@ def rehearse(config: RunConfig, trains: Trains = everything) -> Rehearsal:
         "set it to false",
     )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
-        return _ObservedRun(_shortened(config, home), trains).run()
+        return _ObservedRun(_shortened(config, home)).run()
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
@@ -132,8 +132,7 @@ class _GatheredState:
 
 
 class _ObservedRun:
-    def __init__(self, config: RunConfig, trains: Trains):
-        self.trains = trains
+    def __init__(self, config: RunConfig):
         self.tracker = Tracker()
         self.outcome = Rehearsal(config)
         self._steps = 0
@@ -159,7 +158,7 @@ class _ObservedRun:
                 FakeTensorMode(allow_non_fake_inputs=True),
                 self.tracker,
             ):
-                trainer = training.Trainer(config, watch, self.trains)
+                trainer = training.Trainer(config, watch, trained_by(config.extension))
                 self._name_groups(trainer.layout)
                 trainer.run()
         except Exception as error:
