@@ -116,7 +116,9 @@ class Watch:
                     owner_seen = now
                 if self._rank == 0:
                     # One rank is enough: all ranks share the result after every step.
-                    self.stop = self.stop or stop_reason(self._attempt.directory)
+                    # Not assigned unless there is one: a signal may come while the file system answers.
+                    if reason := stop_reason(self._attempt.directory):
+                        self.stop = self.stop or reason
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
                         self._beat()

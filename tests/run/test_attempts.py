@@ -1,6 +1,10 @@
 """Ownership of a run, and the decisions that follow from the records of its attempts."""
 
+import contextlib
 import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -8,6 +12,7 @@ from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, StaleAttempt
 from megatron_tape.io.files import digest
+from megatron_tape.run import watch as watching
 from megatron_tape.run.attempts import Attempt, stop_reason
 from megatron_tape.run.judging import crash_loop, decide, nodes_to_exclude, read_attempts
 
@@ -317,3 +322,21 @@ def test_a_run_whose_newest_checkpoint_is_of_a_newer_version_is_not_taken_over(r
     assert first.is_owner() and len(read_attempts(run)) == 1
     word, reason = verdict(run)
     assert word == "stop" and "newer version" in reason
+
+
+def test_a_signal_that_comes_while_the_file_system_answers_is_not_lost(run, monkeypatch):
+    asked, signaled = threading.Event(), threading.Event()
+
+    def slow(directory):
+        asked.set()
+        signaled.wait(10)
+
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "stop_reason", slow)
+    with contextlib.closing(watching.Watch(None)) as watch:
+        watch.attach(claim(run), 0)
+        assert asked.wait(10)
+        signal.raise_signal(signal.SIGTERM)
+        signaled.set()
+        time.sleep(0.1)
+        assert watch.stop == "SIGTERM"
