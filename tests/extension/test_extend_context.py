@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -370,7 +369,7 @@ def damaged(folder, bases, name):
         ("tokenizer", ["--data.tokenizer=TOKENIZER"], "has another vocabulary than the tokenizer of extension.from"),
         ("rope", ["--extension.trains=[]"], "extension.trains is empty"),
         ("rope", ["--extension.trains=[attention]"], "extension.trains names attention; choose from tape"),
-        ("rope", ["--model.position_encoding=rope"], "extension.trains names tape, but"),
+        ("rope", ["--model.position_encoding=rope"], "which has no parameters"),
         ("rope", ["--extension.trains=[norms]"], "so it would stay as it is; add tape"),
         ("rope", [*ROPE, "--model.position_increments=learned"], "model.position_increments is learned, which"),
         ("tape", ["--model.position_state_norm=unit"], "position_state_norm: checkpoint none, configuration unit"),
@@ -448,7 +447,7 @@ def test_what_a_run_extends_and_trains_stays(extend, bases, data, tmp_path, capf
     for base, changed, part in (
         (bases["rope"], "--extension.trains=[lora]", "extension.trains: was ['norms', 'lora'], is now ['lora']"),
         (bases["rope"], "--extension.lora_rank=4", "extension.lora_rank: was 8, is now 4"),
-        (tmp_path / "copy", "--train.steps=2", f"extension.from: was {json.dumps(bases['rope'])[:-1]}/checkpoints/"),
+        (tmp_path / "copy", "--train.steps=2", f"extension.from: was '{bases['rope']}/checkpoints/"),
     ):
         chosen = arguments(tmp_path, data, base, "run", *lora, changed)
         sentence = refused(capfd, extend_context.main, chosen, statuses=[2])
