@@ -75,6 +75,7 @@ def test_two_evaluations_cannot_return_the_same_name():
 
 
 def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):
-    assert run("--train.evaluations=[validation_loss,perplexity]") == 2
+    with pytest.raises(SystemExit):
+        run("--train.evaluations=[validation_loss,perplexity]")
     error = capfd.readouterr().err
     assert "perplexity" in error and "validation_loss, sample, position_norms, toy" in error and error.count("\n") == 1
