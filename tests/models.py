@@ -112,7 +112,7 @@ def reference_config(model):
         norm_epsilon=model.norm_epsilon,
         **{
             key: getattr(model.position, key)
-            for key in ("gate_input", "position_state_norm")
+            for key in ("gate_input", "position_state_norm", "position_increments")
             if hasattr(model.position, key)
         },
     )

@@ -189,7 +189,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
     free |= {"position_encoding", *setting_names(now)} if added else set()
-    if getattr(base.model.position, "position_increments", "fixed") == "learned":
+    if getattr(base.model.position, "position_increments", "fixed") != "fixed":
         free.remove("position_increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the rows that are missing
@@ -201,7 +201,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
         "remove them from the recipe or the command line: an extension changes only model.seq_length, model.rope_*, "
         "model.randpe_range, model.attention_backend, model.position_state_precision, model.position_encoding from "
-        "rope to tape, and model.position_increments from fixed to learned",
+        "rope to tape, and model.position_increments from fixed to learned or signed",
     )
     unread = [f"model.{key}" for key, value in config.model.unread.items() if base.model.unread.get(key) != value]
     refuse(

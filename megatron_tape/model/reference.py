@@ -35,6 +35,8 @@ class ReferenceConfig:
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
     position_state_norm: str = "none"
     """`unit` sets every complex number of the position state back to its first modulus after each update."""
+    position_increments: str = "fixed"
+    """`signed` if the increments of positions, where the weights have any, are not sigmoids."""
 
 
 def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
@@ -117,8 +119,8 @@ def forward(
     (`self_attn.q_proj.bias`) norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
     (`self_attn.gate_proj.weight`) are applied if present.
     With `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups alike, the position of a token
-    is the sum of 2 sigmoid(w_g . y) over the tokens up to it, where y is the first layer's normalised input, and
-    `positions` are not used.
+    is the sum of 2 sigmoid(w_g . y), or with signed increments of 1 + w_g . y, over the tokens up to it, where y is the
+    first layer's normalised input, and `positions` are not used.
     Returns `logits` (B, S, V) and, after each layer, `hidden_states` (B, S, C) and `position_states` (B, S, G, D).
     """
     B, S = input_ids.shape
@@ -136,7 +138,8 @@ def forward(
 
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
         if "position.increments.weight" in w:
-            p_BSG = (2 * (y @ w["position.increments.weight"].T).double().sigmoid()).cumsum(1)
+            a_BSG = (y @ w["position.increments.weight"].T).double()
+            p_BSG = (1 + a_BSG if config.position_increments == "signed" else 2 * a_BSG.sigmoid()).cumsum(1)
             z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(x.dtype)
             z = z.expand(B, S, G, D)
         q, k, v = (

@@ -1,7 +1,8 @@
 """Rotary positional encoding (Su et al., 2021), as Llama applies it, with its scalings of positions.
 
-Positions are 0, 1, ... or, with learned increments, running sums of what each token adds,
-    p[s,g] = sum_{t<=s} 2 sigmoid(w_g . x[t]),
+Positions are 0, 1, ... or, with increments that are learned, running sums of what each token adds,
+    p[s,g] = sum_{t<=s} 2 sigmoid(w_g . x[t])    ("learned": between 0 and 2),
+    p[s,g] = sum_{t<=s} 1 + w_g . x[t]           ("signed": a token may also go back),
 where x is the first layer's normalised input: "accumulated rotations" (MapFormer, arXiv 2511.19279; arXiv 2606.24975).
 With w = 0 each token adds 1. Only differences of positions enter, so a sum may begin anywhere: before the document of a
 pack, or with padding.
@@ -46,9 +47,9 @@ class RotarySettings(EncodingSettings):
     """yarn: begin and end the gradual change at whole frequencies, as most models with yarn do."""
     rope_attention_factor: float | None = None
     """yarn: factor of rotated queries and keys; null means 0.1 ln(rope_scaling_factor) + 1."""
-    position_increments: Literal["fixed", "learned"] = "fixed"
-    """rope and tape: by how much the position grows with each token: fixed is 1; learned depends on the token, is
-    between 0 and 2 for each group of heads, and starts at 1."""
+    position_increments: Literal["fixed", "learned", "signed"] = "fixed"
+    """rope and tape: by how much the position grows with each token: fixed is 1; learned and signed depend on the token
+    and start at 1; learned is between 0 and 2, signed has no bounds, so that positions may also go back."""
 
 
 class RotaryPosition(PositionEncoding):
@@ -65,8 +66,12 @@ class RotaryPosition(PositionEncoding):
     @property
     def exports_to(self) -> str | None:
         """A model of transformers if positions are fixed and attention's output has no gate."""
-        learned = self.settings.position_increments == "learned"
-        return "code" if learned or self.model.attention_output_gate else "plain"
+        return "code" if self.learns_increments or self.model.attention_output_gate else "plain"
+
+    @property
+    def learns_increments(self) -> bool:
+        """Whether the position grows with each token by what its content says."""
+        return self.settings.position_increments != "fixed"
 
     def check(self) -> None:
         settings = self.settings
@@ -93,7 +98,7 @@ class RotaryPosition(PositionEncoding):
         )
 
     def learns_on_entry(self, layer: int) -> bool:
-        return layer == 0 and self.settings.position_increments == "learned"
+        return layer == 0 and self.learns_increments
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         if not self.learns_on_entry(layer):
@@ -105,15 +110,20 @@ class RotaryPosition(PositionEncoding):
 
     def state_size(self, layer: int) -> int:
         """Return the size of one head's phases, which all heads share; with learned increments, of every group's."""
-        if self.settings.position_increments == "learned":
+        if self.learns_increments:
             return self.model.query_groups * self.model.head_dim if layer > 0 else 0
         return self.model.head_dim
 
     def saved_bytes(self, layer: int, batch: MicroBatch) -> int:
         """Count increments and positions, in float64, and the phases that are made of them."""
-        per_group = 2 * 8 + self.model.head_dim * batch.width
+        per_group = self.bytes_of_sums + self.model.head_dim * batch.width
         groups = batch.groups(self.model.query_groups)
         return batch.tokens * groups * per_group if self.learns_on_entry(layer) else 0
+
+    @property
+    def bytes_of_sums(self) -> int:
+        """What is kept of one token and group: the position and, if sigmoids need it, the increment, in float64."""
+        return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.position_increments]
 
     def exchanged_bytes(self, layer: int, batch: MicroBatch) -> tuple[int, int]:
         """Count what increments are computed from on its way to the ranks that add up all tokens."""
@@ -126,7 +136,7 @@ class RotaryPosition(PositionEncoding):
 
         With learned increments, return None: the first layer makes them.
         """
-        if self.settings.position_increments == "learned":
+        if self.learns_increments:
             return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
@@ -151,7 +161,9 @@ class RotaryPosition(PositionEncoding):
 
         In float32, positions of 100,000 would be rounded to 1/128.
         """
-        increments_SBN = 2 * logits_SBN.double().sigmoid()
+        logits_SBN = logits_SBN.double()
+        signed = self.settings.position_increments == "signed"
+        increments_SBN = 1 + logits_SBN if signed else 2 * logits_SBN.sigmoid()
         # The increments are kept, not their sum, so that a cache can also forget its last tokens.
         return memory.all_tokens("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 

@@ -8,7 +8,7 @@ where u is z averaged by the attention map. Under sequence parallelism z is kept
 numbers switches between the two.
 
 The update adds up states of different groups, so only a rotation that all groups share leaves its result unchanged, but
-for that rotation. Learned increments are therefore the same for all groups: p[s] = sum_{t<=s} 2 sigmoid(w . x[t]).
+for that rotation. Increments that are learned are therefore the same for all groups, such as 2 sigmoid(w . x[t]).
 """
 
 import logging
@@ -68,7 +68,7 @@ class TapePosition(RotaryPosition):
     def exports_to(self) -> str | None:
         """The exported TAPE model, which knows neither learned increments, a normalised state, nor an output gate."""
         model = self.model
-        plain = self.settings.position_increments == "fixed" and self.settings.position_state_norm == "none"
+        plain = not self.learns_increments and self.settings.position_state_norm == "none"
         return "tape" if plain and not model.attention_output_gate else "code"
 
     @property
@@ -145,7 +145,7 @@ class TapePosition(RotaryPosition):
         """
         model, groups, inner = self.model, self.model.query_groups, self.mlp_width
         phases = (1 if batch.head_shards == 1 else groups) * model.head_dim * batch.width
-        increments = batch.local_tokens * (2 * 8 + phases) if self.learns_on_entry(layer) else 0
+        increments = batch.local_tokens * (self.bytes_of_sums + phases) if self.learns_on_entry(layer) else 0
         if not self.updates(layer):
             return increments
         received = model.num_attention_heads * model.head_dim if batch.head_shards > 1 else 0

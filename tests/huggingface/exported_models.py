@@ -23,7 +23,11 @@ CHANGES = {
 }
 TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
 LEARNED = {"position_increments": "learned"}
-VARIANTS = {"rope_learned": ("rope", LEARNED), "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"})}
+VARIANTS = {
+    "rope_learned": ("rope", LEARNED),
+    "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"}),
+    "tape_signed": ("tape", {"position_increments": "signed"}),
+}
 NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
 """Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""
 OWN_CLASSES = "tape_classes"

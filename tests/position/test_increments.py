@@ -23,13 +23,16 @@ from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from megatron_tape.position.base import NO_MEMORY
 from megatron_tape.training.trained_parameters import select_trained, trained_by
 
-LEARNED, UNIT = {"position_increments": "learned"}, {"position_state_norm": "unit"}
+LEARNED, SIGNED = {"position_increments": "learned"}, {"position_increments": "signed"}
+UNIT = {"position_state_norm": "unit"}
 LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
 CASES = {
     "rope": {"position_encoding": "rope", **LEARNED},
     "rope_yarn": {"position_encoding": "rope", **LEARNED, **YARN},
     "tape": LEARNED,
     "tape_llama3_one_group": {"num_query_groups": 1, **LEARNED, **LLAMA3},
+    "rope_signed": {"position_encoding": "rope", **SIGNED},
+    "tape_signed_llama3": SIGNED | LLAMA3,
     "unit": UNIT,
     "both_yarn": LEARNED | UNIT | YARN,
     "both_from_attention": {"gate_input": "attention", "num_query_groups": 4} | LEARNED | UNIT,
@@ -86,7 +89,7 @@ def test_where_the_sum_begins_changes_nothing(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["rope", "both_yarn"])
+@pytest.mark.parametrize("case", ["rope", "rope_signed", "both_yarn"])
 def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype):
     built, _ = build(small_model(**CASES[case]), dtype=dtype)
     parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
@@ -96,7 +99,7 @@ def test_a_few_tokens_at_a_time_get_the_state_that_they_get_together(case, dtype
     parts = [built.encoding.enter(0, parameters, None, part, memory) for part in hidden.split([7, 1, 3, 1, 1, 3])]
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
     (kept,) = memory.kept.values()
-    assert kept.dtype is torch.float64 and kept.shape == (16, 2, 2 if case == "rope" else 1)
+    assert kept.dtype is torch.float64 and kept.shape == (16, 2, 1 if case == "both_yarn" else 2)
     assert built.encoding.enter(1, {}, whole, hidden, memory) is whole
 
 
@@ -185,6 +188,12 @@ def test_what_a_run_keeps_that_trains_little_else_is_counted(encoding):
         count, estimated = saved_bytes(built, model), on_cpu(model, 2, "fp32", extension=extension)
         # Norms that are not trained keep less than is counted, but increments need the gradients of the first layer.
         assert count < estimated * 1.02 and estimated < count * (1.15 if trains == ["tape"] else 1.02)
+
+
+def test_signed_increments_go_back():
+    built, _ = build(small_model(position_encoding="rope", **SIGNED))
+    logits = torch.tensor([0.0, -3.0, 0.5])[:, None, None]
+    assert built.encoding.running_sum(logits, NO_MEMORY).flatten().tolist() == [1.0, -1.0, 0.5]
 
 
 @pytest.mark.parametrize("name", ["t5", "path"])
