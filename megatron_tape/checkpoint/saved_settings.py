@@ -15,7 +15,7 @@ from megatron_tape.errors import CheckpointError, ConfigError, refuse
 
 logger = logging.getLogger(__name__)
 
-FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision")
+FREE_IN_A_MODEL = ("seq_length", "attention_backend", "position_state_precision", "position_mlp_zero")
 """Settings of a model that may change while its weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",

@@ -38,6 +38,9 @@ class TapeSettings(RotarySettings):
     """What gates TAPE's position MLP: the token MLP's output (released code) or attention's output (paper)."""
     token_mixing: Literal["full", "per_head"] = "full"
     """TAPE's map over heads after attention: a full matrix (paper) or one scale per head (released code)."""
+    position_mlp_zero: Literal["down", "up"] = "down"
+    """Which matrix of TAPE's position MLP starts at zero, so that the model starts as RoPE: down_proj, while up_proj is
+    drawn with standard deviation G^-0.5; or up_proj (released code), while down_proj is drawn with model.init_std."""
     position_state_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which TAPE's position state accumulates updates; attention always reads it rounded to
     train.precision. In bf16, updates below 2^-9 of the state are lost. An fp32 run always uses fp32."""
@@ -50,7 +53,7 @@ class TapePosition(RotaryPosition):
     """RoPE whose phases are rewritten by content.
 
     Parameters: `token_mixing` A (G, H), or (H,) one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
-    `down_proj` W_down (G, P). A and W_down start at zero, so that the model starts as RoPE. With learned
+    `down_proj` W_down (G, P). A and W_down, or W_up, start at zero, so that the model starts as RoPE. With learned
     increments the first layer also has `increments` w (1, C), which starts at zero, too.
     """
 
@@ -104,12 +107,13 @@ class TapePosition(RotaryPosition):
             return increments
         heads, groups, inner = model.num_attention_heads, model.query_groups, self.mlp_width
         full = self.settings.token_mixing == "full"
+        up_std, down_std = (groups**-0.5, 0.0) if self.settings.position_mlp_zero == "down" else (0.0, model.init_std)
         return {
             **increments,
             "token_mixing": Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True),
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
-            "up_proj": Parameter((inner, groups), std=groups**-0.5),
-            "down_proj": Parameter((groups, inner)),
+            "up_proj": Parameter((inner, groups), std=up_std),
+            "down_proj": Parameter((groups, inner), std=down_std),
         }
 
     def multiply_adds(self, layer: int) -> int:

@@ -60,6 +60,20 @@ def test_a_fresh_model_is_that_with_fixed_increments_and_no_norm(case):
     assert (moved(ids) - plain(ids)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("zero", ["down", "up"])
+def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
+    ids = random_tokens()
+    built, _ = build(small_model(position_mlp_zero=zero), randomize=False)
+    rope, _ = build(small_model(position_encoding="rope"), randomize=False)
+    logits = built(ids)
+    torch.testing.assert_close(logits, rope(ids), atol=1e-5, rtol=1e-5)
+    logits.square().sum().backward()
+    matrices = dict(built.gpt.decoder.layers[0].position.named_parameters())
+    moved = {name for name in ("up_proj", "down_proj") if matrices[name].grad.norm() > 0}
+    assert moved == {f"{zero}_proj"}
+    assert {name for name in ("up_proj", "down_proj") if matrices[name].norm() > 0} == {"up_proj", "down_proj"} - moved
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_the_reference(case, recompute):
