@@ -21,6 +21,7 @@ class ReferenceConfig:
     num_attention_heads: int
     num_query_groups: int
     rope_theta: float = 10000.0
+    rope_share: float = 1.0
     rope_scaling_type: str = "linear"
     rope_scaling_factor: float = 1.0
     rope_low_freq_factor: float = 1.0
@@ -43,10 +44,11 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     """Return the angles per position theta_f, float32 (D/2,), scaled as `config` says.
 
     `llama3` and `yarn` keep fast frequencies and divide slow ones, depending on how often they turn in the original
-    context; the share that is kept changes linearly with the number of turns (`llama3`) or with f (`yarn`).
+    context; the share that is kept changes linearly with the number of turns (`llama3`) or with f (`yarn`). Only the
+    `rope_share` of the frequencies that are the fastest are not 0.
     """
     f = torch.arange(head_dim // 2)
-    frequencies = 1.0 / config.rope_theta ** (2 * f.float() / head_dim)
+    frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (2 * f.float() / head_dim)
     scaled = frequencies / config.rope_scaling_factor
     if config.rope_scaling_type == "linear":
         return scaled

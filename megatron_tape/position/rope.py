@@ -28,6 +28,8 @@ class RotarySettings(EncodingSettings):
 
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_share: float = 1.0
+    """Share of the frequencies, the fastest, that rotate; the others stay 0 (p-RoPE, Barbero et al., 2025)."""
     rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
     """linear divides all positions by rope_scaling_factor; llama3 (Llama 3.1) only those of slow frequencies, and so
     does yarn, which also makes attention sharper."""
@@ -65,8 +67,10 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def exports_to(self) -> str | None:
-        """A model of transformers if positions are fixed and attention's output has no gate."""
-        return "code" if self.learns_increments or self.model.attention_output_gate else "plain"
+        """A model of transformers if it has one: with fixed positions, no gate, and all frequencies or none scaled."""
+        settings = self.settings
+        unknown = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
+        return "code" if self.learns_increments or self.model.attention_output_gate or unknown else "plain"
 
     @property
     def learns_increments(self) -> bool:
@@ -84,6 +88,10 @@ class RotaryPosition(PositionEncoding):
             f"is {settings.rope_scaling_factor}, which would shorten the context",
             "set it to at least 1, the new length over the old",
         )
+        share, dim = settings.rope_share, self.model.head_dim
+        problem = f"is {share}, and leaves none of {dim // 2} frequencies" if share < 1 else f"is {share}"
+        fix = f"set it to a number from {2 / dim:.4g} to 1"
+        refuse(not 1 <= share * dim // 2 <= dim // 2, "model.rope_share", problem, fix)
         for lower, upper in (
             ("rope_low_freq_factor", "rope_high_freq_factor"),
             ("rope_beta_slow", "rope_beta_fast"),
@@ -197,8 +205,14 @@ class RotaryPosition(PositionEncoding):
         """Return the angles per position theta_f, float32 (D/2,).
 
         llama3 and yarn keep fast frequencies and divide slow ones, depending on how often they turn in the original
-        context: llama3 changes gradually with the number of turns, yarn with the index of the frequency.
+        context: llama3 changes gradually with the number of turns, yarn with the index of the frequency. Those beyond
+        rope_share are 0.
         """
+        frequencies = self._scaled_frequencies()
+        frequencies[int(self.settings.rope_share * self.model.head_dim // 2) :] = 0
+        return frequencies
+
+    def _scaled_frequencies(self) -> "Tensor":
         import torch
 
         model, settings = self.model, self.settings

@@ -69,9 +69,10 @@ class TapePosition(RotaryPosition):
 
     @property
     def exports_to(self) -> str | None:
-        """The exported TAPE model, which knows neither learned increments, a normalised state, nor an output gate."""
+        """The exported TAPE model, which knows no increments, normalised state, missing frequencies or output gate."""
         model = self.model
-        plain = not self.learns_increments and self.settings.position_state_norm == "none"
+        settings = self.settings
+        plain = not self.learns_increments and settings.position_state_norm == "none" and settings.rope_share == 1
         return "tape" if plain and not model.attention_output_gate else "code"
 
     @property

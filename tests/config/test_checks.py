@@ -114,6 +114,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("model.token_mixing", {"model__token_mixing": "per_head", "model__num_query_groups": 2}),
         ("model.position_mlp_size", {"model__position_mlp_size": 2**20 + 1}),
         ("model.rope_scaling_factor", {"model__rope_scaling_factor": 0.5}),
+        ("model.rope_share", {"model__rope_share": 1.5}),
+        ("model.rope_share", {"model__rope_share": 0.01}),
         ("model.rope_low_freq_factor", {"model__rope_low_freq_factor": 4.0}),
         ("model.rope_beta_slow", {"model__rope_beta_slow": 32.0}),
         ("model.rope_theta", {"model__rope_scaling_type": "yarn", "model__rope_theta": 1.0}),

@@ -43,7 +43,9 @@ FAMILY = {
     "llama3_tied": dict(rope_parameters=LLAMA3, tie_word_embeddings=True),
     "llama_linear": dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
     "llama_yarn": dict(rope_parameters=YARN),
-    "llama_theta": dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6)),
+    "llama_share": dict(
+        rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0, rope_theta=1e6)
+    ),
     "mistral": dict(sliding_window=None, head_dim=12),
     "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "qwen3": dict(head_dim=12, tie_word_embeddings=True),

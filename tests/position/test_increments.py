@@ -33,6 +33,7 @@ CASES = {
     "tape_llama3_one_group": {"num_query_groups": 1, **LEARNED, **LLAMA3},
     "rope_signed": {"position_encoding": "rope", **SIGNED},
     "tape_signed_llama3": SIGNED | LLAMA3,
+    "tape_share": {"rope_share": 0.5} | SIGNED,
     "unit": UNIT,
     "both_yarn": LEARNED | UNIT | YARN,
     "both_from_attention": {"gate_input": "attention", "num_query_groups": 4} | LEARNED | UNIT,

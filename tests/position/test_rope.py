@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
-from megatron_tape.position import encoding_of
+from megatron_tape.position import encoding_of, with_values
 
 YARN = {
     "defaults": dict(rope_scaling_factor=8.0),
@@ -43,3 +43,19 @@ def test_only_yarn_changes_the_modulus():
     for kind in ("linear", "llama3"):
         model = small_model(rope_scaling_type=kind, rope_scaling_factor=8.0, rope_attention_factor=1.25)
         assert encoding_of(model).attention_factor == 1.0
+
+
+@pytest.mark.parametrize("share, left", [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)])
+def test_a_share_of_the_frequencies_is_that_of_transformers(share, left):
+    model = small_model(position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0)
+    config = LlamaConfig(**huggingface_config(model, model.vocab_size, "fp32"))
+    frequencies, _ = ROPE_INIT_FUNCTIONS["proportional" if share < 1 else "linear"](config)
+    assert torch.equal(encoding_of(model).frequencies(), frequencies)
+    assert frequencies.count_nonzero() == left
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_share_leaves_out_the_slowest_of_the_scaled_frequencies(kind):
+    scaled = small_model(rope_scaling_type=kind, rope_scaling_factor=8.0, kv_channels=16)
+    some, whole = encoding_of(with_values(scaled, rope_share=0.5)).frequencies(), encoding_of(scaled).frequencies()
+    assert torch.equal(some[:4], whole[:4]) and whole[4:].all() and not some[4:].any()

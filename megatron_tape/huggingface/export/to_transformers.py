@@ -152,6 +152,9 @@ def _rope_parameters(position: Any) -> dict:
         }
         if position.rope_attention_factor is not None:
             rope["attention_factor"] = position.rope_attention_factor
+    elif position.rope_share < 1.0:
+        share = {"partial_rotary_factor": position.rope_share}
+        rope |= {"rope_type": "proportional", **share, "factor": position.rope_scaling_factor}
     elif position.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": position.rope_scaling_factor}
     return rope

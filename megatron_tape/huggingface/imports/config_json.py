@@ -244,13 +244,15 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if {**_plain(rope), "rope_theta": None} != {**_plain(beside), "rope_theta": None}:
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    share = rope.get("partial_rotary_factor", 1.0)
+    whole = kind in ("default", "linear", "llama3", "yarn") and share == 1.0
+    if not whole and kind != "proportional":
         problem = f"is {rope!r} in {path}, which cannot be imported"
-        raise UserError(key, problem, "default, linear, llama3 and yarn, of whole heads, can")
+        raise UserError(key, problem, "default, linear, llama3 and yarn, of whole heads, and proportional can")
     theta = rope.get("rope_theta", beside.get("rope_theta", settings.get("rope_theta", 10000.0)))
-    if kind in ("default", "linear"):
-        factor = rope["factor"] if kind == "linear" else 1.0
-        return {"rope_theta": theta, "rope_scaling_factor": factor * scaling_factor}
+    if kind in ("default", "linear", "proportional"):
+        factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
+        return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor * scaling_factor}
     length, original = settings["max_position_embeddings"], "original_max_position_embeddings"
     original_length = settings.get(original, rope.get(original, length))
     shared = {"rope_theta": theta, "rope_scaling_type": kind, "rope_original_seq_length": original_length}
