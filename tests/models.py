@@ -110,6 +110,7 @@ def reference_config(model):
         num_query_groups=model.query_groups,
         **{key: value for key, value in vars(model.position).items() if key.startswith("rope_")},
         norm_epsilon=model.norm_epsilon,
+        layers_without_positions=model.layers_without_positions,
         **{
             key: getattr(model.position, key)
             for key in ("gate_input", "position_state_norm", "position_increments")

@@ -65,6 +65,9 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply the heads' outputs by sigmoid(W x), x being attention's input, before they are projected, as the "Pro"
     models of the Forgetting Transformer and Qwen3-Next do."""
+    layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
+    """Every so many layers, one gets no positions: with 4, the fourth, the eighth and so on, as in SmolLM3. null means
+    none."""
     seq_length: Annotated[int, Field(ge=1, le=2**30)]
     """Tokens per training sequence (S)."""
     vocab_size: Annotated[int, Field(ge=1, le=2**28)]

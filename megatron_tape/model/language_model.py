@@ -19,7 +19,7 @@ from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.parallel.token_layout import TokenLayout
-from megatron_tape.position import ENCODINGS
+from megatron_tape.position import encoding_of
 
 
 def transformer_config(
@@ -92,7 +92,7 @@ class LanguageModel(torch.nn.Module):
         """What computes attention on `device`, where the caller must place the parameters."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         fused = self.attention_backend == "triton"
-        self.encoding = ENCODINGS[model.position_encoding](model, self.tokens, fused)
+        self.encoding = encoding_of(model, self.tokens, fused)
         with torch.device("meta"):
             self.gpt = Decoder(
                 config=config,

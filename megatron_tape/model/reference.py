@@ -31,6 +31,7 @@ class ReferenceConfig:
     rope_beta_fast: float = 32.0
     rope_truncate: bool = True
     rope_attention_factor: float | None = None
+    layers_without_positions: int | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """What gates the position MLP: `mlp` (its output before the residual; released code) or `attention` (paper)."""
@@ -152,7 +153,9 @@ def forward(
             q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
             k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
         z_per_head = z.repeat_interleave(H // G, dim=2)
-        averaged = attend(rotate(q, z_per_head), rotate(k, z), torch.cat([v, z], dim=-1), documents)
+        if not config.layers_without_positions or (layer + 1) % config.layers_without_positions:
+            q, k = rotate(q, z_per_head), rotate(k, z)
+        averaged = attend(q, k, torch.cat([v, z], dim=-1), documents)
         o, u = averaged.split(D, dim=-1)
         o = o.reshape(B, S, H * D)
         if "self_attn.gate_proj.weight" in w:

@@ -117,10 +117,11 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     heads = model.num_attention_heads // batch.head_shards
     grouped, exchanged = heads > groups, batch.context_size > 1
     # With a rotation that depends on parameters, the rotation keeps its inputs.
-    learns_rotation = ROTATION in encoding.needs and encoding.learns_rotation(layer)
-    averages_state = AVERAGE in encoding.needs and encoding.updates(layer)
+    learns_rotation = ROTATION in encoding.needs_in(layer) and encoding.learns_rotation(layer)
+    averages_state = AVERAGE in encoding.needs_in(layer) and encoding.updates(layer)
     # The state itself is counted here unless an earlier layer or the encoding keeps it.
-    kept_elsewhere = encoding.state_is_learned(layer) and (layer == 0 or not encoding.updates(layer - 1))
+    before = next((earlier for earlier in reversed(range(layer)) if encoding.needs_in(earlier)), None)
+    kept_elsewhere = encoding.state_is_learned(layer) and (before is None or not encoding.updates(before))
     states = groups if learns_rotation and not kept_elsewhere else 0
     # Our kernel always keeps its input and rotates again in the backward pass.
     rotates_again = _uses_our_kernel(model)
@@ -133,7 +134,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
         normed = projected if exchanged else heads + groups if keeps_projection else 0
         keeps_projection = fused_norms or width == 4
     # The input of the rotation (without one, of attention) is kept only if the rotation needs a gradient.
-    if rotates_again or (ROTATION not in encoding.needs and not model.qk_norm):
+    if rotates_again or (ROTATION not in encoding.needs_in(layer) and not model.qk_norm):
         queries, keys = copied if keeps_projection or not model.qk_norm else 0, 0
     else:
         queries, keys = heads + (copied if keeps_projection else 0), groups
@@ -161,7 +162,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
 def _attention_outputs(plan: Plan, layer: int) -> int:
     """Return the bytes of what one layer's attention returns, and of its log-sums."""
     encoding, model = plan.encoding, plan.model
-    calls = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
+    calls = 2 if AVERAGE in encoding.needs_in(layer) and encoding.updates(layer) else 1
     heads = model.num_attention_heads // plan.batch.head_shards
     log_sum = 0 if _computes_whole_rows(model) else 4
     return plan.batch.tokens * calls * heads * (model.head_dim * plan.width + log_sum)

@@ -145,6 +145,10 @@ class PositionEncoding:
     def check(self) -> None:
         """Raise `ConfigError` if the model's settings do not fit this encoding."""
 
+    def needs_in(self, layer: int) -> frozenset[str]:
+        """Return what of `needs` attention must do in layer `layer` (from 0)."""
+        return self.needs
+
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the parameters of layer `layer` (from 0) by name."""
         return {}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of, model_dict
 from megatron_tape.errors import refuse
 from megatron_tape.position.base import PositionEncoding
 from megatron_tape.position.registry import ENCODINGS
+from megatron_tape.position.some_layers import in_some_layers
+
+if TYPE_CHECKING:
+    from megatron_tape.parallel.token_layout import TokenLayout
 
 
 def _settings() -> dict[str, dataclasses.Field]:
@@ -58,16 +62,24 @@ def with_values(section: Any, **values: Any) -> Any:
     return dataclasses.replace(section, **{fields[key]: value for key, value in values.items()})
 
 
-def encoding_of(model: ModelConfig) -> PositionEncoding:
-    """Return a model's encoding, for its declarations."""
+def encoding_of(model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False) -> PositionEncoding:
+    """Return a model's encoding; for its declarations alone, without `tokens` (see `PositionEncoding`)."""
     encoding = ENCODINGS[model.position_encoding]
     assert isinstance(model.position, encoding.Settings), "a model's encoding and its settings change together"
-    return encoding(model)
+    if model.layers_without_positions is not None:
+        encoding = in_some_layers(encoding)
+    return encoding(model, tokens, fused)
 
 
 def check_encoding(model: ModelConfig) -> None:
     """Raise `ConfigError` if the model's settings do not fit its encoding."""
     encoding = encoding_of(model)
+    refuse(
+        model.layers_without_positions is not None and not encoding.needs,
+        "model.layers_without_positions",
+        f"does not apply to {encoding.name}, with which no layer gets positions",
+        "remove it",
+    )
     encoding.check()
     values = model_dict(model)
     defaults = {key: default_of(item) for key, item in _settings().items()}

@@ -39,6 +39,10 @@ CASES = {
     "both_from_attention": {"gate_input": "attention", "num_query_groups": 4} | LEARNED | UNIT,
     "one_layer": {"num_layers": 1} | LEARNED | UNIT,
 }
+SOME_LAYERS = {
+    "rope_some_layers": {"position_encoding": "rope", "num_layers": 4, "layers_without_positions": 2},
+    "tape_some_layers": {"num_layers": 6, "layers_without_positions": 3},
+}
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 
 
@@ -76,9 +80,9 @@ def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *SOME_LAYERS])
 def test_logits_and_gradients_equal_the_reference(case, recompute):
-    model, ids = small_model(**CASES[case]), random_tokens()
+    model, ids = small_model(**(CASES | SOME_LAYERS)[case]), random_tokens()
     built, _ = build(model, dtype=torch.float64, recompute=recompute)
     weights = {key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()}
     expected = reference.forward(weights, ids, reference_config(model), documents=DOCUMENTS)["logits"]
@@ -180,16 +184,16 @@ def test_the_modulus_has_finite_gradients_at_zero_and_those_of_its_definition_el
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *SOME_LAYERS])
 def test_costs_are_those_of_the_model(case, precision):
-    model = small_model(**CASES[case], attention_backend="torch")
+    model = small_model(**(CASES | SOME_LAYERS)[case], attention_backend="torch")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     for recompute in ("none", "full"):
         built, _ = build(model, recompute=recompute, dtype=dtype)
         assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.01)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
     fixed = with_values(model, position_increments="fixed")
-    sums = 0 if case == "unit" else 2 if "rope" in case else 1
+    sums = 0 if case == "unit" or case in SOME_LAYERS else 2 if "rope" in case else 1
     assert flops_per_token(model) == flops_per_token(fixed) + 6 * sums * 32
 
 
@@ -222,6 +226,29 @@ def test_the_first_layers_attention_is_kept_for_the_encoding_that_it_reads(name)
     assert count < estimated * 1.02 and estimated < count * 1.15
 
 
+@pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN if encoding.needs])
+def test_some_layers_are_those_of_a_model_without_positions(name):
+    """With the same weights, a layer without positions does what it does in a model of `nope`."""
+    some, _ = build(small_model(position_encoding=name, num_layers=4, layers_without_positions=2))
+    nope, _ = build(small_model(position_encoding="nope", num_layers=4))
+    nope.load_state_dict({key: value for key, value in some.state_dict().items() if ".position." not in key})
+    inputs, outputs = {}, {}
+
+    def record(layer, given, kwargs, made):
+        inputs[layer.layer_number] = given, kwargs, made
+
+    for layer in some.gpt.decoder.layers:
+        layer.register_forward_hook(record, with_kwargs=True)
+    some(random_tokens())
+    for number, layer in enumerate(nope.gpt.decoder.layers, 1):
+        given, kwargs, made = inputs[number]
+        hidden, state = layer(*given, **kwargs | {"context": None})
+        outputs[number] = (hidden - made[0]).abs().max()
+    assert max(outputs[2], outputs[4]) < 1e-6 < min(outputs[1], outputs[3])
+    moved = {int(key.split(".")[3]) for key in some.state_dict() if ".position." in key}
+    assert moved <= {0, 2}
+
+
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
 def test_encodings_refuse_by_name_what_would_not_change_them(name):
     if name not in ("rope", "tape"):
@@ -230,6 +257,10 @@ def test_encodings_refuse_by_name_what_would_not_change_them(name):
     if name != "tape":
         with pytest.raises(ConfigError, match=f"model.position_state_norm unit does not apply to {name}"):
             validate_model(small_model(position_encoding=name, position_state_norm="unit"))
+    if name in ("nope", "sincos"):
+        with pytest.raises(ConfigError) as raised:
+            validate_model(small_model(position_encoding=name, layers_without_positions=2))
+        assert raised.value.key == "model.layers_without_positions"
     # A recipe for several encodings may hold the settings of others.
     validate_model(small_model(position_encoding=name, cope_max_position=9, gate_input="attention"))
 

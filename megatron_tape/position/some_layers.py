@@ -1,0 +1,50 @@
+"""Layers that get no positions among layers that do (`model.layers_without_positions`), for every encoding.
+
+Such layers attend as `nope` does and hand the state on as it is. RoPE with one such layer in four is SmolLM3's.
+"""
+
+import functools
+
+from megatron_tape.position.base import PositionEncoding, Positions
+
+
+class _SomeLayers:
+    """Goes before an encoding among the base classes of a class, and answers for the layers without positions."""
+
+    def without_positions(self, layer: int) -> bool:
+        return (layer + 1) % self.model.layers_without_positions == 0
+
+    def parameters(self, layer):
+        return {} if self.without_positions(layer) else super().parameters(layer)
+
+    def needs_in(self, layer):
+        return frozenset() if self.without_positions(layer) else super().needs_in(layer)
+
+    def updates(self, layer):
+        read = not all(self.without_positions(later) for later in range(layer + 1, self.model.num_layers))
+        return read and not self.without_positions(layer) and super().updates(layer)
+
+    def multiply_adds(self, layer):
+        return 0 if self.without_positions(layer) else super().multiply_adds(layer)
+
+    def saved_bytes(self, layer, batch):
+        return 0 if self.without_positions(layer) else super().saved_bytes(layer, batch)
+
+    def exchanged_bytes(self, layer, batch):
+        return (0, 0) if self.without_positions(layer) else super().exchanged_bytes(layer, batch)
+
+    def enter(self, layer, parameters, state, hidden_states_sBC, memory):
+        if self.without_positions(layer):
+            return state
+        return super().enter(layer, parameters, state, hidden_states_sBC, memory)
+
+    def positions(self, layer, parameters, state, hidden_states_sBC, memory):
+        if self.without_positions(layer):
+            return Positions()
+        return super().positions(layer, parameters, state, hidden_states_sBC, memory)
+
+
+@functools.cache
+def in_some_layers(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
+    """Return the class of this encoding for models of which some layers get no positions."""
+    return type(encoding.__name__, (_SomeLayers, encoding), {"__module__": encoding.__module__})
