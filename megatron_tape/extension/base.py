@@ -168,7 +168,7 @@ def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     before = base.position_encoding
     others = {"attention_backend", *base.unread}
     if encoding != before:
-        others.add("position_encoding")
+        others |= {"position_encoding", *(setting_names(before) - setting_names(encoding))}
     return {key: value for key, value in model_dict(base).items() if key not in others}
 
 
@@ -188,7 +188,8 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     was, now = base.model.position_encoding, config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     free = {*FREE_IN_A_MODEL, *setting_names("rope"), *ENCODINGS[now].extended_by}
-    free |= {"position_encoding", *setting_names(now)} if added else set()
+    if added or was in ENCODINGS[now].drops:
+        free |= {"position_encoding", *setting_names(now)}
     if getattr(base.model.position, "position_increments", "fixed") != "fixed":
         free.remove("position_increments")
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
@@ -201,7 +202,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
         "remove them from the recipe or the command line: an extension changes only model.seq_length, model.rope_*, "
         "model.randpe_range, model.attention_backend, model.position_state_precision, model.position_encoding from "
-        "rope to tape, and model.position_increments from fixed to learned or signed",
+        "rope to tape or nope, and model.position_increments from fixed to learned or signed",
     )
     unread = [f"model.{key}" for key, value in config.model.unread.items() if base.model.unread.get(key) != value]
     refuse(

@@ -118,6 +118,9 @@ class PositionEncoding:
     """What attention must be able to do, as named in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
     """The encoding that it equals until it is trained; models with that encoding can be extended with this one."""
+    drops: ClassVar[frozenset[str]] = frozenset()
+    """Encodings in whose place an extension may put this one although it differs from them, so that the model has to
+    adapt."""
     exports_to: ClassVar[str | None] = "code"
     """`plain`: an architecture of transformers; `tape`: TAPE's own; `code`: one that runs this encoding's own file;
     None: cannot be exported.

@@ -43,7 +43,7 @@ METHODS = {
 """What each recipe of the paper's experiment changes in lora.yaml."""
 FOR_CPUS = {"tiny_tape", "tiny_rope", "smollm2_tape", "smollm2_lora"}
 """Recipes of the two demos, which run on any machine."""
-OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B}
+OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B, "drope_llama3_8b": LLAMA3_8B}
 
 
 @pytest.fixture(scope="module")

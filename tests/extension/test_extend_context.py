@@ -119,6 +119,15 @@ def test_at_step_0_learned_increments_change_no_logit(data, bases, tmp_path, bas
     torch.testing.assert_close(learned, first_logits(data, bases[base], tmp_path / "fixed", *same), atol=1e-5, rtol=0)
 
 
+def test_at_step_0_a_model_whose_positions_are_dropped_is_its_base_without_rotation(data, bases, tmp_path, monkeypatch):
+    ours = first_logits(data, bases["llama"], tmp_path, "--model.position_encoding=nope", "--extension.trains=[all]")
+    llama = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
+    monkeypatch.setattr(llama, lambda q, k, *_, **__: (q, k))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype="float32")(TOKENS).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("base, parts", [("rope", {"tape"}), ("tape", set())])
 def test_only_what_the_base_lacks_is_drawn(data, bases, tmp_path, monkeypatch, base, parts):
     names, draw = [], trainer.initialize_weights
