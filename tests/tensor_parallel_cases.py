@@ -44,7 +44,7 @@ VARIANTS = {
     "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
     "rope_learned_increments": {"position_encoding": "rope", "position_increments": "learned"},
     "rope_signed_increments": {"position_encoding": "rope", "position_increments": "signed"},
-    "tape_signed_increments": {"position_increments": "signed"},
+    "tape_signed_some_layers": {"position_increments": "signed", "layers_without_positions": 2},
     "tape_learned_increments_unit": {"position_increments": "learned", "position_state_norm": "unit"},
 }
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}

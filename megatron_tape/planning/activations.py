@@ -118,7 +118,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     grouped, exchanged = heads > groups, batch.context_size > 1
     # With a rotation that depends on parameters, the rotation keeps its inputs.
     learns_rotation = ROTATION in encoding.needs_in(layer) and encoding.learns_rotation(layer)
-    averages_state = AVERAGE in encoding.needs_in(layer) and encoding.updates(layer)
+    averages_state = AVERAGE in encoding.needs and encoding.updates(layer)
     # The state itself is counted here unless an earlier layer or the encoding keeps it.
     before = next((earlier for earlier in reversed(range(layer)) if encoding.needs_in(earlier)), None)
     kept_elsewhere = encoding.state_is_learned(layer) and (before is None or not encoding.updates(before))
@@ -162,7 +162,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
 def _attention_outputs(plan: Plan, layer: int) -> int:
     """Return the bytes of what one layer's attention returns, and of its log-sums."""
     encoding, model = plan.encoding, plan.model
-    calls = 2 if AVERAGE in encoding.needs_in(layer) and encoding.updates(layer) else 1
+    calls = 2 if AVERAGE in encoding.needs and encoding.updates(layer) else 1
     heads = model.num_attention_heads // plan.batch.head_shards
     log_sum = 0 if _computes_whole_rows(model) else 4
     return plan.batch.tokens * calls * heads * (model.head_dim * plan.width + log_sum)

@@ -11,6 +11,12 @@ from megatron_tape.position.base import PositionEncoding, Positions
 class _SomeLayers:
     """Goes before an encoding among the base classes of a class, and answers for the layers without positions."""
 
+    @property
+    def exports_to(self):
+        """SmolLM3, which is otherwise a Llama, or the encoding's own file."""
+        biased_or_normed = self.model.qkv_bias or self.model.qk_norm
+        return "plain" if super().exports_to == "plain" and not biased_or_normed else "code"
+
     def without_positions(self, layer: int) -> bool:
         return (layer + 1) % self.model.layers_without_positions == 0
 

@@ -26,7 +26,7 @@ LEARNED = {"position_increments": "learned"}
 VARIANTS = {
     "rope_learned": ("rope", LEARNED),
     "tape_learned": ("tape", LEARNED | {"position_state_norm": "unit"}),
-    "tape_signed": ("tape", {"position_increments": "signed"}),
+    "tape_signed": ("tape", {"position_increments": "signed", "layers_without_positions": 2}),
 }
 NAMES = (*(encoding.name for encoding in BUILT_IN), *VARIANTS, *TOYS)
 """Encodings whose file an export can carry: TAPE and RoPE, which have classes of their own, must work so, too."""

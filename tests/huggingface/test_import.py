@@ -46,6 +46,7 @@ FAMILY = {
     "llama_share": dict(
         rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0, rope_theta=1e6)
     ),
+    "smollm3": dict(no_rope_layer_interval=2, pad_token_id=0),
     "mistral": dict(sliding_window=None, head_dim=12),
     "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "qwen3": dict(head_dim=12, tie_word_embeddings=True),
@@ -101,7 +102,7 @@ def test_an_imported_model_keeps_its_logits_and_comes_back_bit_for_bit(tmp_path,
     torch.testing.assert_close(training_logits(tmp_path / "again"), expected, atol=1e-5, rtol=0)
     if encoding == "rope":
         architecture = json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"]
-        assert architecture == {"qwen2": "qwen2", "qwen3": "qwen3"}.get(kind, "llama")
+        assert architecture == (kind if kind in ("qwen2", "qwen3", "smollm3") else "llama")
 
 
 def test_bf16_in_several_files_and_settings_of_older_versions(tmp_path):

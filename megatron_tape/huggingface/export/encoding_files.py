@@ -27,8 +27,9 @@ _ENTRY = '''"""The positional encoding {name}, by the names that modeling_encode
 
 from .{base} import Memory
 from .{module} import {encoding} as Encoding
+from .{some_layers} import in_some_layers
 
-__all__ = ["Encoding", "Memory"]
+__all__ = ["Encoding", "Memory", "in_some_layers"]
 '''
 
 
@@ -47,16 +48,17 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     Raises UserError for an import that cannot travel.
     """
     own = _module_of(encoding)
-    base = _of_package(f"{_PACKAGE}.position.base")
-    assert base is not None
+    base, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("base", "some_layers"))
+    assert base is not None and some_layers is not None
     found: dict[str, str] = {}
-    waiting = [own, base]
+    waiting = [own, base, some_layers]
     while waiting:
         module = waiting.pop()
         if f"{module.flat}.py" not in found:
             found[f"{module.flat}.py"], needed = _flattened(module)
             waiting += needed
-    entry = _ENTRY.format(name=encoding.name, base=base.flat, module=own.flat, encoding=encoding.__qualname__)
+    names = {"base": base.flat, "some_layers": some_layers.flat, "module": own.flat}
+    entry = _ENTRY.format(name=encoding.name, encoding=encoding.__qualname__, **names)
     return {"encoding_tape.py": entry} | dict(sorted(found.items()))
 
 

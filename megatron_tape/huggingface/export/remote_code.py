@@ -24,7 +24,7 @@ def _auto_map(family: str, files: str) -> dict[str, str]:
 AUTO_MAP = _auto_map("Tape", "tape")
 ENCODED_AUTO_MAP = _auto_map("Encoded", "encoded_tape")
 _MODELING = Path(__file__).parents[1] / "modeling"
-_IMPORT = "from .encoding_tape import Encoding, Memory\n"
+_IMPORT = "from .encoding_tape import Encoding, Memory, in_some_layers\n"
 
 
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:

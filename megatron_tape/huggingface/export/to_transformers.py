@@ -106,10 +106,13 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "auto_map": dict(ENCODED_AUTO_MAP),
             "qk_norm": model.qk_norm,
             "attention_output_gate": model.attention_output_gate,
+            "layers_without_positions": model.layers_without_positions,
             "position_encoding": encoding.name,
             "position_settings": _position_settings(model),
         }
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
+    if model.layers_without_positions is not None:
+        name, kind = "SmolLM3", "smollm3"
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
         # The same model; only Llama requires that the number of heads divides the width.
         name, kind = "Mistral", "mistral"
@@ -120,6 +123,10 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
         window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
+        if model.layers_without_positions is not None:
+            every, layers = model.layers_without_positions, range(1, model.num_layers + 1)
+            rotates = {"no_rope_layer_interval": every, "no_rope_layers": [int(layer % every > 0) for layer in layers]}
+            return config | older | window | rotates | {"mlp_bias": False}
         return config | older | ({"mlp_bias": False} if kind == "llama" else window)
     return config | {
         "auto_map": dict(AUTO_MAP),

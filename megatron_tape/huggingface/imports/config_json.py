@@ -32,6 +32,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
+    "smollm3": {
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2e6,
+        "use_sliding_window": False,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
     "tape": {
         "attention_bias": False,
         "qk_norm": False,
@@ -46,6 +55,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
     "qwen2": {"attention_bias": True, "qk_norm": False},
     "qwen3": {"qk_norm": True},
+    "smollm3": {"qk_norm": False},
     "tape": {"use_sliding_window": False},
     ENCODED: {"use_sliding_window": False},
 }
@@ -170,6 +180,7 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
         qkv_bias=settings["attention_bias"],
         qk_norm=settings["qk_norm"],
         attention_output_gate=settings.get("attention_output_gate", False),
+        layers_without_positions=_layers_without_positions(settings, path),
         seq_length=int(settings["max_position_embeddings"] * changes.rope_scaling_factor),
         **of_encoding | {"token_mixing": changes.token_mixing},
     )
@@ -208,13 +219,29 @@ def _check_counterparts(settings: dict[str, Any], path: Path) -> None:
 
     for key, accepted in _ONLY.items():
         refuse(settings.get(key, accepted) != accepted, key, accepted)
-    # Llama and Qwen3 with this setting have a bias after attention as well, which Qwen2 and TAPE do not.
-    biased = settings["model_type"] in ("llama", "qwen3") and settings["attention_bias"]
+    # These have a bias after attention as well with this setting, which Qwen2 and TAPE do not.
+    biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
     refuse(biased, "attention_bias", False)
     # Qwen's settings give the size of a window even if no window is used.
     refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
     others = any(layer != "full_attention" for layer in settings.get("layer_types", ()))
     refuse(others, "layer_types", "full_attention alone")
+
+
+def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
+    """Return every how many layers one has no positions; raises UserError if they do not follow each other so."""
+    if settings["model_type"] != "smollm3":
+        return settings.get("layers_without_positions")
+    layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
+    rotates = settings.get("no_rope_layers") or [int(layer % every > 0) for layer in range(1, layers + 1)]
+    if all(rotates) and len(rotates) == layers:
+        return None
+    every = rotates.index(0) + 1
+    if every == 1 or rotates != [int(layer % every > 0) for layer in range(1, layers + 1)]:
+        raise cannot_import(
+            settings, path, "no_rope_layers", "0 for every second, third or so on, and 1 for the others"
+        )
+    return every
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:

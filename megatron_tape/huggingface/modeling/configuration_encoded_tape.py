@@ -10,6 +10,7 @@ class EncodedConfig(DecoderConfig):
 
     position_encoding: the name of the encoding.
     position_settings: the encoding's settings by name.
+    layers_without_positions: every so many layers, one gets no positions; None means none.
     attention_output_gate: the heads' outputs are multiplied by sigmoid(W x), x being attention's input.
     """
 
@@ -19,11 +20,13 @@ class EncodedConfig(DecoderConfig):
         self,
         position_encoding: str | None = None,
         position_settings: dict | None = None,
+        layers_without_positions: int | None = None,
         attention_output_gate: bool = False,
         **kwargs,
     ):
         self.position_encoding = position_encoding
         self.position_settings = {} if position_settings is None else position_settings
+        self.layers_without_positions = layers_without_positions
         self.attention_output_gate = attention_output_gate
         super().__init__(**kwargs)
 

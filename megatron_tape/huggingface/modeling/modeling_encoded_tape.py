@@ -14,7 +14,7 @@ from .attention_encoded_tape import attend_with_scores, under_autocast, without_
 from .attention_tape import attend, rotate
 from .cache_encoded_tape import LayerMemory, check_cache, prepare_cache
 from .configuration_encoded_tape import EncodedConfig
-from .encoding_tape import Encoding, Memory
+from .encoding_tape import Encoding, Memory, in_some_layers
 from .modeling_tape import (
     TapeAttention,
     TapeForCausalLM,
@@ -55,6 +55,7 @@ def make_encoding(config: EncodedConfig):
     model = types.SimpleNamespace(
         position=settings,
         position_encoding=config.position_encoding,
+        layers_without_positions=config.layers_without_positions,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
@@ -72,7 +73,8 @@ def make_encoding(config: EncodedConfig):
         attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
     )
-    return Encoding(model, OneProcess())
+    encoding = Encoding if config.layers_without_positions is None else in_some_layers(Encoding)
+    return encoding(model, OneProcess())
 
 
 class EncodedParameter(nn.Module):
