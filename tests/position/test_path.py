@@ -10,7 +10,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import BLOCK, blocks_of_reflections, through_reflections
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
-from megatron_tape.position.base import Memory
+from megatron_tape.position.base import NO_MEMORY, Memory
 from megatron_tape.position.path import short_convolution
 
 NAMES = ["path", "path_fox"]
@@ -236,6 +236,15 @@ def test_with_open_gates_path_fox_is_path():
 
     torch.testing.assert_close(opened, logits_of("path", ids, take))
     assert (changed - opened).abs().max() > 1e-2
+
+
+def test_scaled_gates_are_those_of_flash_linear_attention():
+    hidden, gates = torch.randn(16, 2, 32), {}
+    for scaled in (False, True):
+        built, _ = build(small_model(position_encoding="path_fox", path_fox_scaled_gates=scaled, num_layers=1))
+        parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
+        gates[scaled] = built.encoding.positions(0, parameters, None, hidden, NO_MEMORY).log_gate_TBH
+    torch.testing.assert_close(gates[True], gates[False] / 8**0.5)
 
 
 def test_a_model_without_the_convolution_has_no_weights_of_it():
