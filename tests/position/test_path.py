@@ -239,7 +239,7 @@ def test_with_open_gates_path_fox_is_path():
 
 
 def test_scaled_gates_are_those_of_flash_linear_attention():
-    hidden, gates = torch.randn(16, 2, 32), {}
+    hidden, gates = torch.randn(16, 2, 32, dtype=torch.float32), {}
     for scaled in (False, True):
         built, _ = build(small_model(position_encoding="path_fox", path_fox_scaled_gates=scaled, num_layers=1))
         parameters = dict(built.gpt.decoder.layers[0].position.named_parameters())
