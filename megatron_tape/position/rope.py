@@ -91,7 +91,7 @@ class RotaryPosition(PositionEncoding):
         share, dim = settings.rope_share, self.model.head_dim
         problem = f"is {share}, and leaves none of {dim // 2} frequencies" if share < 1 else f"is {share}"
         fix = f"set it to a number from {2 / dim:.4g} to 1"
-        refuse(not 1 <= share * dim // 2 <= dim // 2, "model.rope_share", problem, fix)
+        refuse(share > 1 or share * dim // 2 < 1, "model.rope_share", problem, fix)
         for lower, upper in (
             ("rope_low_freq_factor", "rope_high_freq_factor"),
             ("rope_beta_slow", "rope_beta_fast"),

@@ -73,13 +73,11 @@ def encoding_of(model: ModelConfig, tokens: TokenLayout | None = None, fused: bo
 
 def check_encoding(model: ModelConfig) -> None:
     """Raise `ConfigError` if the model's settings do not fit its encoding."""
-    encoding = encoding_of(model)
-    refuse(
-        model.layers_without_positions is not None and not encoding.needs,
-        "model.layers_without_positions",
-        f"does not apply to {encoding.name}, with which no layer gets positions",
-        "remove it",
-    )
+    encoding, every = encoding_of(model), model.layers_without_positions
+    problem = f"does not apply to {encoding.name}, with which no layer gets positions"
+    refuse(every is not None and not encoding.needs, "model.layers_without_positions", problem, "remove it")
+    problem = f"is {every}, more than model.num_layers {model.num_layers}, so that every layer would get positions"
+    refuse((every or 0) > model.num_layers, "model.layers_without_positions", problem, "lower it, or remove it")
     encoding.check()
     values = model_dict(model)
     defaults = {key: default_of(item) for key, item in _settings().items()}
