@@ -6,6 +6,7 @@ import sys
 
 import ecosystem
 import pytest
+import torch
 from ecosystem import FAILS, NOT_INSTALLED, REFUSED, WORKS, Outcome, Row, Subject, is_installed, try_row, verdict
 from environments import run_in
 from exported_models import NAMES, TOYS
@@ -111,8 +112,9 @@ def test_the_rows_of_heavy_packages(directories, package_site, tmp_path):
     done, rows = run_script("ecosystem", directories, tmp_path, *options, PYTHONPATH=str(package_site))
     assert rows.keys() == ROWS.keys() - set(LIGHT)
     found = not_working(rows)
-    # torch 2.13 compiles FlexAttention wrongly for CPUs without AVX-512, for every model.
-    assert found.pop("flex_attention", "as Llama").startswith("as Llama")
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        # For other CPUs torch 2.13 compiles FlexAttention wrongly, for every model.
+        assert found.pop("flex_attention", "as Llama").startswith("as Llama")
     assert not found and done.returncode == 0, found
 
 
