@@ -9,17 +9,14 @@ import torch.distributed as dist
 
 from benchmarks import measured_model, train_step
 
-LAYOUTS = {
-    "data_parallel": ["--precision=bf16"],
-    "tensor_parallel": ["--tensor-parallel=2", "--zero-stage=1"],
-}
+LAYOUTS = {"data_parallel": ["--precision=bf16"], "tensor_parallel": ["--tensor-parallel=2", "--zero-stage=1"]}
 
 
 def main(folder):
     found = {}
     for name, options in LAYOUTS.items():
         path = Path(folder, f"{name}-{os.environ['RANK']}.json")
-        status = train_step.main(["--shape=toy", f"--output={path}", *options])
+        status = train_step.main(["--shape=toy", "--order=alternate", f"--output={path}", *options])
         found[name] = {"status": status, "written": path.exists()}
         if path.exists():
             found[name]["record"] = json.loads(path.read_text())

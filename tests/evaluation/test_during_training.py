@@ -7,7 +7,7 @@ import pytest
 from configurations import make
 from datasets_for_tests import write_all
 from evaluation.loss_cases import write_jsonl
-from training_cases import RECIPE, option
+from training_cases import RECIPE, option, rows
 
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import EvaluationConfig
@@ -79,12 +79,12 @@ def test_a_run_finds_what_pretrain_evaluate_finds(run, monkeypatch, capfd):
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = {"data": str(run.folder / "held_out.jsonl"), "lengths": [6, 12], "stride": 4}
     assert run(option("evaluation.perplexity", json.dumps({"every": 3, **settings})), "--logging.interval=10") == 0
-    logged = capfd.readouterr()
-    rows = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [{name: value for name, value in row.items() if name.startswith("evaluation/")} for row in rows]
-    assert [row["step"] for row in rows] == [1, 3, 4] and not found[0] and found[1].keys() == found[2].keys()
+    printed = capfd.readouterr()
+    logged = rows(run.folder / "run")
+    found = [{name: value for name, value in row.items() if name.startswith("evaluation/")} for row in logged]
+    assert [row["step"] for row in logged] == [1, 3, 4] and not found[0] and found[1].keys() == found[2].keys()
     line = " | ".join(f"{name.removeprefix('evaluation/')} {value:.4g}" for name, value in found[1].items())
-    assert f"evaluation at step 3 | {line}\n" in logged.out + logged.err
+    assert f"evaluation at step 3 | {line}\n" in printed.out + printed.err
 
     output = run.folder / "evaluation"
     arguments = [f"--perplexity.{key}={value}" for key, value in settings.items()]
@@ -121,6 +121,6 @@ class Failing(Task):
 def test_a_task_that_fails_is_a_warning_and_training_goes_on(run, monkeypatch, capfd):
     monkeypatch.setitem(tasks.TASKS, "perplexity", Failing)
     assert run("--evaluation.perplexity={every: 2}") == 0
-    rows = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 and not any(name.startswith("evaluation/") for row in rows for name in row)
+    logged = rows(run.folder / "run")
+    assert len(logged) == 4 and not any(name.startswith("evaluation/") for row in logged for name in row)
     assert "the evaluation perplexity of step 2 has no result: the loss is infinite" in capfd.readouterr().err

@@ -3,15 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from configurations import make
+from launch import run_group
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from megatron_tape.config.schema import config_dict
@@ -25,9 +24,7 @@ from megatron_tape.evaluation.runner import Parts, Planned, identity_of, run_tas
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import write_code
 from pretrain import evaluate
-from tests.configurations import make
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
@@ -374,22 +371,15 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     assert not Parts(tmp_path).read()
 
 
+def main(folder, model, output):
+    """Evaluate on all ranks of a group."""
+    tasks.TASKS["toy"] = Toy
+    return run("--model", model, "--output", output)
+
+
 def test_two_processes_find_what_one_finds(llama, tmp_path):
     assert run("--model", llama, "--output", tmp_path / "one") == 0
-    program = (
-        "import sys\n"
-        "from megatron_tape.evaluation import tasks\n"
-        "from pretrain import evaluate\n"
-        "from tests.evaluation.test_evaluate import Toy\n"
-        "tasks.TASKS['toy'] = Toy\n"
-        "sys.exit(evaluate.main(sys.argv[1:]))\n"
-    )
-    (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "program.py"), "toy", "--model", str(llama), "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([*command, "--output", str(tmp_path / "two")], env=environment, capture_output=True)
-    assert finished.returncode == 0, finished.stderr.decode()
+    assert run_group("evaluation.test_evaluate", 2, llama, tmp_path / "two") == 0
     one, two = (read_results(tmp_path / name).tasks["toy"] for name in ("one", "two"))
     assert two.processes == 2 and {value["rank"] for value in two.examples.values()} == {0, 1}
     for key, value in one.examples.items():

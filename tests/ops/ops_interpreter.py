@@ -55,8 +55,11 @@ def rounding_to_nearest():
         yield
 
 
-def compiled(dim, capability):
-    """Compile all that attention and the update launch on a GPU; (name, bytes of shared memory) of each kernel."""
+def compiled(dim, capability, few):
+    """Compile what attention and the update launch on a GPU; (name, bytes of shared memory) of each kernel.
+
+    That is all of it, or a `few` forms of each kernel that differ most.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -77,22 +80,24 @@ def compiled(dim, capability):
         mock.patch.object(triton_attention, "sums_in_one_order") as repeatable,
     ):
         # Triton compiles lengths and strides of 1, and those that 16 divides, apart.
-        for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in (
+        forms = [
+            (256, 256, 1, 8, False, torch.float32, torch.float32, True),
+            (200, 200, 3, 8, True, torch.bfloat16, torch.float32, False),
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, False),
             (256, 256, 1, 8, False, torch.bfloat16, torch.bfloat16, True),
-            (256, 256, 1, 8, False, torch.float32, torch.float32, True),
             (256, 256, 2, 8, True, torch.bfloat16, torch.bfloat16, False),
-            (200, 200, 3, 8, True, torch.bfloat16, torch.float32, False),
             (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
             (1, 200, 3, 8, True, torch.float16, torch.float16, False),
-        ):
+        ]
+        for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in forms[: 2 if few else None]:
             bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
             G = max(1, heads // 4)
             q, k, v = (draw(*shape, dim, dtype=kind) for shape in ((queries, batch, heads), *[(keys, batch, G)] * 2))
             z = draw(keys, batch, G, dim, dtype=state)
             o, u = triton_attention.attention(q, k, v, z, True, bounds, rotate=queries == keys)
             (o.sum() + u.sum()).backward()
-        for groups, inner, state in ((12, 48, torch.bfloat16), (32, 128, torch.bfloat16), (32, 128, torch.float32)):
+        sizes = [(32, 128, torch.float32), (12, 48, torch.bfloat16), (32, 128, torch.bfloat16)]
+        for groups, inner, state in sizes[: 1 if few else None]:
             matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
             states = draw(32, groups, dim, dtype=state), draw(32, groups, dim), draw(32, inner)
             triton_position_update.update(*states, *matrices).sum().backward()

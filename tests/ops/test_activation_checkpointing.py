@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from comparing import draw, draw_qkvz, with_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,21 +14,12 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
 
-S, B, H, G, D = 20, 2, 4, 2, 8
+S, H, G, D = 20, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 15, [0] * 20])
 
 
-def inputs(seed=0):
-    """Queries, keys, values and a state that all need gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((S, B, H, D), *[(S, B, G, D)] * 3)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def gradients(outputs, tensors):
-    weights = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) for y in outputs]
-    sum((y * w).sum() for y, w in zip(outputs, weights)).backward()
-    return [x.grad for x in tensors]
+def inputs():
+    return draw_qkvz(S, H, G, D)
 
 
 def slopes(distance):
@@ -59,12 +51,9 @@ def test_kept_attention_has_the_gradients_of_attention(backend, packed, biased):
             given["run"] = partial(recorder.run, "layer")
             with torch.no_grad():
                 first = attention(q, k, v, z, **given)
-        outputs = [y for y in attention(q, k, v, z, **given) if y is not None]
-        if recorder is not None:
-            assert all(torch.equal(a, b) for a, b in zip(outputs, first))
-        found.append([*outputs, *gradients(outputs, tensors)])
-    for recorded, expected in zip(*found[::-1], strict=True):
-        torch.testing.assert_close(recorded, expected, rtol=1e-12, atol=1e-12)
+        found.append(with_gradients(attention(q, k, v, z, **given), tensors))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], first))
+    torch.testing.assert_close(*found[::-1], rtol=1e-12, atol=1e-12)
     # Gradients of a mask would be computed by another kernel, with other bits, from S x S numbers.
     assert biased or torch.equal(found[0][0], found[1][0])
 
@@ -87,10 +76,9 @@ def test_inputs_are_not_kept_and_attention_runs_once():
     again = [x.requires_grad_() for x in values]
     (second,) = recorder.run(0, function, *again)
     assert second.data_ptr() == output.data_ptr()  # what is kept is not copied
-    found = gradients([second], again)
+    found = with_gradients(second, again)
     assert calls == [True]
-    expected = [x.detach().clone().requires_grad_() for x in again]
-    assert all(torch.equal(a, b) for a, b in zip(found, gradients(function(*expected), expected)))
+    assert all(torch.equal(a, b) for a, b in zip(found, with_gradients(function(*again), again)))
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
@@ -118,7 +106,7 @@ def test_a_layer_that_runs_again_too_often_is_an_error():
 
 def test_each_call_of_a_layer_gets_its_own_graph_back():
     """Shifted sparse attention calls attention twice in a layer; layers run again from the last to the first."""
-    recorder, tensors = AttentionRecorder(), [inputs(seed)[:3] for seed in range(4)]
+    recorder, tensors = AttentionRecorder(), [[draw(S, 2, H, D, seed=i + j) for j in range(3)] for i in (0, 3, 6, 9)]
 
     def run(layer, i):
         return attention(*tensors[i], None, backend="tiled", run=partial(recorder.run, layer))[0]
@@ -128,6 +116,6 @@ def test_each_call_of_a_layer_gets_its_own_graph_back():
     second = {i: run(layer, i) for layer, i in ((1, 2), (1, 3), (0, 0), (0, 1))}
     for i in (3, 0, 1, 2):
         assert torch.equal(second[i], first[i])
-        plain = [x.detach().clone().requires_grad_() for x in tensors[i]]
-        expected = gradients([attention(*plain, None, backend="tiled")[0]], plain)
-        assert all(torch.equal(a, b) for a, b in zip(gradients([second[i]], tensors[i]), expected))
+        plain = attention(*tensors[i], None, backend="tiled")
+        found, expected = (with_gradients(outputs, tensors[i]) for outputs in (second[i], plain))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))

@@ -44,10 +44,9 @@ def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **m
     return attend_in_segments(given, segments, backend)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "backend, groups, averages",
-    [*itertools.product(["naive", "torch", "tiled"], [2, 3], [False, True]), ("triton", 3, True)],
+    "backend, groups, averages, packed",
+    [*itertools.product(["naive", "torch", "tiled"], [2, 3], [False, True], [False, True]), ("triton", 3, True, True)],
 )
 def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, averages, packed):
     monkeypatch.setattr(tiled, "QUERIES", 4)
