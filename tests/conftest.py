@@ -99,9 +99,11 @@ def run_tool(tmp_path_factory):
     environment = {**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
     settings = {"capture_output": True, "text": True, "env": environment, "timeout": 120}
 
-    def run(tool, *arguments, code=0):
-        # Workers are forked from a process without threads; a Hugging Face cache is chosen before any import.
-        apart = tool == "preprocess_data" or "hub" in arguments
+    def run(tool, *arguments, code=0, workers=1):
+        if tool == "preprocess_data":
+            arguments = ("--workers", workers, *arguments)
+        # A Hugging Face cache is chosen before any import; workers are forked from a process without threads.
+        apart = workers > 1 or "hub" in arguments
         result = subprocess.run(command(tool, *arguments), **settings) if apart else run_here(tool, *arguments)
         assert result.returncode == code, result.stderr
         assert "Traceback" not in result.stderr

@@ -3,9 +3,13 @@ import json
 import runpy
 import signal
 import sys
+from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest import mock
+
+from megatron_tape.data import preprocessing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,6 +18,23 @@ def command(tool, *arguments):
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
 
 
+class InThisProcess:
+    """Stands in for a worker process, which must be forked from a process without threads."""
+
+    def __init__(self, workers, context, initializer, initargs):
+        assert workers == 1
+        (preprocessing._encoding,) = initargs
+
+    def submit(self, call, *arguments):
+        future = Future()
+        future.set_result(call(*arguments))
+        return future
+
+    def shutdown(self, cancel_futures):
+        pass
+
+
+@mock.patch.object(preprocessing, "ProcessPoolExecutor", InThisProcess)
 def run_here(tool, *arguments):
     """Run a tool in this process, which has spent the time on imports already; it must not start processes."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

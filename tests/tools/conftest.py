@@ -5,8 +5,8 @@ import pytest
 def preprocess(run_tool, tokenizer_path, tmp_path):
     """Run tools/preprocess_data.py with inputs and further options, and write to `prefix`."""
 
-    def run(*inputs_and_options, prefix="out", code=0):
-        usual = ["--tokenizer", tokenizer_path, "--output-prefix", tmp_path / prefix, "--workers", 1]
-        return run_tool("preprocess_data", *usual, "--input", *inputs_and_options, code=code)
+    def run(*inputs_and_options, prefix="out", **others):
+        usual = ["--tokenizer", tokenizer_path, "--output-prefix", tmp_path / prefix]
+        return run_tool("preprocess_data", *usual, "--input", *inputs_and_options, **others)
 
     return run

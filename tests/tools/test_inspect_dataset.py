@@ -9,17 +9,9 @@ def whole(tmp_path_factory, corpus, tokenizer_path, run_tool):
     return prefix
 
 
-@pytest.fixture
-def copy(whole, tmp_path):
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"data{ending}").write_bytes(whole.with_suffix(ending).read_bytes())
-    return tmp_path / "data"
-
-
 def test_counts_lengths_and_first_documents_are_shown(whole, tokenizer_path, run_tool, texts):
-    output = run_tool(
-        "inspect_dataset", whole, "--tokenizer", tokenizer_path, "--documents", 100, "--tokens", 10**6
-    ).stdout
+    shown = ["--tokenizer", tokenizer_path, "--documents", 100, "--tokens", 10**6]
+    output = run_tool("inspect_dataset", whole, *shown).stdout
     assert f"documents  {len(texts)}\n" in output
     assert "dtype      uint16\n" in output
     assert "length     min 1, median" in output
@@ -101,38 +93,27 @@ def test_options_that_show_nothing_are_refused(tmp_path, run_tool):
         assert "--long-documents" in error
 
 
-def damage(path, offset, data):
-    content = bytearray(path.read_bytes())
-    content[offset : offset + len(data)] = data
-    path.write_bytes(content)
+def replaced(offset, data):
+    return lambda content: content[:offset] + data + content[offset + len(data) :]
 
 
 @pytest.mark.parametrize(
-    "offset, data, message",
+    "ending, damage, message",
     [
-        (0, b"X", "header is damaged"),
-        (9, b"\2", "has version 2"),
-        (17, b"\77", "unknown dtype code 63"),
-        (18, b"\3", "cut off or damaged"),
+        ("idx", replaced(0, b"X"), "header is damaged"),
+        ("idx", replaced(9, b"\2"), "has version 2"),
+        ("idx", replaced(17, b"\77"), "unknown dtype code 63"),
+        ("idx", replaced(18, b"\3"), "cut off or damaged"),
+        ("idx", lambda content: content[:20], "header is damaged"),
+        ("bin", lambda content: content[:-2], "bytes where the index counts"),
+        ("bin", replaced(6, b"\xff\xff"), "token 3 is 65535, outside the vocabulary of 800"),
+        ("bin", None, "data.bin does not exist"),
     ],
 )
-def test_damaged_index_is_named(copy, run_tool, offset, data, message):
-    damage(copy.with_suffix(".idx"), offset, data)
-    error = run_tool("inspect_dataset", copy, code=2).stderr
-    assert message in error and "write" in error
-
-
-def test_cut_off_files_are_named(copy, run_tool):
-    content = copy.with_suffix(".bin").read_bytes()
-    copy.with_suffix(".bin").write_bytes(content[:-2])
-    assert "bytes where the index counts" in run_tool("inspect_dataset", copy, code=2).stderr
-    copy.with_suffix(".idx").write_bytes(copy.with_suffix(".idx").read_bytes()[:20])
-    assert "header is damaged" in run_tool("inspect_dataset", copy, code=2).stderr
-    copy.with_suffix(".bin").unlink()
-    assert "data.bin does not exist" in run_tool("inspect_dataset", copy, code=2).stderr
-
-
-def test_ids_outside_the_vocabulary_are_named(copy, run_tool, tokenizer_path):
-    damage(copy.with_suffix(".bin"), 6, b"\xff\xff")
-    error = run_tool("inspect_dataset", copy, "--tokenizer", tokenizer_path, code=2).stderr
-    assert "token 3 is 65535, outside the vocabulary of 800" in error
+def test_damaged_and_missing_files_are_named(whole, tokenizer_path, tmp_path, run_tool, ending, damage, message):
+    contents = {name: whole.with_suffix(f".{name}").read_bytes() for name in ("bin", "idx")}
+    contents[ending] = damage and damage(contents[ending])
+    for name, content in contents.items():
+        if content is not None:
+            (tmp_path / f"data.{name}").write_bytes(content)
+    assert message in run_tool("inspect_dataset", tmp_path / "data", "--tokenizer", tokenizer_path, code=2).stderr

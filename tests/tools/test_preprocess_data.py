@@ -43,13 +43,13 @@ def files_in(directory):
 def test_result_is_megatrons_for_any_number_of_workers_and_chunk_size(
     preprocess, corpus, expected, tmp_path, workers, chunk_bytes
 ):
-    preprocess(corpus, "--workers", workers, "--chunk-bytes", chunk_bytes)
+    preprocess(corpus, "--chunk-bytes", chunk_bytes, workers=workers)
     assert read_pair(tmp_path / "out") == expected
     assert files_in(tmp_path) == ["out.bin", "out.idx"]
 
 
 def test_megatron_reads_the_documents_with_their_ends(preprocess, corpus, texts, tmp_path, tokenizer_path):
-    preprocess(corpus, "--workers", 2, "--append-eod")
+    preprocess(corpus, "--append-eod")
     dataset, tokenizer = IndexedDataset(str(tmp_path / "out")), load_tokenizer(tokenizer_path)
     assert len(dataset) == len(texts)
     for ids, text in zip(dataset, texts):
@@ -76,7 +76,7 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
             (source / f"{number:02}.txt").write_text(text, encoding="utf-8", newline="")
     else:
         (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
-    preprocess(source / "*", "--workers", 2, "--chunk-bytes", 20000)
+    preprocess(source / "*", "--chunk-bytes", 20000)
     assert read_pair(tmp_path / "out") == expected
 
 
@@ -120,7 +120,7 @@ def test_skipping_counts_and_names_bad_lines(preprocess, tmp_path, chunk_bytes):
     (tmp_path / "bad.jsonl").write_bytes(
         b"".join(good + line + b"\n" for line in BAD_LINES.values()) + b"\n" * 4 + good
     )
-    options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes, "--workers", 2]
+    options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes]
     report = preprocess(tmp_path / "bad.jsonl", *options).stderr
     for number, reason in enumerate(BAD_LINES):
         if reason != "empty line":
@@ -239,8 +239,7 @@ def is_gone(pid):
         return True
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("name, existing", [("SIGINT", True), ("SIGTERM", False)])
 def test_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name, existing):
     if existing:
         for ending in (".bin", ".idx"):
