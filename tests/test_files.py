@@ -35,25 +35,15 @@ def test_existing_output_is_refused_or_survives_until_the_new_one_is_complete(tm
     assert path.read_text() == "new"
 
 
-def test_leftover_of_a_killed_process_is_taken_over(tmp_path):
-    path = tmp_path / "file"
-    (tmp_path / "file.partial").write_bytes(b"a long leftover")
-    with atomic_output(path) as file:
-        file.write(b"new")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_two_writers_of_one_output_cannot_meet(tmp_path):
+def test_what_another_process_writes_is_refused_and_what_a_killed_one_left_taken_over(tmp_path):
     first = PartialFile(tmp_path / "file")
     with pytest.raises(FileError, match="another process"):
         PartialFile(tmp_path / "file")
     first.discard()
-    PartialFile(tmp_path / "file").discard()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_directory_is_refused(tmp_path):
+    (tmp_path / "file.partial").write_bytes(b"a long leftover")
+    with atomic_output(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
     with pytest.raises(FileError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
         pass
 

@@ -12,9 +12,8 @@ from megatron_tape.checkpoint import directories
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import status_of
 from megatron_tape.config.schema import config_dict
-from megatron_tape.errors import EXIT_RESTART
+from megatron_tape.errors import EXIT_RESTART, UserError
 from megatron_tape.io.files import digest
-from megatron_tape.io.records import write_record
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
@@ -28,8 +27,8 @@ def job(tmp_path, monkeypatch, capfd):
     (source / "pretrain").mkdir(parents=True)
     (source / "pretrain" / "train.py").write_text("first version")
 
-    def begin(*overrides, job="7", requeued=False, module="pretrain.train", recipe=str(RECIPE)):
-        options = ["--module", module, "--job", job, "--source", str(source), "--job-link", f"links/{job}"]
+    def begin(*overrides, job="7", requeued=False, recipe=str(RECIPE)):
+        options = ["--module", "pretrain.train", "--job", job, "--source", str(source), "--job-link", f"links/{job}"]
         options += ["--nodes", "a,b", "--processes", "2", *(["--requeued"] if requeued else [])]
         chosen = [recipe, "--data.prefix=a", "--logging.directory=run", *overrides]
         status = status_of(lambda: attempt.main(["begin", *options, "--", *chosen]), unavailable=EXIT_RESTART)
@@ -40,6 +39,15 @@ def job(tmp_path, monkeypatch, capfd):
     begin.folder = tmp_path
     begin.source = source
     return begin
+
+
+def save(name, content, attempt=1):
+    """Publish a checkpoint of step 5 that holds this file; return the attempt's folder."""
+    home = Attempt.open("run", "run/checkpoints", attempt).home
+    staging = directories.staging_directory(home, 5)
+    (staging / name).write_text(content)
+    directories.publish(staging, "run/checkpoints", 5, {name: digest(staging / name)})
+    return home
 
 
 def test_a_job_gets_every_path_and_continues_with_its_copy_of_the_code(job):
@@ -60,31 +68,45 @@ def test_a_requeued_job_continues_its_own_checkpoints_not_those_it_started_from(
     assert status == 0 and variables["RESUME"] == "none"
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "none"
-    staging = directories.staging_directory(Attempt.open("run", "run/checkpoints", 2).home, 5)
-    (staging / "weights").write_text("w")
-    found = digest(staging / "weights")
-    directories.publish(staging, "run/checkpoints", 5, {"weights": found})
+    save("weights", "w", attempt=2)
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "auto"
 
 
 @pytest.mark.parametrize(
-    "overrides, message",
+    "recipe, overrides, message",
     [
-        (["--model.num_attention_heads=5"], "model.num_attention_heads 5"),
-        (["--data.prefix=nowhere"], "nowhere.idx"),
-        (["--train.global_batch_size=3"], "train.global_batch_size 3"),
+        (RECIPE, ["--model.num_attention_heads=5"], "model.num_attention_heads 5"),
+        (RECIPE, ["--data.prefix=nowhere"], "nowhere.idx"),
+        (RECIPE, ["--train.global_batch_size=3"], "train.global_batch_size 3"),
+        ("nowhere.yaml", [], "recipe nowhere.yaml does not exist"),
     ],
 )
-def test_mistakes_end_with_one_sentence_and_leave_nothing(job, overrides, message):
-    status, variables, err = job(*overrides)
+def test_mistakes_end_with_one_sentence_and_leave_nothing(job, recipe, overrides, message):
+    status, variables, err = job(*overrides, recipe=str(recipe))
     assert status == 2 and variables == {}
     assert err.count("\n") == 1 and err.startswith("error: ") and message in err
     assert not (job.folder / "run").exists()
 
 
-def test_a_missing_recipe_is_named(job):
-    assert "recipe nowhere.yaml does not exist" in job(recipe="nowhere.yaml")[2]
+@pytest.mark.parametrize(
+    "extension, evaluation, key",
+    [
+        (["--model.hidden_size=64"], [], "model.hidden_size"),
+        (["--extension.from=elsewhere"], [], "extension.from"),
+        (["--logging.directory=runs/tiny"], [], "logging.directory"),
+        (["--train.global_batch_size=0"], [], "train.global_batch_size"),
+        ([], ["perplexities"], "perplexities"),
+        ([], ["perplexity"], "perplexity.data"),
+        ([], ["passkey"], "passkey"),
+    ],
+)
+def test_what_cannot_be_a_chain_is_refused(job, extension, evaluation, key):
+    given = ["--data.prefix=a", "--model.position_encoding=rope", "--extend", str(RECIPE.with_name("extend.yaml"))]
+    given += ["--data.prefix=a", *extension, *(["--evaluate", *evaluation] if evaluation else [])]
+    with pytest.raises(UserError) as refused:
+        attempt.main(["chain", "--", str(RECIPE), *given])
+    assert key in " ".join([*refused.value.subjects, refused.value.problem])
 
 
 def test_a_run_of_another_job_is_refused_while_slurm_knows_that_job(job, monkeypatch):
@@ -124,38 +146,28 @@ def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, m
 
 
 def test_another_vocabulary_is_refused_before_the_run_is_taken_over(job):
-    state = {
-        "step": 5,
-        "optimizer_steps": 5,
-        "consumed_samples": 20,
-        "progress": {"vocabulary": "0" * 64},
-        "sharded": {},
-    }
-    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1}
+    state = {"step": 5, "optimizer_steps": 5, "consumed_samples": 20, "sharded": {}}
+    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "progress": {"vocabulary": "0" * 64}}
     job()
-    home = Attempt.open("run", "run/checkpoints", 1).home
     config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
-    staging = directories.staging_directory(home, 5)
-    write_record(staging / "state.json", state | {"config": config_dict(config)})
-    found = digest(staging / "state.json")
-    directories.publish(staging, "run/checkpoints", 5, {"state.json": found})
+    home = save("state.json", json.dumps(state | {"config": config_dict(config)}))
     status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
     assert status == 2 and "data.tokenizer is tokenizer.json" in err and home.is_dir()
     assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
 
 
-def test_bad_nodes_are_printed_for_the_batch_script(job, capfd):
+@pytest.mark.parametrize(
+    "end, bad_nodes, printed, detail",
+    [
+        ((0, "unready", "b: no GPU"), ["b"], ["again b: no GPU; continuing", "exclude b"], ""),
+        ((1, "refused", "bad\nsteps", "Traceback x"), [], ["stop bad steps"], "Traceback x"),
+    ],
+)
+def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, capfd, end, bad_nodes, printed, detail):
     job()
-    Attempt.open("run", "run/checkpoints", 1).record_end(0, "unready", "b: no GPU", bad_nodes=["b"])
-    attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
-    verdict, exclude = capfd.readouterr().out.splitlines()
-    assert verdict.startswith("again b: no GPU") and exclude == "exclude b"
-
-
-def test_a_verdict_is_printed_and_kept(job, capfd):
-    job()
-    Attempt.open("run", "run/checkpoints", 1).record_end(1, "refused", "bad\nsteps", "Traceback x")
+    Attempt.open("run", "run/checkpoints", 1).record_end(*end, bad_nodes=bad_nodes)
     attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
     output = capfd.readouterr()
-    assert output.out == "stop bad steps\n" and "Traceback x" in output.err
-    assert read_attempts("run")[0].verdict["verdict"] == "stop"
+    assert len(output.out.splitlines()) == len(printed) and detail in output.err
+    assert all(line.startswith(start) for line, start in zip(output.out.splitlines(), printed))
+    assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]

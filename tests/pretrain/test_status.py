@@ -53,10 +53,8 @@ def test_every_situation_is_named_by_one_word(last, queue, word, well):
 @pytest.fixture
 def run(tmp_path):
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None, "nodes": ["alpha"], "log": "job.out"})
-    rows = [
-        {"step": step, "time": time.time() + step, "loss": 5 - step / 10, "tokens_per_second": 1000.0}
-        for step in range(1, 11)
-    ]
+    rows = [{"step": step, "loss": 5 - step / 10, "tokens_per_second": 1000.0} for step in range(1, 11)]
+    rows = [row | {"time": time.time() + row["step"]} for row in rows]
     rows[4]["validation_loss"] = 4.75
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
     (tmp_path / "config.yaml").write_text("train: {steps: 40}\n")
@@ -87,10 +85,8 @@ def test_an_attempt_that_could_not_use_the_newest_checkpoint_says_where_it_began
     assert status.main([str(run)]) == 0
     assert "alpha, from step 10" in capsys.readouterr().out
     beat = json.loads((directory / "heartbeat.json").read_text())
-    for begun, said in (
-        (10, "from step 10\n"),
-        (5, "from step 5 (the checkpoint of step 10 was not used; the log says"),
-    ):
+    not_used = "from step 5 (the checkpoint of step 10 was not used; the log says"
+    for begun, said in ((10, "from step 10\n"), (5, not_used)):
         write_record(directory / "heartbeat.json", beat | {"from_step": begun})
         assert status.main([str(run)]) == 0
         assert f"alpha, {said}" in capsys.readouterr().out
@@ -159,18 +155,15 @@ def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):
     assert "written by a newer version of this project" in capsys.readouterr().out
 
 
-def test_a_run_that_cannot_be_read_ends_in_one_sentence(run, capsys, monkeypatch):
+def test_what_is_not_a_run_or_cannot_be_read_ends_in_one_sentence(tmp_path, capsys, monkeypatch):
     def fails(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(status, "read_attempts", fails)
-    assert status_of(lambda: status.main([str(run)])) == 2
-    assert capsys.readouterr().err.startswith(f"error: {run} cannot be read: ")
-
-
-def test_a_directory_that_is_not_a_run_is_refused(tmp_path, capsys):
     assert status_of(lambda: status.main([str(tmp_path)])) == 2
     assert "holds no attempt" in capsys.readouterr().err
+    monkeypatch.setattr(status, "read_attempts", fails)
+    assert status_of(lambda: status.main([str(tmp_path)])) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} cannot be read: ")
 
 
 def test_text_that_a_terminal_cannot_show_is_escaped(run):

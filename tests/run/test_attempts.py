@@ -46,14 +46,7 @@ def test_attempts_count_up_and_the_newest_owns_the_run(run):
         first.check_owner()
 
 
-def test_a_stale_attempt_cannot_stage_a_checkpoint(run):
-    first = claim(run)
-    claim(run)
-    with pytest.raises(FileNotFoundError):
-        checkpoint_files.staging_directory(first.home, 10)
-
-
-def test_a_stale_attempt_cannot_publish_a_staged_checkpoint_or_damage_an_existing_one(run):
+def test_a_stale_attempt_cannot_stage_or_publish_a_checkpoint_or_damage_an_existing_one(run):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
@@ -62,6 +55,8 @@ def test_a_stale_attempt_cannot_publish_a_staged_checkpoint_or_damage_an_existin
     entry = {"weights": {"bytes": 5, "sha256": "0" * 64}}
     with pytest.raises(FileNotFoundError):
         checkpoint_files.publish(staging, run / "checkpoints", 10, entry)
+    with pytest.raises(FileNotFoundError):
+        checkpoint_files.staging_directory(first.home, 15)
     assert checkpointed_step(run / "checkpoints") == 5
 
 
@@ -71,8 +66,7 @@ def test_a_checkpoint_published_while_the_run_is_taken_over_is_whole_or_absent(r
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
     (staging / "weights").write_text("w")
-    found = digest(staging / "weights")
-    entry = {"weights": found}
+    entry = {"weights": digest(staging / "weights")}
     rename, count = os.rename, [0]
 
     def publish(path):

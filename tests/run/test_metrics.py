@@ -141,53 +141,35 @@ def test_the_time_left_follows_the_recent_steps_and_forgets_a_slow_start(tmp_pat
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:01:00")
 
 
-def test_tensorboard_shows_each_scalar_under_its_tag_and_forgets_steps_past_a_resume(tmp_path):
-    scalars = {**SCALARS, "validation_loss": 2.0, "position/state_norm/layer_00": 3.0, "skipped": 0.0}
-    for resume_step, steps, loss in ((0, (1, 2, 3), 9.0), (1, (2, 3, 4), 5.0)):
-        writer = MetricsWriter(tmp_path, 4, resume_step=resume_step)
-        for step in steps:
-            writer.log(step, {**scalars, "loss": loss})
-        writer.text("configuration", "model:\n  num_layers: 2", resume_step)
-        writer.close()
-    assert set(events(tmp_path).Tags()["scalars"]) == {
-        "train/loss",
-        "train/gradient_norm",
-        "train/learning_rate",
-        "train/skipped",
-        "speed/tokens_per_second",
-        "speed/tflops_per_second",
-        "validation/loss",
-        "validation/perplexity",
-        "loss/train",
-        "loss/validation",
-        "position/state_norm",
-        "z_by_layer/state_norm/00",
-    }
-    assert curve(tmp_path) == [(1, 9.0), (2, 5.0), (3, 5.0), (4, 5.0)]
-    found = events(tmp_path).Tensors("configuration/text_summary")
-    assert [event.tensor_proto.string_val[0] for event in found] == [b"    model:\n      num_layers: 2"] * 2
-
-
-def test_tensorboard_opens_on_the_losses_and_the_mean_over_layers_of_each_norm(tmp_path):
+def test_tensorboard_opens_on_losses_and_mean_norms_and_shows_each_scalar_and_text_under_its_tag(tmp_path):
     writer = MetricsWriter(tmp_path, 4)
-    names = [f"position/{norm}/layer_{layer:02d}" for norm in ("state_norm", "update_norm") for layer in range(12)]
-    norms = dict(zip(names, [*[1.0] * 11, 7.0, *[0.0] * 12]))
-    writer.log(1, {**SCALARS, **norms, "validation_loss": 2.0})
+    norms = {f"position/state_norm/layer_{layer:02d}": norm for layer, norm in enumerate((1.0, 7.0))}
+    norms |= {name.replace("state", "update"): 0.0 for name in norms}
+    writer.log(1, {**SCALARS, **norms, "validation_loss": 2.0, "skipped": 0.0})
+    writer.text("configuration", "model:\n  num_layers: 2", 1)
     writer.close()
-    tags = sorted(events(tmp_path).Tags()["scalars"])
-    groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
-    assert groups == ["loss", "position", "speed", "train", "validation", "z_by_layer"]  # the first two are opened
-    assert [tag for tag in tags if tag.startswith(("loss", "position"))] == [
-        "loss/train",
+    assert sorted(events(tmp_path).Tags()["scalars"]) == [
+        "loss/train",  # the first two groups are opened
         "loss/validation",
         "position/state_norm",
         "position/update_norm",
+        "speed/tflops_per_second",
+        "speed/tokens_per_second",
+        "train/gradient_norm",
+        "train/learning_rate",
+        "train/loss",
+        "train/skipped",
+        "validation/loss",
+        "validation/perplexity",
+        *(f"z_by_layer/{name}_norm/{layer}" for name in ("state", "update") for layer in ("00", "01")),
     ]
     assert curve(tmp_path, "loss/train") == [(1, 2.5)] and curve(tmp_path, "loss/validation") == [(1, 2.0)]
-    assert curve(tmp_path, "position/state_norm") == [(1, pytest.approx(60**0.5 / 12**0.5))]
+    assert curve(tmp_path, "position/state_norm") == [(1, pytest.approx(5))]  # the root of the mean square
     assert curve(tmp_path, "position/update_norm") == [(1, 0.0)]
-    assert curve(tmp_path, "z_by_layer/state_norm/11") == [(1, 7.0)]
-    assert {name: rows(tmp_path)[0][name] for name in names} == norms
+    assert curve(tmp_path, "z_by_layer/state_norm/01") == [(1, 7.0)]
+    assert {name: rows(tmp_path)[0][name] for name in norms} == norms
+    (found,) = events(tmp_path).Tensors("configuration/text_summary")
+    assert found.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
 
 
 def png(width, height):
