@@ -1,5 +1,6 @@
 """Starts Python in processes of their own, forked from one that has spent the seconds to import the libraries."""
 
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -80,7 +81,7 @@ def _run(arguments):
 
 def _case(module, folder, arguments):
     """Run a rank of a group."""
-    result = __import__(module).main(str(folder), *arguments)
+    result = importlib.import_module(module).main(str(folder), *arguments)
     if os.environ["RANK"] == "0":
         torch.save(result, folder / "result.pt")
 

@@ -1,5 +1,6 @@
 """`python -m pretrain.compare`: what it refuses, how it shares work, stops and continues, and one real comparison."""
 
+import io
 import json
 import os
 import re
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from datasets_for_tests import write_all
+from launch import start_python
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
@@ -276,13 +279,18 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
 
 @pytest.fixture(scope="module")
 def compared(recipe, tmp_path_factory):
-    """A comparison of two variants with two seeds, in a process of its own that copies itself."""
+    """A comparison of two variants with two seeds, and what it printed."""
     output = tmp_path_factory.mktemp("compared") / "out"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pretrain.compare", *arguments(recipe, output, "--jobs", "2")]
-    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output, done
+    said, errors = io.StringIO(), io.StringIO()
+
+    def programs(gpus, lock):
+        return lambda module, arguments, log, slot: start_python(["-m", module, *arguments], log)
+
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(errors):
+        patched.setattr(compare, "Programs", programs)
+        status = compare.main(arguments(recipe, output, "--jobs", "2"))
+    assert status == 0, errors.getvalue()
+    return output, subprocess.CompletedProcess((), status, said.getvalue(), errors.getvalue())
 
 
 def test_a_comparison_holds_what_its_runs_have_found(compared):
