@@ -11,11 +11,17 @@ MINIMAL = {
 }
 
 
-def make(**changes):
-    """A valid configuration with `section__key=value` changed."""
+def make(model=None, **changes):
+    """A valid configuration, of a model if it is given, with `section__key=value` changed."""
     config = RunConfig(
-        model=model_config(**MODEL),
+        model=model or model_config(**MODEL),
         data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
         train=TrainConfig(steps=100, global_batch_size=16, micro_batch_size=2, eval_interval=50),
     )
     return replaced(config, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def make_alone(model, **changes):
+    """As `make`, in fp32 and with one sequence in a step."""
+    one = {"train__precision": "fp32", "train__global_batch_size": 1, "train__micro_batch_size": 1}
+    return make(model, **one | changes)

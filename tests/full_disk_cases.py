@@ -1,4 +1,5 @@
-"""A save during which the disk of one of two ranks is full, and what ranks read to resume; see test_state.py."""
+"""A save during which the disk of one of two ranks is full, and what ranks read to resume; see
+parallel/test_two_processes.py."""
 
 import errno
 import resource
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bad_step_cases import batches, engine
+from configurations import make
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import readers, shard_of
@@ -16,7 +18,6 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Save, Writer
-from megatron_tape.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from megatron_tape.errors import CheckpointError
 from megatron_tape.parallel.layout import end_process_groups
 from megatron_tape.run.attempts import Attempt
@@ -45,14 +46,26 @@ def resumed(e, config):
     state = e.training_state(lambda _: True)
     plan = readers({name: entry["bytes"] for name, entry in checkpoint.files.items()}, 1, 1, layout.replica_size)
     planned = [name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None]
-    of_ranks = [None, None]
-    dist.all_gather_object(of_ranks, (sorted(found), sorted(planned)))
     return {
         "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.held,
         "changed": not any(torch.equal(saved[key], changed[key]) for key in saved),
-        "opened": [opened for opened, _ in of_ranks],
-        "planned": [planned for _, planned in of_ranks],
+        "opened": of_both_ranks(sorted(found)),
+        "planned": of_both_ranks(sorted(planned)),
     }
+
+
+def refusal(call):
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def of_both_ranks(value):
+    values = [None, None]
+    dist.all_gather_object(values, value)
+    return values
 
 
 def unreadable(e, config):
@@ -65,25 +78,14 @@ def unreadable(e, config):
     checkpoint.release()
     if e.layout.rank == 1:
         Checkpoint.read = fail
-    message = "no error"
-    try:
-        load_weights(checkpoint, e.module, e.layout)
-    except CheckpointError as error:
-        message = str(error)
-    messages = [None, None]
-    dist.all_gather_object(messages, message)
-    return messages
+    return of_both_ranks(refusal(lambda: load_weights(checkpoint, e.module, e.layout)))
 
 
 def main(folder):
     e = engine(1, 1, "fp32")
     root = Path(folder) / "checkpoints"
-    config = RunConfig(
-        model=e.module.encoding.model,
-        data=DataConfig(prefix="unused"),
-        train=TrainConfig(steps=9, global_batch_size=4),
-        checkpoint=CheckpointConfig(directory=str(root), keep=2, writers=2),
-    )
+    places = {"checkpoint__directory": str(root), "checkpoint__keep": 2, "checkpoint__writers": 2}
+    config = make(e.module.encoding.model, **places)
     if dist.get_rank() == 0:
         Attempt.claim(folder, root, {})
     dist.barrier()
@@ -95,34 +97,24 @@ def main(folder):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    message = "no error"
-    try:
-        writer.save(2, {})
-    except CheckpointError as error:
-        message = str(error)
+    message = refusal(lambda: writer.save(2, {}))
     in_background = Save(writer, 2, {}, in_thread=True)
     e.train_step(batches(e, 1), 1e-2)
-    try:
-        in_background.advance()
-        message += " and none in the background"
-    except CheckpointError as error:
-        assert str(error) == message, error
+    messages = [message, refusal(in_background.advance)]
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    messages = [None, None]
-    dist.all_gather_object(messages, message)
-    after_failure_home = list(attempt.home.iterdir()) if dist.get_rank() == 0 else []
-    after_failure = checkpoint_files.newest_whole(root, print).name
+    results = {
+        "messages": sum(of_both_ranks(messages), []),
+        "unfinished": [path.name for path in attempt.home.iterdir()],
+        "after_failure": checkpoint_files.newest_whole(root, print).name,
+    }
     dist.barrier()
     writer.save(3, {})
     dist.barrier()
-    results = {
-        "messages": messages,
-        "after_failure": after_failure,
-        "unfinished": [path.name for path in after_failure_home],
+    results |= {
         "after_retry": checkpoint_files.newest_whole(root, print).name,
         "left": sorted(path.name for path in root.iterdir()),
+        "resumed": resumed(e, config),
+        "unreadable": unreadable(e, config),
     }
-    results["resumed"] = resumed(e, config)
-    results["unreadable"] = unreadable(e, config)
     end_process_groups()
     return results

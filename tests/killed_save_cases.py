@@ -20,7 +20,6 @@ HOME, NAMES = ".attempt-000001", ("model", "run.json")
 SCENARIOS = {
     "the first checkpoint": ([], 100, 1),
     "one more": ([100, 200], 300, 2),
-    "one more, keeping one": ([100, 200], 300, 1),
     "the same step again": ([100, 200], 200, 1),
     "the only step again": ([200], 200, 1),
     "the same step after a replacement was killed": ([100, 200, "200 replaced"], 200, 1),
@@ -100,12 +99,8 @@ def build(root, before):
         elif item == "200 broken":
             os.truncate(save(root, 200) / "run.json", 3)
         else:
-            for name in (
-                ".step-00000300.partial",
-                ".step-00000050.discarded.partial",
-                ".step-00000100.discarded.partial",
-            ):
-                shutil.copytree(root / "step-00000100", root / name)
+            for name in ("00000300", "00000050.discarded", "00000100.discarded"):
+                shutil.copytree(root / "step-00000100", root / f".step-{name}.partial")
 
 
 def save_and_die(root, step, keep, operation):

@@ -33,6 +33,26 @@ YARN = dict(
     rope_beta_fast=2.0,
     rope_beta_slow=0.5,
 )
+LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
+LEARNED, SIGNED = {"position_increments": "learned"}, {"position_increments": "signed"}
+UNIT = {"position_state_norm": "unit"}
+INCREMENTS = {
+    "rope_learned": {"position_encoding": "rope", **LEARNED},
+    "rope_learned_yarn": {"position_encoding": "rope", **LEARNED, **YARN},
+    "tape_learned": LEARNED,
+    "tape_llama3_one_group": {"num_query_groups": 1, **LEARNED, **LLAMA3},
+    "rope_signed": {"position_encoding": "rope", **SIGNED},
+    "tape_signed_llama3": SIGNED | LLAMA3,
+    "tape_share": {"rope_share": 0.5} | SIGNED,
+    "unit": UNIT,
+    "both_yarn": LEARNED | UNIT | YARN,
+    "both_from_attention": {"gate_input": "attention", "num_query_groups": 4} | LEARNED | UNIT,
+    "one_layer": {"num_layers": 1} | LEARNED | UNIT,
+}
+SOME_LAYERS = {
+    "rope_some_layers": {"position_encoding": "rope", "num_layers": 4, "layers_without_positions": 2},
+    "tape_some_layers": {"num_layers": 6, "layers_without_positions": 3},
+}
 
 
 def small_model(**changes):
@@ -94,6 +114,16 @@ def randomize_tape(built):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         if kind_of(name) == "lora" and name.endswith("_B"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+@torch.no_grad()
+def move_positions(built):
+    """Move the parameters of a model's positional encoding far from their start."""
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in built.named_parameters():
+        if ".position." in name:
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+    return built
 
 
 def whole_weights(built, model):

@@ -1,16 +1,10 @@
 """How a model begins under ZeRO 3, for groups of processes that other modules launch."""
 
 import torch
+from configurations import make_alone
 from models import small_model
 
-from megatron_tape.config.schema import (
-    DataConfig,
-    DeepSpeedConfig,
-    ExtensionConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
@@ -31,13 +25,9 @@ def begin(tp, cp):
     """
     model = small_model(qkv_bias=True)
     layout = initialize_distributed(tp, context_parallel_size=cp)
-    config = RunConfig(
-        model=model,
-        data=DataConfig(prefix="unused"),
-        deepspeed=DeepSpeedConfig(zero_stage=3),
-        parallel=ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp),
-        train=TrainConfig(steps=1, global_batch_size=layout.data_parallel_size, precision="fp32"),
-    )
+    sizes = {"parallel__tensor_model_parallel_size": tp, "parallel__context_parallel_size": cp}
+    sizes["train__global_batch_size"] = layout.data_parallel_size
+    config = make_alone(model, deepspeed__zero_stage=3, **sizes)
     built = LanguageModel(model, transformer_config(model, tp, tp > 1), layout.groups)
     add_lora(built, model, LORA)
     assert all(parameter.is_meta for parameter in built.parameters())
@@ -49,8 +39,8 @@ def begin(tp, cp):
     for name, parameter in built.named_parameters():
         own_name = name.removeprefix("gpt.")
         shares[name] = shard(initialized_whole(own_name, initials[own_name], SEED), parameter, rank, tp)
-    result = {"names": [*shares], "wrong": [], "whole": [], "wrong_in_engine": []}
-    sizes = []
+    result = {"names": [*shares], "wrong": [], "whole": []}
+    held = 0
     for name, parameter in built.named_parameters():
         memory, first = own_memory(parameter)
         expected = shares[name].flatten()[first : first + len(memory)]
@@ -58,11 +48,10 @@ def begin(tp, cp):
             result["wrong"].append(name)
         if parameter.numel() or len(memory) > -(-shares[name].numel() // layout.replica_size):
             result["whole"].append(name)
-        sizes.append(len(memory))
-    engine = Engine(built, config, layout)
-    state = engine.training_state(lambda _: True)
+        held += len(memory)
+    state = Engine(built, config, layout).training_state(lambda _: True)
     result["wrong_in_engine"] = [name for name in shares if not torch.equal(state[f"weight/{name}"], shares[name])]
-    result["fraction"] = sum(sizes) / sum(share.numel() for share in shares.values())
+    result["fraction"] = held / sum(share.numel() for share in shares.values())
     return result
 
 

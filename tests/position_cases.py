@@ -1,20 +1,24 @@
-"""Trains the toy encodings on two processes; position/test_plugging_in.py checks every value returned."""
+"""Trains encodings on two processes; parallel/test_two_processes.py checks every value returned."""
 
 import importlib
 import shutil
 
 import torch.distributed as dist
-from models import build, small_model
+from configurations import make_alone
+from models import build, random_tokens, small_model
 from plans import saved_bytes
 from training_cases import option, run, tp, zero
 
 from megatron_tape.position import ENCODINGS
+from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
 BUILT_IN["increments"] = {"position_increments": "learned", "position_state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
 are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
 TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
+LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
+"""Tensor-parallel size and ZeRO stage; of the two processes, those that share no tensors share the sequences."""
 
 
 def register_toys():
@@ -28,23 +32,28 @@ def settings_of(name):
     return BUILT_IN.get(name, {"position_encoding": name})
 
 
-def train(folder, data, name):
-    """Two steps under two layouts, and the second step again from the checkpoint of the first."""
-    both = [option("data.prefix", f"{data}/a")]
-    both += [option(f"model.{key}", value) for key, value in settings_of(name).items()]
-    both += [
-        option("train.steps", 2),
-        option("schedule.warmup_steps", 1),
-        option("train.eval_interval", 2),
-        option("checkpoint.interval", 1),
-    ]
-    alone = run(folder, f"{name}-alone", *both, tp(1), zero(1))
-    whole = run(folder, name, *both, tp(2), zero(2))
+def steps(name, tensor_size, stage):
+    """The loss and the norm of the gradient in two steps, and the loss after them."""
+    changes = {"parallel__tensor_model_parallel_size": tensor_size, "deepspeed__zero_stage": stage}
+    model, layout = build(small_model(**settings_of(name)), tp=tensor_size, randomize=False)
+    engine = Engine(model, make_alone(model.encoding.model, train__global_batch_size=2, **changes), layout)
+    tokens = [random_tokens(1, 17, seed=i) for i in range(2)][layout.data_parallel_rank :: layout.data_parallel_size]
+    batches = [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
+    found = [engine.train_step(batches, 0.01, step) for step in (1, 2)]
+    return [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
+
+
+def resume(folder, data):
+    """The rows of two steps, and of the same after the second was taken again from the checkpoint of the first."""
+    name = "toy_bias"  # whose parameter is cut
+    changes = {"data.prefix": f"{data}/a", "model.position_encoding": name, "schedule.warmup_steps": 1}
+    changes |= {"train.steps": 2, "train.eval_interval": 2, "checkpoint.interval": 1}
+    settings = [*(option(key, value) for key, value in changes.items()), tp(2), zero(2)]
+    whole = run(folder, name, *settings)
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/{name}/checkpoints/step-00000002")
     dist.barrier()
-    rows = {"alone": alone, "whole": whole, "continued": run(folder, name, *both, tp(2), zero(2))}
-    return rows | {"sharded": run(folder, f"{name}-sharded", *both, tp(1), zero(3))} if name in BUILT_IN else rows
+    return whole, run(folder, name, *settings)
 
 
 def costs(name):
@@ -56,4 +65,9 @@ def costs(name):
 
 def main(folder, data):
     register_toys()
-    return {name: {"rows": train(folder, data, name), "costs": costs(name)} for name in (*TOYS, *BUILT_IN)}
+    names = (*TOYS, *BUILT_IN)
+    return {
+        "steps": {name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()} for name in names},
+        "resumed": resume(folder, data),
+        "costs": {name: costs(name) for name in names},
+    }

@@ -1,4 +1,5 @@
-"""Saves that fail on one rank, and sums of many micro-batches; continued runs are in test_resuming.py."""
+"""Checkpoints of one process, whole and damaged, and sums of many micro-batches; continued runs are in
+test_resuming.py."""
 
 import errno
 import json
@@ -7,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from launch import run_group
+from configurations import make_alone
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from models import build, random_tokens, small_model
 from safetensors.torch import load, load_file, save_file
@@ -20,14 +21,6 @@ from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint, Reader
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Writer
-from megatron_tape.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DeepSpeedConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import write_record
@@ -36,44 +29,10 @@ from megatron_tape.run.attempts import Attempt
 from megatron_tape.training.engine import Engine
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    return run_group("full_disk_cases", 2)
-
-
-def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(two_ranks):
-    result = two_ranks["resumed"]
-    assert result["same"] and result["changed"]
-    assert result["opened"] == result["planned"]
-    assert sorted(sum(result["opened"], [])) == [f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)]
-    assert all(result["opened"])
-
-
-def test_a_file_that_one_rank_cannot_read_any_more_is_reported_on_all(two_ranks):
-    assert len(set(two_ranks["unreadable"])) == 1
-    message = two_ranks["unreadable"][0]
-    assert "(rank 1): " in message and ".safetensors cannot be read ([Errno 5]" in message
-
-
-def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint(two_ranks):
-    result = two_ranks
-    assert len(set(result["messages"])) == 1
-    assert "checkpoint 2" in result["messages"][0] and "rank 1" in result["messages"][0]
-    assert result["after_failure"] == "step-00000001"
-    assert result["after_retry"] == "step-00000003"
-    assert result["unfinished"] == []
-    assert result["left"] == [".attempt-000001", "step-00000001", "step-00000003"]
-
-
 def summed_gradient(precision, stage, micro_batches=64):
     """Return Adam's first moment after one step, which is a tenth of the gradient."""
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(clip_grad=0.0),
-        deepspeed=DeepSpeedConfig(zero_stage=stage),
-        train=TrainConfig(steps=1, micro_batch_size=1, global_batch_size=micro_batches, precision=precision),
-    )
+    changes = {"deepspeed__zero_stage": stage, "optimizer__clip_grad": 0.0, "train__global_batch_size": micro_batches}
+    config = make_alone(small_model(num_layers=1), train__precision=precision, **changes)
     model, layout = build(config.model, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     engine = Engine(model, config, layout)
     tokens = [random_tokens(batch=1, length=17, seed=seed) for seed in range(micro_batches)]
@@ -94,12 +53,7 @@ NAME = "weight/gpt.output_layer.weight"
 
 
 def config_in(folder):
-    return RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        train=TrainConfig(steps=2, global_batch_size=1, precision="fp32"),
-        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints")),
-    )
+    return make_alone(small_model(), checkpoint__directory=str(folder / "checkpoints"))
 
 
 def writer_in(engine, folder):

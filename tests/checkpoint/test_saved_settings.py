@@ -1,29 +1,22 @@
 """Differences between settings and those saved with a checkpoint, and how they are reported."""
 
-from configurations import MODEL
-from models import small_model
+from configurations import MODEL, make
 
 from megatron_tape.checkpoint.saved_settings import changes, model_differences
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig, config_dict, model_dict
+from megatron_tape.config.schema import config_dict, model_dict
 from megatron_tape.position import model_config
 
 
-def config(**train):
-    return RunConfig(
-        model=small_model(), data=DataConfig(prefix="a"), train=TrainConfig(steps=4, global_batch_size=2, **train)
-    )
-
-
 def test_equal_settings_are_not_reported_and_others_with_both_values():
-    saved = config_dict(config())
-    assert changes(saved, config()) == []
-    assert changes(saved, config(precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
+    saved = config_dict(make())
+    assert changes(saved, make()) == []
+    assert changes(saved, make(train__precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
 
 
 def test_a_change_of_the_order_of_the_data_is_reported_last():
-    *_, last = changes(config_dict(config()), config(seed=5))
+    *_, last = changes(config_dict(make()), make(train__seed=5))
     assert last == "train.seed: the data comes in another order than in an uninterrupted run"
-    assert changes(config_dict(config()), config(hang_timeout=5.0)) == []
+    assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
 
 
 def test_differences_between_models_are_named_with_both_values():

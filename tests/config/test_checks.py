@@ -244,7 +244,7 @@ NOT_NEGATIVE += ["train__seed", "data__num_workers", "logging__sample_tokens"]
 
 @pytest.mark.parametrize(
     "name, value",
-    [(f"{line.split()[0]}__{key}", value) for line in POSITIVE for key in line.split()[1:] for value in (0, -1)]
+    [(f"{line.split()[0]}__{key}", 0) for line in POSITIVE for key in line.split()[1:]]
     + [(name, -1) for name in NOT_NEGATIVE],
 )
 def test_a_number_out_of_its_bounds_is_refused_by_its_key(name, value):

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
+from plans import RECIPES, recipe
 
 from megatron_tape.checkpoint.saved_settings import ORDER_KEYS
 from megatron_tape.checks.arguments import parse_run_config
@@ -16,7 +16,6 @@ from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import whole_shapes
 from megatron_tape.position import encoding_of, model_config, setting_names, with_values
 
-RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
 LLAMA2_7B = model_config(
     position_encoding="rope",
     num_layers=32,
@@ -82,10 +81,6 @@ def methods(extend):
     return {name: extend(name, LLAMA2_7B) for name in METHODS}
 
 
-def demo(name):
-    return parse_run_config(["--config", str(RECIPES / f"{name}_demo.yaml")])
-
-
 def flat(config):
     sections = config_dict(config)
     kept = ("extension.from", "logging.directory", "checkpoint.directory")
@@ -129,7 +124,7 @@ def test_recipes_of_others_can_run_where_they_say(extend, name):
 
 
 def test_the_demos_models_are_extended_alike(extend):
-    configs = {name: extend(f"tiny_{name}", demo(name).model) for name in ("tape", "rope")}
+    configs = {name: extend(f"tiny_{name}", recipe(f"{name}_demo").model) for name in ("tape", "rope")}
     for config in configs.values():
         for world_size in (1, 2):
             validate(config, world_size)

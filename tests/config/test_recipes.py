@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from plans import RECIPES, recipe
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
@@ -19,7 +20,6 @@ from megatron_tape.position import BUILT_IN, encoding_of, with_values
 from megatron_tape.synthetic.settings import generator_of
 from pretrain import evaluate
 
-RECIPES = Path(__file__).parents[2] / "pretrain" / "recipes"
 ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
 SYNTHETIC = [
     f"synthetic/{task}{size}" for task in ("addition", "selective_copy", "grid_navigation") for size in ("", "_small")
@@ -35,10 +35,6 @@ WORLD_SIZES = {
 }
 WORLD_SIZES |= {f"encodings/{name}": (1, 2) for name in ENCODINGS}
 WORLD_SIZES |= {f"{name}_{encoding}": (1, 2) for name in SYNTHETIC for encoding in ("tape", "rope")}
-
-
-def recipe(name, *overrides):
-    return parse_run_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
 
 
 def lines_of(name):

@@ -2,11 +2,11 @@
 
 import json
 
+import configurations
 import pytest
 from datasets_for_tests import EOD, write_tokenizer
 from models import small_model
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
@@ -26,19 +26,12 @@ def make(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n" + text)
     (tmp_path / "held.jsonl").write_text(text)
 
-    def made(loss_on="answers", eval_interval=1, **changes):
+    def made(loss_on="answers", **changes):
         examples = {"path": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held.jsonl")}
         examples |= {"template": "{input} w9", "target_tokens": 4, **changes}
-        data = DataConfig(examples=examples, tokenizer=str(tmp_path / "tokenizer.json"), loss_on=loss_on)
-        train = TrainConfig(
-            steps=3,
-            global_batch_size=6,
-            micro_batch_size=2,
-            eval_interval=eval_interval,
-            eval_steps=1,
-            precision="fp32",
-        )
-        return RunConfig(model=small_model(), data=data, train=train)
+        data = {"prefix": None, "examples": examples, "loss_on": loss_on}
+        config = configurations.make(small_model(), data__tokenizer=str(tmp_path / "tokenizer.json"))
+        return replaced(config, {f"data.{key}": value for key, value in data.items()})
 
     return made
 

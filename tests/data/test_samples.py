@@ -3,27 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from configurations import make
 from models import build, small_model
 
-from megatron_tape.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.samples import padded_sample, sample_source
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.synthetic import Addition, random_of
 
 
-def settings(**data):
-    return RunConfig(
-        model=small_model(),
-        data=DataConfig(**{"generator": {"task": "addition", "digits": 4}, **data}),
-        train=TrainConfig(
-            steps=3, global_batch_size=8, micro_batch_size=2, eval_interval=1, eval_steps=2, precision="fp32"
-        ),
-    )
-
-
-def batches(**data):
-    return build_batches(settings(**data), initialize_distributed(1))
+def settings(**changes):
+    data = {"data__prefix": None, "data__tokenizer": None, "data__generator": {"task": "addition", "digits": 4}}
+    train = {"train__global_batch_size": 8, "train__eval_interval": 1, "train__eval_steps": 2}
+    return make(small_model(), **data | train | changes)
 
 
 def test_labels_are_the_next_tokens_and_padding_is_never_in_the_loss():
@@ -40,7 +32,7 @@ def test_samples_are_those_of_the_generator_and_validation_has_others():
     sample = source[5]
     assert sample["tokens"][: len(tokens)].tolist() == tokens.tolist()
     assert sample["labels"][sample["loss_mask"]].tolist() == tokens[answers].tolist()
-    everything = sample_source(settings(loss_on="all"), validation=False)[5]
+    everything = sample_source(settings(data__loss_on="all"), validation=False)[5]
     assert everything["labels"][everything["loss_mask"]].tolist() == tokens[1:].tolist()
     assert sample_source(config, validation=True)[5]["tokens"].tolist() != sample["tokens"].tolist()
 
@@ -67,7 +59,8 @@ def test_the_loss_is_the_mean_over_the_tokens_in_the_masks_of_the_global_batch()
 
 
 def test_validation_is_the_mean_over_all_its_tokens_and_the_same_every_time():
-    first, again = ([batch["loss_weights"] for batch in batches().evaluation()] for _ in range(2))
+    batches = build_batches(settings(), initialize_distributed(1))
+    first, again = ([batch["loss_weights"] for batch in batches.evaluation()] for _ in range(2))
     assert len(first) == 8 and all(map(torch.equal, first, again))
     weights = torch.cat(first)
     assert weights.sum() / len(first) == pytest.approx(1)

@@ -83,7 +83,10 @@ def test_every_parameter_begins_as_megatron_and_peft_begin_it():
     model = small_model(qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128)
     initials = weight_initializations(model, LORA)
     assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(model, LORA)
+    assert parameter_shapes(model, ExtensionConfig(trains=["norms"], lora_rank=4)) == parameter_shapes(model)
     built, _ = build(model, randomize=False, lora=LORA)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.gpt.named_parameters()}
+    assert shapes == parameter_shapes(model, LORA)
     deviations = {
         "embedding.word_embeddings.weight": 0.1,
         "output_layer.weight": 0.1,

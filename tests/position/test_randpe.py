@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from configurations import make_alone
 from models import build, random_tokens, small_model
 
-from megatron_tape.config.schema import DataConfig, DeepSpeedConfig, RunConfig, TrainConfig
 from megatron_tape.position import encoding_of
 from megatron_tape.training.engine import Engine, stream_of
 
@@ -58,12 +58,7 @@ def test_it_is_rope_on_its_positions():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_draws_once_for_a_step_and_not_for_evaluation(stage):
-    config = RunConfig(
-        model=model_of(),
-        data=DataConfig(prefix="unused"),
-        deepspeed=DeepSpeedConfig(zero_stage=stage),
-        train=TrainConfig(steps=2, global_batch_size=2, precision="fp32", seed=5),
-    )
+    config = make_alone(model_of(), deepspeed__zero_stage=stage, train__global_batch_size=2, train__seed=5)
     model, layout = build(config.model)
     engine, used = Engine(model, config, layout), []
     initial_state = model.encoding.initial_state

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, random_tokens, small_model
+from models import build, move_positions, random_tokens, small_model
 from torch.nn.functional import linear, silu
 
 from megatron_tape.ops.attention import attention
@@ -17,13 +17,7 @@ def model_of(**changes):
 
 def built_and_moved(dtype=torch.float32, **changes):
     """Build a model whose predicted positions are some tokens apart."""
-    built, _ = build(model_of(**changes), dtype=dtype)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if ".position." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype))
-    return built
+    return move_positions(build(model_of(**changes), dtype=dtype)[0])
 
 
 def by_the_equations(h, gate, content, position, q, k, v, theta):

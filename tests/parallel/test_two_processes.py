@@ -1,16 +1,19 @@
-"""Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, and what they
-send each other."""
+"""Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, what they send
+each other, training with other encodings, and checkpoints."""
 
 import partition_cases
 import pytest
 import tensor_parallel_cases
+from datasets_for_tests import write_all
 from launch import run_group
 from models import small_model
-from plans import middle_model, of_model
+from plans import middle_model, of_model, on_cpu
+from position_cases import BUILT_IN, TOYS, register_toys, settings_of
 
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
-from megatron_tape.position import MicroBatch, encoding_of
+from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.position import ENCODINGS, MicroBatch, encoding_of
 
 BOTH = [*tensor_parallel_cases.cases()]
 LAYOUTS = [
@@ -19,9 +22,22 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    register_toys()
+    yield
+    for name in TOYS:
+        ENCODINGS.pop(name)
+
+
 @pytest.fixture(scope="module")
-def results():
-    return run_group("tensor_parallel_cases", 2)
+def group(tmp_path_factory):
+    return run_group("two_process_cases", 2, write_all(tmp_path_factory.mktemp("data")), timeout=840)
+
+
+@pytest.fixture(scope="module")
+def results(group):
+    return group["models"]
 
 
 @pytest.mark.parametrize("layout, case", LAYOUTS)
@@ -108,3 +124,54 @@ def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp)
 def test_the_first_rank_of_a_node_goes_before_the_others(results):
     (_, first_left), (second_entered, _) = results["order_on_node"]
     assert first_left <= second_entered
+
+
+def test_memory_of_freed_tensors_is_used_again(results):
+    """A tensor of 64 MiB has 16,384 pages of 4 KiB, or 32 of 2 MiB."""
+    before, after = results["faults"]
+    assert before >= 32 > after
+
+
+@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
+@pytest.mark.parametrize("layout", ["tensor", "sharded"])
+def test_an_encoding_trains_alike_under_every_layout(group, name, layout):
+    """Under ZeRO 3, the parameters that attention reads must be whole there."""
+    steps = group["encodings"]["steps"][name]
+    assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
+
+
+def test_a_plugged_in_encoding_resumes_under_tensor_parallelism(group):
+    whole, continued = group["encodings"]["resumed"]
+    assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]
+    assert all(whole[1][key] == continued[1][key] for key in ("loss", "grad_norm", "validation_loss"))
+
+
+@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
+def test_what_each_process_holds_and_saves_of_an_encoding_is_counted(group, name):
+    model = small_model(**settings_of(name))
+    held, saved = group["encodings"]["costs"][name]
+    assert held == parameter_count(model, tensor_size=2)
+    assert on_cpu(model, 2, "fp32", parallel__tensor_model_parallel_size=2) == pytest.approx(saved, rel=0.02)
+
+
+def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(group):
+    result = group["saves"]["resumed"]
+    assert result["same"] and result["changed"]
+    assert result["opened"] == result["planned"]
+    assert sorted(sum(result["opened"], [])) == [f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)]
+    assert all(result["opened"])
+
+
+def test_a_file_that_one_rank_cannot_read_any_more_is_reported_on_all(group):
+    (message,) = set(group["saves"]["unreadable"])
+    assert "(rank 1): " in message and ".safetensors cannot be read ([Errno 5]" in message
+
+
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_costs_no_checkpoint(group):
+    result = group["saves"]
+    (message,) = set(result["messages"])
+    assert "checkpoint 2" in message and "rank 1" in message
+    assert result["after_failure"] == "step-00000001"
+    assert result["after_retry"] == "step-00000003"
+    assert result["unfinished"] == []
+    assert result["left"] == [".attempt-000001", "step-00000001", "step-00000003"]
