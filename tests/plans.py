@@ -42,17 +42,9 @@ def on_cpu(*arguments, **settings):
 
 
 def middle_model(encoding):
-    return small_model(
-        position_encoding=encoding,
-        num_layers=4,
-        vocab_size=4096,
-        hidden_size=384,
-        ffn_hidden_size=1024,
-        num_attention_heads=6,
-        seq_length=256,
-        position_mlp_size=24,
-        attention_backend="torch",
-    )
+    sizes = dict(num_layers=4, vocab_size=4096, hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6)
+    others = dict(seq_length=256, position_mlp_size=24, attention_backend="torch")
+    return small_model(position_encoding=encoding, **sizes, **others)
 
 
 def saved_bytes(built, model, batch=2, packed=False):

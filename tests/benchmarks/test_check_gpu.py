@@ -92,7 +92,7 @@ def test_a_slice_that_fails_leaves_its_results_and_its_log_and_is_tried_last(che
 
 
 def test_a_slice_that_takes_too_long_is_ended_with_all_its_children(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(check_gpu, "LIMIT", 3 / 60)
+    monkeypatch.setattr(check_gpu, "LIMIT", 2 / 60)
     monkeypatch.setattr(check_gpu, "SHORTEST", 0)
     child = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(99)"
     status, out = check(
@@ -142,25 +142,21 @@ def test_a_test_that_crashes_or_hangs_ends_none_but_itself(tmp_path):
     (tmp_path / "test_kernels.py").write_text(KERNELS)
     (tmp_path / "pytest.ini").touch()
     options = [option for option in PYTEST[1:] if not option.startswith("--timeout=") and option not in ("-m", "gpu")]
-    command = ("pytest", *options, "--timeout=4", "-n1", f"--rootdir={tmp_path}", str(tmp_path / "test_kernels.py"))
+    command = ("pytest", *options, "--timeout=1", "-n1", f"--rootdir={tmp_path}", str(tmp_path / "test_kernels.py"))
     part = Slice("kernels", "", command)
     pytests = check_gpu.Check(H100, tmp_path, os.environ | {"PYTHONPATH": str(ROOT)}, check_gpu.parse([]))
     assert pytests.run([part], None) == [DONE]
     found = report.read_results(pytests.results(part))
-    assert set(found["failed"]) == {
-        "test_that_is_inexact",
-        "test_that_crashes",
-        "test_that_hangs",
-    }
+    assert set(found["failed"]) == {"test_that_is_inexact", "test_that_crashes", "test_that_hangs"}
     assert "test_that_is_exact" in found["tests"] and "test_that_does_not_fit" not in found["tests"]
 
 
 def test_tests_that_no_time_was_left_for_are_still_to_do(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "test_slow.py").write_text(
-        "import time\ndef test_one(): time.sleep(2)\ndef test_two(): time.sleep(2)\ndef test_three(): pass\n"
+        "import time\ndef test_one(): time.sleep(1)\ndef test_two(): time.sleep(1)\ndef test_three(): pass\n"
     )
-    monkeypatch.setattr(check_gpu, "LIMIT", (check_gpu.RESERVE + 3) / 60)
+    monkeypatch.setattr(check_gpu, "LIMIT", (check_gpu.RESERVE + 1) / 60)
     part = Slice("kernels", "", ("pytest", "-n1", f"--rootdir={tmp_path}", str(tmp_path / "test_slow.py")))
     pytests = check_gpu.Check(H100, tmp_path, os.environ | {"PYTHONPATH": str(ROOT)}, check_gpu.parse([]))
     assert pytests.run([part], None) == ["stopped"]

@@ -1,7 +1,5 @@
 """Wheels for a machine without a network are collected whole, and installed aside."""
 
-import base64
-import hashlib
 import subprocess
 import sys
 import zipfile
@@ -18,11 +16,7 @@ def write_wheel(folder, name="toy", tags="py3-none-any", code="VALUE = 1\n"):
     path, info = folder / f"{name}-1.0-{tags}.whl", f"{name}-1.0.dist-info"
     files = {f"{name}.py": code, f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"}
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tags}\n"
-    rows = []
-    for file, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        rows.append(f"{file},sha256={digest},{len(text.encode())}")
-    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in files.items():
             archive.writestr(file, text)
@@ -113,9 +107,14 @@ def test_wheels_are_collected_and_built_for_another_python(index, tmp_path, monk
 
 
 def test_what_cannot_be_collected_leaves_nothing_behind(index, tmp_path, monkeypatch):
+    def pip(command, *options):
+        if command == "download":
+            write_wheel(Path(options[options.index("--dest") + 1]))
+
     output = tmp_path / "collected"
-    monkeypatch.setattr(wheels, "LARGEST", 10)
-    with pytest.raises(FileError, match="more than 0"):
+    with monkeypatch.context() as patch, pytest.raises(FileError, match="more than 0"):
+        patch.setattr(wheels, "_pip", pip)
+        patch.setattr(wheels, "LARGEST", 10)
         wheels.collect(output, "3.12")
     monkeypatch.setattr(wheels, "CARRIED", ("toy", "missing"))
     with pytest.raises(FileError, match="pip download failed:(.|\n)*missing==1.0"):

@@ -173,12 +173,15 @@ def test_the_phases_of_a_step_add_up(run):
     assert re.search(rf"^tokens per second +{512 * 4096 / expected.total:,.0f}, ", output, re.M)
 
 
-def test_what_cannot_be_predicted_is_said(run):
-    assert re.search(r"^step time +not predicted: train.precision is ", run("--train.precision=fp32").out, re.M)
-
-
-def test_the_kind_of_gpu_may_be_written_in_small_letters(run):
-    assert " s on H200, rates assumed" in run("--gpu", "h200").out
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("--train.precision=fp32", r"^step time +not predicted: train.precision is "),
+        ("--gpu=h200", " s on H200, rates assumed"),  # whose name may be written in small letters
+    ],
+)
+def test_the_step_time_is_that_of_the_named_gpu_or_is_said_to_be_unknown(run, option, said):
+    assert re.search(said, run(option).out, re.M)
 
 
 @pytest.mark.parametrize(

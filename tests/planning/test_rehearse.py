@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import rehearsal_cases
 from rehearsal_cases import DRAWN_AT_ONCE, MANY, QUICK_CASES, SMALL, ZERO
 
 from megatron_tape.command_line import status_of
@@ -14,7 +14,6 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.planning.rehearsal import cuda_hooks
 from pretrain import rehearse as command
 
-TESTS = Path(__file__).parents[1]
 WAITS = "an_item_in_a_layer_and_a_copy_from_pageable_memory"
 COSTS = "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_of_the_state"
 
@@ -22,10 +21,8 @@ COSTS = "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_o
 def rehearsed(which, folder):
     """Run the cases in a process of their own: a rehearsal changes torch for good."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    arguments = [sys.executable, str(TESTS / "rehearsal_cases.py"), which, str(folder / "small.yaml")]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    arguments = [sys.executable, rehearsal_cases.__file__, which, str(folder / "small.yaml")]
     result = subprocess.run(arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=850)
     assert result.returncode == 0, result.stderr[-6000:]
     assert [path.name for path in folder.iterdir()] == ["small.yaml"]
