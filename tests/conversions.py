@@ -2,11 +2,12 @@
 
 import json
 import resource
+import shutil
 from contextlib import contextmanager
 
-from tool_runs import ROOT, run_here
+from tool_runs import run_here
 
-TOOL = ROOT / "tools" / "convert_checkpoint.py"
+from megatron_tape.checkpoint.directories import digest
 
 
 def convert(*arguments):
@@ -29,6 +30,18 @@ def change_config(folder, change, without=()):
     path = folder / "config.json"
     settings = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in settings.items() if key not in without}))
+
+
+@contextmanager
+def changed_state(source, folder):
+    """Copy the step directory `source` into `folder`; give it and its state, whose changes are then written to it."""
+    step = folder / source.name
+    shutil.copytree(source, step)
+    state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
+    yield step, state
+    (step / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = digest(step / "state.json")
+    (step / "manifest.json").write_text(json.dumps(manifest))
 
 
 @contextmanager

@@ -1,11 +1,19 @@
 """Indexed datasets and a tokenizer for tests, made in milliseconds."""
 
+import sysconfig
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 
 EOD = 63
+
+
+def source_code(module):
+    """The text of a module of Python's own."""
+    return (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text(encoding="utf-8")
 
 
 def write_dataset(prefix, documents=120, seed=0, vocabulary=63):

@@ -1,4 +1,4 @@
-"""Trains tiny models under every layout on real text and keeps their logits; see huggingface/test_export.py."""
+"""Trains tiny models of several kinds and layouts on real text; keeps their logits; see huggingface/test_export.py."""
 
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_tape.parallel.partitions import allocate
 VOCABULARY = 400
 PADDED = 416
 LENGTH = 48
+STEPS = 3
 
 
 def settings(data):
@@ -27,9 +28,9 @@ def settings(data):
         "model.vocab_size": PADDED,
         "model.seq_length": LENGTH,
         "optimizer.lr": 0.02,
-        "train.steps": 4,
+        "train.steps": STEPS,
         "train.eval_steps": 1,
-        "train.eval_interval": 4,
+        "train.eval_interval": STEPS,
         "logging.sample_tokens": 0,
         "logging.interval": 1,
     }
@@ -37,18 +38,21 @@ def settings(data):
 
 
 def cases():
-    """Every tensor-parallel size with every ZeRO stage, and among them the kinds of models."""
-    per_head = [option("model.token_mixing", "per_head"), option("model.num_query_groups", 4)]
-    tied = [option("model.tie_embeddings", "true"), option("model.gate_input", "attention")]
-    rope = [option("model.position_encoding", "rope"), option("model.rope_scaling_factor", 2)]
+    """Every ZeRO stage and both tensor-parallel sizes, and among them the kinds of models.
+
+    A checkpoint holds the same shares of the weights with every ZeRO stage; test_resuming.py compares all layouts.
+    """
+    rope = option("model.position_encoding", "rope")
+    kind = {"token_mixing": "per_head", "num_query_groups": 4, "tie_embeddings": "true", "gate_input": "attention"}
     return {
-        "tp1_zero0": [tp(1), zero(0)],
         "tp1_zero1": [tp(1), zero(1)],
-        "tp1_zero2_rope": [tp(1), zero(2), option("model.position_encoding", "rope")],
-        "tp1_zero3_per_head": [tp(1), zero(3), *per_head],
-        "tp2_zero0_tied": [tp(2), zero(0), *tied],
-        "tp2_zero1_per_head": [tp(2), zero(1), *per_head],
-        "tp2_zero2_scaled_rope": [tp(2), zero(2), *rope],
+        "tp1_zero2_rope": [tp(1), zero(2), rope],
+        "tp2_zero0_scaled_rope": [tp(2), zero(0), rope, option("model.rope_scaling_factor", 2)],
+        "tp2_zero2_tied_per_head": [
+            tp(2),
+            zero(2),
+            *(option(f"model.{key}", value) for key, value in kind.items()),
+        ],
         "tp2_zero3": [tp(2), zero(3)],
     }
 

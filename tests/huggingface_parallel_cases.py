@@ -6,6 +6,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
 
+WAYS = {
+    "greedy": dict(),
+    "beams": dict(num_beams=3),
+    "static": dict(cache_implementation="static"),
+    "uncached": dict(use_cache=False),
+}
+
 
 def prompts():
     """A row of 9 tokens behind padding, and one of 13."""
@@ -15,51 +22,41 @@ def prompts():
     return dict(input_ids=ids * mask, attention_mask=mask)
 
 
-def main(folder, directory, too_few_groups):
-    def load(path, **options):
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options).eval()
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options).eval()
 
+
+def main(folder, directory, too_few_groups):
     whole, cut = load(directory), load(directory, distributed_config=DistributedConfig(tp_size=2))
     cut.save_pretrained(f"{folder}/saved")
-    kept = {"logits": [model(**prompts()).logits.detach() for model in (cut, whole)]}
-    options = dict(max_new_tokens=12, pad_token_id=0, disable_compile=True)
-    ways = {
-        "greedy": dict(do_sample=False),
-        "beams": dict(do_sample=False, num_beams=3),
-        "static": dict(do_sample=False, cache_implementation="static"),
-        "uncached": dict(do_sample=False, use_cache=False),
-    }
-    for name, way in ways.items():
-        kept[name] = [model.generate(**prompts(), **options, **way) for model in (cut, whole)]
-
-    rows = [row[mask.bool()].tolist() for row, mask in zip(prompts()["input_ids"], prompts()["attention_mask"])]
+    models = (cut, whole)
+    kept = {"logits": [model(**prompts()).logits.detach() for model in models]}
+    kept["tp_plan"] = [load(directory, tp_plan="auto")(**prompts()).logits.detach(), kept["logits"][1]]
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    for name, way in WAYS.items():
+        kept[name] = [model.generate(**prompts(), **options, disable_compile=True, **way) for model in models]
+    rows = [row[mask.bool()].tolist() for row, mask in zip(*prompts().values())]
     batched = cut.generate_batch(
         rows,
-        GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=-1),
+        GenerationConfig(**options, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=24, max_batch_tokens=16),
     )
-    kept["batched"] = [
-        torch.tensor([batched[key].generated_tokens for key in sorted(batched)]),
-        kept["greedy"][1][:, 13:],
-    ]
+    tokens = torch.tensor([batched[key].generated_tokens for key in sorted(batched)])
+    kept["batched"] = [tokens, kept["greedy"][1][:, 13:]]
 
-    for model in (cut, whole):
+    for model in models:
         model.train()
         model(**prompts(), labels=prompts()["input_ids"]).loss.backward()
-    gradients = dict(cut.named_parameters())
+    parameters = dict(cut.named_parameters())
     for name, parameter in whole.named_parameters():
-        found = gradients[name].grad
+        found = parameters[name].grad
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         # What every process holds must have the same gradient on each of them.
         others = [torch.empty_like(found) for _ in range(2)]
         dist.all_gather(others, found.contiguous())
         assert torch.equal(*others), name
         kept[f"gradient of {name}"] = [found, parameter.grad]
-    local = {
-        name: tuple(parameter.to_local().shape)
-        for name, parameter in gradients.items()
-        if "DTensor" in str(type(parameter))
-    }
+    local = {name: tuple(p.to_local().shape) for name, p in parameters.items() if hasattr(p, "to_local")}
     try:
         load(too_few_groups, distributed_config=DistributedConfig(tp_size=2))(**prompts())
         refused = None

@@ -1,10 +1,10 @@
+import json
 import shutil
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
+from datasets_for_tests import source_code
 from environments import ROOT
 
 
@@ -22,48 +22,90 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def unwritten_memory_is_nan():
+    """Fill memory that nobody wrote with NaN, so that it shows in results."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small TAPE model in float64, far from RoPE."""
+    from small_models import build
+
+    torch.manual_seed(0)
+    return build(torch.float64)
+
+
 @pytest.fixture(scope="session")
 def source_text():
-    return (Path(sysconfig.get_path("stdlib")) / "queue.py").read_text(encoding="utf-8")
+    return source_code("queue")
 
 
 @pytest.fixture(scope="session")
-def exports(tmp_path_factory):
+def code_tokenizer(tmp_path_factory):
+    """A tokenizer of 400 tokens that was trained on source code."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from train_tokenizer import train
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(train([source_code("heapq")], 400))
+    return path
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory, code_tokenizer):
     """Exports of random models, made when asked for, with a tokenizer that was trained on source code.
 
     `tape` and `rope` are TAPE's own classes and a Llama, as they are exported; others are names of exported_models.
     """
     from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 
-    sys.path.insert(0, str(ROOT / "tools"))
-    from train_tokenizer import train
-
-    tokenizer, rows = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 400
-    library = Path(sysconfig.get_path("stdlib"))
-    tokenizer.write_bytes(train([(library / "heapq.py").read_text(encoding="utf-8")], rows))
-    changes = dict(tokenizer=str(tokenizer), seq_length=128, vocab_size=rows, unpadded_vocab_size=rows, init_std=0.15)
+    changes = dict(seq_length=128, vocab_size=400, unpadded_vocab_size=400, init_std=0.15)
     folder = tmp_path_factory.mktemp("exports")
 
     class Exports(dict):
         def __missing__(self, name):
             full = {"tape": OWN_CLASSES, "rope": PLAIN_ROPE}.get(name, name)
-            self[name] = make(folder, full, label=name, **changes)
+            self[name] = make(folder, full, label=name, tokenizer=str(code_tokenizer), **changes)
             return self[name]
 
     return Exports()
 
 
+@pytest.fixture(scope="session")
+def streamable(exports, tmp_path_factory):
+    """The exports, but their text has no bytes of which no character can be made: transformers cannot stream those."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("ecosystem")
+    for name in ("tape", "rope"):
+        shutil.copytree(exports[name].directory, folder / name)
+        pieces = json.loads((folder / name / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+        weights = load_file(folder / name / "model.safetensors")
+        weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
+        save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: folder / name for name in ("tape", "rope")}
+
+
+@pytest.fixture(scope="session")
+def made_exports():
+    return {}
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(made_exports, tmp_path_factory):
     """Return the export of an encoding, or of TAPE's own classes, made once; see exported_models."""
     from exported_models import make, register_toys
 
-    made, folder, undo = {}, tmp_path_factory.mktemp("exported"), register_toys()
+    undo = register_toys()
 
     def of(name):
-        if name not in made:
-            made[name] = make(folder, name)
-        return made[name]
+        if name not in made_exports:
+            made_exports[name] = make(tmp_path_factory.mktemp("exported"), name)
+        return made_exports[name]
 
     yield of
     undo()

@@ -1,10 +1,5 @@
 """Rows that need packages of their own or compile for long; see ecosystem.py."""
 
-import os
-import re
-import subprocess
-import sys
-
 import torch
 from ecosystem import Subject, equal_logits, equal_tokens, row
 from ecosystem_generation import Logits, check_attention
@@ -21,72 +16,6 @@ def flex_attention(subject: Subject):
 @row("torch.compile with inductor: equal logits", heavy=True)
 def compiled_by_inductor(subject: Subject):
     equal_logits(subject.logits(torch.compile(subject.load(), fullgraph=True), use_cache=False), subject.logits())
-
-
-@row("transformers_tape installed: loads without trust_remote_code", needs=("transformers_tape",), heavy=True)
-def package(subject: Subject):
-    torch.save(subject.logits(), subject.work / "expected.pt")
-    script = f"""
-import sys, torch
-{"import transformers_tape" if subject.is_tape else ""}
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-assert type(model) is getattr(transformers, model.config.architectures[0]), type(model)
-assert "transformers_modules" not in sys.modules
-ids = torch.tensor({subject.ids(24).tolist()})
-torch.testing.assert_close(model(ids).logits, torch.load(sys.argv[2]), atol=1e-4, rtol=1e-5)
-assert pipeline("text-generation", model=sys.argv[1])("import", max_new_tokens=2)
-"""
-    run_python(script, subject.directory, subject.work / "expected.pt")
-
-
-def run_python(script: str, *arguments, module: tuple[str, ...] = (), timeout: int = 300) -> str:
-    """Run a script in a new process and return what it prints; raise RuntimeError with its own error."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, *module, *(() if module else ("-c",)), script, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    if done.returncode:
-        messages = re.findall(r"\w+(?:Error|Exception): .*", done.stderr)
-        raise RuntimeError(messages[0] if messages else done.stderr[-300:])
-    return done.stdout
-
-
-TENSOR_PARALLEL = """
-import sys, torch, torch.distributed as dist
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-expected = torch.load(sys.argv[2])
-options = {"trust_remote_code": True} if sys.argv[3] == "trust" else {}
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, tp_plan="auto", **options).eval()
-with torch.no_grad():
-    logits = model(expected["ids"]).logits
-local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
-assert local < 0.8 * expected["parameters"], f"each process holds {local} of {expected['parameters']} parameters"
-logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=1e-4)
-tokens = model.generate(expected["ids"], attention_mask=torch.ones_like(expected["ids"]), do_sample=False,
-    max_new_tokens=expected["tokens"].shape[1], min_new_tokens=expected["tokens"].shape[1], pad_token_id=0)
-assert torch.equal(tokens[:, expected["ids"].shape[1]:], expected["tokens"]), tokens
-dist.destroy_process_group()
-"""
-
-
-@row("tensor parallelism (tp_plan auto) on two processes: one process's logits and tokens", heavy=True)
-def tensor_parallel(subject: Subject):
-    expected = {
-        "ids": subject.ids(24),
-        "logits": subject.logits(),
-        "tokens": subject.greedy,
-        "parameters": sum(p.numel() for p in subject.model.parameters()),
-    }
-    torch.save(expected, subject.work / "expected.pt")
-    script = subject.work / "tensor_parallel.py"
-    script.write_text(TENSOR_PARALLEL)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    trust = "trust" if subject.trust else "no"
-    run_python(str(script), subject.directory, subject.work / "expected.pt", trust, module=launcher)
 
 
 @row(

@@ -14,14 +14,6 @@ from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.huggingface.modeling.attention_tape import attend_by_blocks, attend_fused, eager_attention_forward
 
 
-@pytest.fixture
-def unwritten_memory_is_nan():
-    """Fill memory that nobody wrote with NaN, so that it shows in results."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def causal(S, T):
     """The mask of the last S of T tokens."""
     return torch.ones(S, T, dtype=torch.bool).tril(T - S)[None, None]

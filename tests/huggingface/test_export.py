@@ -3,23 +3,18 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-import sysconfig
-from pathlib import Path
 
 import export_cases
 import pytest
 import torch
 import yaml
-from conversions import TOOL, refused
-from datasets_for_tests import EOD, write_tokenizer
+from conversions import changed_state, refused
+from datasets_for_tests import EOD, source_code, write_documents, write_tokenizer
 from launch import run_group
 from safetensors.torch import load_file
-from tool_runs import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_tape.checkpoint.directories import digest, list_checkpoints
+from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.huggingface.export.to_transformers import export
 
@@ -27,31 +22,16 @@ CASES = list(export_cases.cases())
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Runs of every layout on the standard library's source, with the training models' logits on a held-out file."""
+def trained(tmp_path_factory, code_tokenizer, source_text):
+    """Runs on the standard library's source, with the training models' logits on a held-out file."""
     folder = tmp_path_factory.mktemp("trained")
-    write_text_data(folder)
+    shutil.copy(code_tokenizer, folder)
+    (folder / "held_out.txt").write_text(source_text, encoding="utf-8")
+    tokenizer = load_tokenizer(code_tokenizer)
+    documents = [part for name in ("textwrap", "bisect", "heapq") for part in source_code(name).split("\n\n")]
+    write_documents(f"{folder}/text", [[*tokenizer.encode(part), tokenizer.eod] for part in documents])
     run_group("export_cases", 4, folder)
     return folder
-
-
-def write_text_data(folder):
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    sys.path.insert(0, str(ROOT / "tools"))
-    from train_tokenizer import train
-
-    library = Path(sysconfig.get_path("stdlib"))
-    texts = [(library / f"{name}.py").read_text(encoding="utf-8") for name in ("textwrap", "bisect", "heapq")]
-    (folder / "tokenizer.model").write_bytes(train(texts, export_cases.VOCABULARY))
-    (folder / "held_out.txt").write_text((library / "queue.py").read_text(encoding="utf-8"), encoding="utf-8")
-    tokenizer = load_tokenizer(folder / "tokenizer.model")
-    builder = IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16)
-    for document in "\n\n".join(texts).split("\n\n"):
-        ids = [*tokenizer.encode(document), tokenizer.eod]
-        builder.add_document(torch.tensor(ids), [len(ids)])
-    builder.finalize(f"{folder}/text.idx")
 
 
 @pytest.fixture(scope="module")
@@ -141,17 +121,17 @@ def test_rope_exports_no_code(exported, loaded):
 def test_the_card_gives_the_training_facts(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
-    assert f"| Training loss | {rows[-1]['loss']:.4f} | 4 |" in card
-    assert f"| Validation loss | {rows[-1]['validation_loss']:.4f} | 4 |" in card
+    assert f"| Training loss | {rows[-1]['loss']:.4f} | 3 |" in card
+    assert f"| Validation loss | {rows[-1]['validation_loss']:.4f} | 3 |" in card
     batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"]["global_batch_size"]
     for fact in (
-        "4 of 4",
-        f"{4 * batch * 48:,} ({batch} sequences of 48 a step)",
+        "3 of 3",
+        f"{3 * batch * 48:,} ({batch} sequences of 48 a step)",
         "tensor parallel 2, data parallel 2, ZeRO stage 3",
     ):
         assert fact in card
     assert "16 rows" in card and str(trained) not in card
-    assert "tags:\n- tape\n- pretrained\n" in card and "as training measured it at step 4" in card
+    assert "tags:\n- tape\n- pretrained\n" in card and "as training measured it at step 3" in card
     norms = [f"{rows[-1][f'position/update_norm/layer_{layer:02d}']:.3g}" for layer in range(2)]
     assert f"![Bars by layer: update {', '.join(norms)}](positions.png)" in card
     assert (exported / "tp2_zero3" / "positions.png").is_file()
@@ -162,7 +142,7 @@ def test_the_card_gives_the_training_facts(exported, trained):
 @pytest.mark.parametrize("chosen", ["run", "checkpoints", "step"])
 def test_a_run_its_checkpoints_and_a_step_mean_the_same(trained, exported, tmp_path, chosen):
     run = trained / "tp1_zero1"
-    path = {"run": run, "checkpoints": run / "checkpoints", "step": run / "checkpoints" / "step-00000004"}[chosen]
+    path = {"run": run, "checkpoints": run / "checkpoints", "step": run / "checkpoints" / "step-00000003"}[chosen]
     export(path, tmp_path / "out")
     for file in (exported / "tp1_zero1").iterdir():
         if file.name != "README.md":
@@ -205,13 +185,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("refusal", DAMAGES)
 def test_a_broken_or_foreign_checkpoint_is_refused_in_one_sentence(trained, tmp_path, refusal):
-    step = tmp_path / "step-00000004"
-    shutil.copytree(trained / "tp2_zero3" / "checkpoints" / step.name, step)
-    state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
-    DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
-    (step / "state.json").write_text(json.dumps(state))
-    manifest["files"]["state.json"] = digest(step / "state.json")
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    source = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
+    with changed_state(source, tmp_path) as (step, state):
+        DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
     refused(tmp_path, refusal, "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
 
 
@@ -223,13 +199,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
     refused(tmp_path, "500 ids", *arguments, "--tokenizer", tmp_path / "big.json")
 
 
-def test_the_exit_code_reaches_the_shell(tmp_path):
-    arguments = ["to-hf", "--checkpoint", "nowhere", "--output", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, str(TOOL), *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and os.listdir(tmp_path) == []
-    assert done.stderr.splitlines()[-1].startswith("error: checkpoint nowhere does not exist")
-
-
 def test_an_output_that_exists_is_left_alone(trained, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("old")
@@ -239,7 +208,7 @@ def test_an_output_that_exists_is_left_alone(trained, tmp_path):
 def test_a_run_falls_back_to_the_newest_whole_checkpoint(trained, tmp_path):
     from megatron_tape.huggingface.export.saved_weights import find_checkpoint
 
-    whole = trained / "tp1_zero0" / "checkpoints" / "step-00000004"
+    whole = trained / "tp1_zero1" / "checkpoints" / "step-00000003"
     shutil.copytree(whole, tmp_path / "checkpoints" / whole.name)
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
     warnings = []
@@ -261,8 +230,8 @@ def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(
     for _ in range(2):  # Started again, the run's own checkpoint goes before the import, and there is nothing to do.
         assert train.main([*recipe, *settings, *resume]) == 0
     steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
-    assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 4
+    assert steps == [1, 2, 3]
+    assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 3
     export(tmp_path / "run", tmp_path / "exported")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
     assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape == (405, 32)

@@ -95,6 +95,31 @@ def test_packs_and_masks(exported, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
+def test_a_prompt_behind_padding_gets_its_own_tokens(exported, name):
+    model, ids, mask = exported(name).loaded, random_tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3] = 0
+    found = model.generate(ids, attention_mask=mask, **GREEDY)[:, -6:]
+    for row, start in enumerate((3, 0)):
+        prompt = ids[row : row + 1, start:]
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **GREEDY)
+        assert torch.equal(found[row], alone[0, -6:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
+def test_maps_of_attention_are_causal_and_sum_to_one(exported, name):
+    model, ids = exported(name).loaded, random_tokens()
+    model.set_attn_implementation("eager")
+    output = model(ids, output_attentions=True, output_hidden_states=True)
+    model.set_attn_implementation("sdpa")
+    assert (len(output.attentions), len(output.hidden_states)) == (3, 4)
+    for weights in output.attentions:
+        assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        assert not weights.triu(1).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
 def test_in_bf16_a_cache_still_changes_little(exported, name):
     model, ids = exported(name).loaded, random_tokens()
     exact, model = model(ids).logits, copy.deepcopy(model).bfloat16()

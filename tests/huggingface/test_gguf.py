@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversions import change_config, convert, refused
 from gguf_files import write_gguf
-from test_import import IDS, loaded_logits, training_logits, write_source
+from test_import import IDS, training_logits, write_source
 from transformers import AutoModelForCausalLM
 
 from megatron_tape.huggingface.export.saved_weights import open_weights
@@ -25,28 +25,14 @@ def imported(tmp_path, model, *arguments):
     return done.stderr
 
 
-def llama3_source(folder):
-    """A model scaled as Llama 3.2 is, with frequencies in every part of the scaling."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    rope["original_max_position_embeddings"] = 8192
-    torch.manual_seed(3)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=1, vocab_size=90)
-    settings = LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=64, rope_parameters=rope)
-    LlamaForCausalLM(settings).save_pretrained(folder)
-    return loaded_logits(folder)
-
-
-@pytest.mark.parametrize("kind", ["llama2_gqa", "llama_linear", "mistral", "qwen2", "qwen3", "llama3"])
+@pytest.mark.parametrize("kind", ["llama2_gqa", "llama_linear", "mistral", "qwen2", "qwen3", "llama3_2"])
 def test_an_imported_file_keeps_the_logits_of_its_model(tmp_path, kind):
-    source = tmp_path / "source"
-    expected = llama3_source(source) if kind == "llama3" else write_source(source, kind)
-    write_gguf(tmp_path / "model.gguf", source, vocab_size=90)
+    expected = write_source(tmp_path / "source", kind)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "source", vocab_size=90)
     messages = imported(tmp_path, tmp_path / "model.gguf", "--vocab-multiple", "64")
     assert "model.gguf holds F32;" in messages
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
-    if kind == "llama3":
+    if kind == "llama3_2":
         assert open_weights(tmp_path / "imported").model.position.rope_scaling_factor == 32.0
 
 
@@ -164,10 +150,9 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path, change, 
     if refusal is None:  # factors of 1 scale nothing
         imported(tmp_path, tmp_path / "model.gguf")
         return
-    command = ["from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no"]
-    done = convert(*command)
-    assert done.returncode == 2 and refusal in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "no").exists()
+    done = convert("from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no")
+    assert done.returncode == 2 and refusal in done.stderr.splitlines()[-1], done.stderr
+    assert not (tmp_path / "no").exists()
 
 
 def test_files_that_are_not_one_whole_model_are_refused(tmp_path, monkeypatch):

@@ -19,12 +19,6 @@ from megatron_tape.huggingface.imports.source_card import source_card
 
 
 @pytest.fixture(scope="module")
-def checkpoint(exports):
-    """A model of random weights, far from RoPE, as a checkpoint."""
-    return exports["tape"].checkpoint
-
-
-@pytest.fixture(scope="module")
 def evaluated(exports, tmp_path_factory):
     """A directory with a `checkpoint` that has a tokenizer, and the `results` of its evaluation."""
     from pretrain import evaluate
@@ -109,13 +103,13 @@ def test_the_name_of_a_model_in_the_hubs_cache_is_known(tmp_path):
     refused(tmp_path, "form OWNER/NAME", *command)
 
 
-def test_a_pretrained_model_is_tagged_so_and_shows_what_moved_in_the_weights(exports, checkpoint, tmp_path):
+def test_a_pretrained_model_is_tagged_so_and_shows_what_moved_in_the_weights(exports):
     folder = exports["tape"].directory
     assert metadata(folder)["tags"] == ["tape"] and metadata(exports["rope"].directory)["tags"] == ["llama"]
     card = (folder / "README.md").read_text()
     assert "read from the weights alone, not measured on text" in card
     (mixing, gated) = re.search(r"mixing over tokens (.*?); gated map (.*?)\]\(positions.png\)", card).groups()
-    saved = open_weights(checkpoint)
+    saved = open_weights(exports["tape"].checkpoint)
     for layer, (one, other) in enumerate(zip(mixing.split(", "), gated.split(", "), strict=True)):
         W, up, down = (
             saved.read(f"decoder.layers.{layer}.position.{name}") for name in ("token_mixing", "up_proj", "down_proj")

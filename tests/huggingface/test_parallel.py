@@ -1,5 +1,6 @@
 """Tensor parallelism by transformers: two processes with half of the heads each compute what one does."""
 
+import huggingface_parallel_cases
 import pytest
 import torch
 from launch import run_group
@@ -30,9 +31,9 @@ def result(directory, tmp_path_factory):
 
 
 def test_two_processes_give_the_logits_and_tokens_of_one(result):
-    cut, whole = result["kept"]["logits"]
-    torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-4)
-    for way in ("greedy", "beams", "static", "batched", "uncached"):
+    for name in ("logits", "tp_plan"):
+        torch.testing.assert_close(*result["kept"][name], rtol=1e-5, atol=1e-4)
+    for way in ("batched", *huggingface_parallel_cases.WAYS):
         cut, whole = result["kept"][way]
         assert torch.equal(cut, whole), way
     assert len(whole[:, 13:].unique()) > 5, "too few different tokens to compare"

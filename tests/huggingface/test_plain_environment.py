@@ -1,20 +1,23 @@
 """Exported models in an environment of torch and the oldest transformers that works, where this project never was."""
 
+import json
 import runpy
 import shutil
 
+import ecosystem
 import pytest
 import torch
 from conversions import change_config
 from environments import run_in
 from exported_models import NAMES, OWN_CLASSES
 from models import random_tokens
+from test_ecosystem import AS_LLAMA, LIGHT, ON_A_GPU
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_tape.huggingface.modeling import configuration_tape
 
 STRANGER = """
-import importlib.util, sys
+import importlib.util, runpy, sys
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +30,7 @@ mask = torch.ones(2, 8, dtype=torch.int64)
 mask[0, :3] = 0
 close = dict(atol=1e-5, rtol=1e-5)
 with torch.no_grad():
-    for name in sys.argv[1:]:
+    for name in sys.argv[1 : sys.argv.index("--")]:
         load = lambda path: AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=not name.startswith("plain_"), output_loading_info=True
         )
@@ -39,33 +42,40 @@ with torch.no_grad():
         assert len(output.attentions) == 3
         torch.testing.assert_close(output.logits, expected[name], **close, msg=name)
         model.set_attn_implementation("sdpa")
-        options = dict(attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-        cached = [{}] if "Encoded" in type(model).__name__ else [{}, {"cache_implementation": "static"}]
-        for more in ({}, {"num_beams": 2}):
-            without = model.generate(ids[:, :8], use_cache=False, **options, **more)
-            for way in cached:
-                assert torch.equal(model.generate(ids[:, :8], disable_compile=True, **options, **more, **way), without)
+        options = dict(attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, num_beams=2)
+        options |= dict(disable_compile=True, pad_token_id=0)
+        without = model.generate(ids[:, :8], use_cache=False, **options)
+        for way in [{}] if "Encoded" in type(model).__name__ else [{}, {"cache_implementation": "static"}]:
+            assert torch.equal(model.generate(ids[:, :8], **options, **way), without), (name, way)
         model.save_pretrained(f"again/{name}-saved")
         again, _ = load(f"again/{name}-saved")
         assert torch.equal(again(ids).logits, model(ids).logits), name
 for name in ("with_tokenizer", "plain_with_tokenizer"):
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
     assert tokenizer(text).input_ids == expected["pieces"] and tokenizer.decode(expected["pieces"]) == text, name
-print(transformers.__version__)
+sys.argv = sys.argv[sys.argv.index("--") + 1 :]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
+OLDEST_AS_LLAMA = {
+    "chunked_prompt": "as Llama: fails (ValueError: Cannot use prefill chunking without a cache)",
+    "early_exit": "as Llama: fails (TypeError: AssistedCandidateGenerator.get_candidates() missing 1 required "
+    "positional argument: 'is_first_iteration')",
+}
 
 
-def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, exports, source_text, tmp_path):
-    """Of every encoding, where transformers copies only files that it finds itself."""
-    ids, names = random_tokens(), []
+@pytest.fixture(scope="module")
+def ran(exported, exports, streamable, source_text, tmp_path_factory):
+    """What ended, and what it kept: first the script with exports of every encoding, then the rows of ecosystem.py."""
+    ids, names, folder = random_tokens(), [], tmp_path_factory.mktemp("plain")
     tokenizer = AutoTokenizer.from_pretrained(exports["tape"].directory, trust_remote_code=True)
     expected = {"ids": ids, "text": source_text, "pieces": tokenizer(source_text).input_ids}
 
     def give(name, directory, model):
+        # transformers copies only files that it finds itself.
         names.append(name)
-        if directory.parent != tmp_path:
-            shutil.copytree(directory, tmp_path / name)
+        if directory.parent != folder:
+            shutil.copytree(directory, folder / name)
         with torch.no_grad():
             logits = model(ids)
         expected[name] = logits if torch.is_tensor(logits) else logits.logits
@@ -73,16 +83,36 @@ def test_exports_run_on_torch_and_the_oldest_transformers_alone(exported, export
     for made in map(exported, (*NAMES, OWN_CLASSES)):
         give(made.directory.name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
-        made, yarn = exports[kind], tmp_path / f"{prefix}yarn"
+        made, yarn = exports[kind], folder / f"{prefix}yarn"
         give(f"{prefix}with_tokenizer", made.directory, made.built)
         shutil.copytree(made.directory, yarn)
         change_config(yarn, {"rope_parameters": YARN, "rope_scaling": None})
         give(yarn.name, yarn, AutoModelForCausalLM.from_pretrained(yarn, trust_remote_code=True))
         assert (expected[f"{prefix}yarn"] - expected[f"{prefix}with_tokenizer"]).abs().max() > 1e-2
-    torch.save(expected, tmp_path / "expected.pt")
-    done = run_in("transformers", tmp_path, "-c", STRANGER, *names)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == configuration_tape.OLDEST_TRANSFORMERS == "5.0.0"
+    torch.save(expected, folder / "expected.pt")
+    rows = [ecosystem.__file__, streamable["tape"], "--only", "light", "--json", folder / "outcomes.json"]
+    rows += ["--beside", streamable["rope"], "--beside-failures"]
+    done = run_in("transformers", folder, "-c", STRANGER, *names, "--", *rows)
+    assert (folder / "outcomes.json").exists(), done.stderr[-3000:]
+    return done, json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
+
+
+def test_exports_run_on_torch_and_the_oldest_transformers_alone(ran):
+    assert configuration_tape.OLDEST_TRANSFORMERS == "5.0.0"
+    assert ran[1]["versions"].startswith("transformers 5.0.0, ")
+
+
+def test_the_oldest_transformers_does_the_light_rows(ran):
+    done, kept = ran
+    assert kept["rows"].keys() == set(LIGHT)
+    expected = AS_LLAMA | OLDEST_AS_LLAMA | ON_A_GPU
+    expected |= {name: "not installed (peft)" for name in ("lora_all_linear", "lora_and_positions")}
+    expected |= {name: "not installed (accelerate)" for name in ("trainer", "offloaded_weights")}
+    expected["lm_eval"] = "not installed (lm_eval, accelerate)"
+    found = {name: row["verdict"] for name, row in kept["rows"].items() if row["verdict"] != ecosystem.WORKS}
+    refused = {name: found.pop(name) for name in ("continuous_batching", "paged_cache")}
+    assert all(text.startswith("refused (continuous batching of TAPE models is not") for text in refused.values())
+    assert found == expected and done.returncode == 0, found
 
 
 def test_an_older_transformers_is_refused_in_one_sentence(monkeypatch):
