@@ -196,7 +196,7 @@ def test_the_computed_reach_is_that_of_real_batches(configure, lengths, folder, 
         lengths, names = {"long": [161] * 30}, ["long"]
     else:
         names = ["books", "web"]
-    rows = tokens_of(build(configure(names, minimum, share, steps=700, weights=weights)))
+    rows = tokens_of(build(configure(names, minimum, share, steps=300, weights=weights)))
     training = [np.array(lengths[name][: len(lengths[name]) * 9 // 10]) for name in names]
     distances = [1, 4, 8, 16, 24, 31]
     computed = share_past_in_mix(training, weights, LENGTH, distances, minimum, share)
@@ -226,7 +226,7 @@ def test_documents_are_counted_block_by_block(lengths, monkeypatch):
 
 
 def test_the_computed_reach_of_plain_data_is_that_of_real_batches(configure, lengths):
-    config = configure(["books"], 1, 1.0, steps=700)
+    config = configure(["books"], 1, 1.0, steps=300)
     config = replaced(config, {"data.long_documents": None})
     rows = tokens_of(build(config))
     computed = share_past_in_stream(np.array(lengths["books"][:180]), LENGTH, [1, 8, 16, 24])

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from released import load
 
-from megatron_tape.model.reference import ReferenceConfig, attend, forward, from_released
+from megatron_tape.model.reference import ReferenceConfig, forward, from_released
 
 
 def reference_config(config, **changes):
@@ -113,10 +113,3 @@ def test_a_document_in_a_pack_has_the_logits_of_the_document_alone():
     documents = torch.tensor([[0] * 5 + [1] * 7])
     packed = forward(weights, ids, config, documents=documents)["logits"]
     torch.testing.assert_close(packed[:, 5:], forward(weights, ids[:, 5:], config)["logits"], atol=1e-5, rtol=0)
-
-
-def test_attention_is_causal():
-    q, k, v = torch.randn(3, 1, 6, 2, 4)
-    changed = v.clone()
-    changed[:, 4:] += 1
-    assert torch.equal(attend(q, k, v)[:, :4], attend(q, k, changed)[:, :4])

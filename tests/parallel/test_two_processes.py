@@ -1,7 +1,6 @@
 """Two processes that share the model or the tokens against one: weights, logits, losses, every gradient, what they send
 each other, training with other encodings, and checkpoints."""
 
-import partition_cases
 import pytest
 import tensor_parallel_cases
 from datasets_for_tests import write_all
@@ -118,7 +117,9 @@ def test_links_inside_and_between_nodes_are_measured(results):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_under_zero_3_each_rank_draws_its_part_of_the_whole_weights(results, cp):
-    partition_cases.assert_right(results["partitions"][cp], 2)
+    result = results["partitions"][cp]
+    assert len(result["names"]) > 50 and result["fraction"] == pytest.approx(1 / 2, abs=0.01)
+    assert not result["wrong"] and not result["whole"] and not result["wrong_in_engine"]
 
 
 def test_the_first_rank_of_a_node_goes_before_the_others(results):
