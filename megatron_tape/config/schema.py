@@ -104,9 +104,9 @@ class DataConfig:
     """Dataset path without .idx/.bin; or several: a list, a mapping prefix: weight, or [0.3, a, 0.7, b]. A dataset
     that gives a split less than one sequence is left out of that split, with a warning."""
     generator: dict[str, int | float | str] | None = None
-    """Train on sequences of a synthetic task in place of a dataset: {task: addition}, {task: selective_copy} or {task:
-    grid_navigation}, and settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples
-    never repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
+    """Train on sequences of a synthetic task in place of a dataset: addition, selective_copy, grid_navigation or
+    recall, with settings of the task that are not its defaults, such as {task: addition, digits: 20}. Samples never
+    repeat, and each depends only on train.seed and its number. Validation data is drawn in the same way."""
     examples: dict[str, str | int | bool | None] | None = None
     """Train on examples of inputs and targets in place of a dataset: {path: train.jsonl}. Each of its lines has input,
     and output or target. Other keys: validation, a file like it; template, what is read before the target ({input}
@@ -360,6 +360,8 @@ class EvaluationConfig:
     """Accuracy of copying tokens among noise."""
     grid_navigation: dict[str, Any] | None = None
     """Accuracy of recalling what is where on a grid."""
+    recall: dict[str, Any] | None = None
+    """Accuracy of recalling the values of keys."""
 
     def given(self) -> dict[str, dict[str, Any]]:
         """Return the settings of the tasks that are done, by the tasks' names."""

@@ -3,9 +3,10 @@
 from megatron_tape.synthetic.addition import Addition
 from megatron_tape.synthetic.base import EVALUATION, TRAINING, VALIDATION, Generator, random_of
 from megatron_tape.synthetic.grid_navigation import GridNavigation
+from megatron_tape.synthetic.recall import Recall
 from megatron_tape.synthetic.selective_copy import SelectiveCopy
 
-GENERATORS: dict[str, type[Generator]] = {task.name: task for task in (Addition, SelectiveCopy, GridNavigation)}
+GENERATORS: dict[str, type[Generator]] = {task.name: task for task in (Addition, SelectiveCopy, GridNavigation, Recall)}
 """Add the class of a new file here."""
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Addition",
     "Generator",
     "GridNavigation",
+    "Recall",
     "SelectiveCopy",
     "random_of",
 ]

@@ -17,13 +17,17 @@ from megatron_tape.synthetic.base import Generator
 class Addition(Generator):
     """`a+b=c` and an end mark; the answer is the sum with the end mark.
 
-    Tokens: the digits 0 to 9, then `+`, `=` and the end mark.
+    Tokens: the digits 0 to 9, then `+`, `=`, the end mark, and the index hints.
     """
 
     name: ClassVar[str] = "addition"
 
     digits: int = 40
     """Digits of the longest operand."""
+    hints: int = 0
+    """Number of index hints (Zhou et al., 2023), with which models extrapolate whose encoding does not: every digit
+    follows the hint of its place, which all three numbers share. The hints of a sum are consecutive, begin with a
+    random one, and start again after the last. 0 means none."""
 
     PLUS: ClassVar[int] = 10
     EQUALS: ClassVar[int] = 11
@@ -31,14 +35,18 @@ class Addition(Generator):
 
     def check(self) -> None:
         refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
+        places = self.digits + 1
+        few, problem = self.hints != 0 and self.hints < places, f"is {self.hints}, but sums have up to {places} digits"
+        refuse(few, "hints", problem, "set it to at least that, or to 0")
 
     @property
     def vocab_size(self) -> int:
-        return 13
+        return self.END + 1 + self.hints
 
     @property
     def length(self) -> int:
-        return 3 * self.digits + 4
+        digits = 3 * self.digits + 1
+        return (2 * digits if self.hints else digits) + 3
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw a sum; every pair of operand lengths is equally likely."""
@@ -48,9 +56,17 @@ class Addition(Generator):
     def problem(self, random: np.random.Generator, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the sum of two operands of `first` and `second` digits; return tokens and answer as `sequence` does."""
         a, b = _number(random, first), _number(random, second)
-        prompt = np.concatenate([a, [self.PLUS], b, [self.EQUALS]])
-        tokens = np.concatenate([prompt, add(a, b), [self.END]])
+        start = int(random.integers(self.hints)) if self.hints else 0
+        written = [self._with_hints(number, start) for number in (a, b, add(a, b))]
+        prompt = np.concatenate([written[0], [self.PLUS], written[1], [self.EQUALS]])
+        tokens = np.concatenate([prompt, written[2], [self.END]])
         return tokens, np.arange(len(tokens)) >= len(prompt)
+
+    def _with_hints(self, number: np.ndarray, start: int) -> np.ndarray:
+        if not self.hints:
+            return number
+        hints = self.END + 1 + (start + np.arange(len(number))) % self.hints
+        return np.stack([hints, number], axis=1).reshape(-1)
 
 
 def _number(random: np.random.Generator, digits: int) -> np.ndarray:

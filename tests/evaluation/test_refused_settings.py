@@ -104,6 +104,8 @@ def folder(tmp_path, monkeypatch):
         ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, "variants.IID"),
         ("grid_navigation", {"variants": {"IID": [9, 8]}}, "variants.IID"),
         ("grid_navigation", {"dimensions": 3}, "dimensions"),
+        ("recall", {"lengths": []}, "lengths"),
+        ("recall", {"keys": 2}, "keys"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key):
@@ -143,6 +145,7 @@ def test_a_model_of_unknown_length_needs_the_setting(task):
         ("addition", {}, replace(INFO, vocab_size=12)),
         ("selective_copy", {}, replace(INFO, vocab_size=12)),
         ("grid_navigation", {}, replace(INFO, vocab_size=12)),
+        ("recall", {}, replace(INFO, vocab_size=12)),
     ],
 )
 def test_a_model_that_does_not_suit_a_task_is_refused(task, settings, info):

@@ -15,7 +15,7 @@ from megatron_tape.evaluation.base import ModelInfo
 from megatron_tape.evaluation.model_source import Source, check_trained_on, note_on_training
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.tasks.addition_task import Addition
-from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy, right_answers
+from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, Recall, SelectiveCopy, right_answers
 from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.synthetic import Addition as Sums
 from megatron_tape.synthetic import GridNavigation as Walks
@@ -81,6 +81,16 @@ def fails_at(first, second):
     return answer
 
 
+def next_with_hints(prefix, sums):
+    """Adds correctly where every digit follows the hint of its place."""
+    without = [token for token in prefix if token <= sums.END]
+    following = next_of_sum(without)
+    if sums.EQUALS not in prefix or following == sums.END or prefix[-1] > sums.END:
+        return following
+    place = len(without) - without.index(sums.EQUALS) - 1
+    return sums.END + 1 + (prefix[0] - sums.END - 1 + place) % sums.hints
+
+
 def next_of_copy(prefix, symbols=4):
     task = Copies(symbols=symbols)
     if task.mark not in prefix:
@@ -139,6 +149,12 @@ def test_a_failure_at_one_pair_of_lengths_shows_there_and_nowhere_else():
     image = picture.figure.axes[0].images[0].get_array()
     assert image.tolist() == expected.tolist()
     assert "model: 97.2% for up to 6 digits" in picture.alternative_text
+
+
+def test_hints_are_those_of_training():
+    sums = Sums(digits=2, hints=3)
+    model = Answering(lambda prefix: next_with_hints(prefix, sums))
+    assert addition(model, digits=1, hints=3).details["accuracy"] == [[1.0] * 2] * 2
 
 
 def test_a_guessing_model_adds_by_chance():
@@ -213,6 +229,23 @@ def test_a_guessing_model_navigates_by_chance():
     results = walks(Guessing(12), samples=800)
     for score in by_group(results, "accuracy").values():
         assert score.low < 1 / 12 < score.high and score.high - score.low < 0.05
+
+
+def next_of_pair(prefix):
+    return dict(zip(prefix[:-1:2], prefix[1::2])).get(prefix[-1], 0)
+
+
+def test_a_model_that_recalls_scores_100_percent_and_one_that_forgets_fails_with_more_pairs():
+    settings = {"keys": 15, "tokens_per_pair": 4, "lengths": [16, 32], "samples": 30}
+    results = run(Recall, Answering(next_of_pair), **settings)
+    found = by_group(results, "accuracy")
+    assert {name: (score.value, score.count) for name, score in found.items()} == {
+        "16 tokens": (1, 30),
+        "32 tokens": (1, 30),
+    }
+    forgetful = run(Recall, Answering(lambda prefix: next_of_pair(prefix[-17:])), **settings)
+    first, second = (score.value for score in by_group(forgetful, "accuracy").values())
+    assert first == 1 and second < 0.7
 
 
 def test_padding_and_batches_change_nothing_in_a_real_model():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -453,7 +454,9 @@ def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
     assert 0 < int(min((run / "checkpoints").glob("step-*")).name.removeprefix("step-")) < 2000
 
 
-COMPARED = ("selective_copy", "grid_navigation_1d", "addition", "addition_5_digits", "language")
+COMPARED = (
+    *("selective_copy", "grid_navigation_1d", "recall", "addition", "addition_5_digits", "addition_hints", "language"),
+)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -471,8 +474,12 @@ def test_a_recipe_can_run_and_its_evaluation_fits_what_it_trains(name, tmp_path)
     assert len(plan.runs) == 6
     (task,) = plan.tasks
     generator = generator_of(config.data.generator)
-    trained = task.generators()["IID"] if task.name != "addition" else task.settings.digits
-    assert trained == (generator if task.name != "addition" else generator.digits)
+    if task.name == "addition":
+        assert (task.settings.digits, task.settings.hints) == (generator.digits, generator.hints)
+    elif task.name == "recall":
+        assert replace(generator, shortest=None) in task.generators().values()
+    else:
+        assert generator == task.generators()["IID"]
 
 
 def test_every_recipe_is_tested():

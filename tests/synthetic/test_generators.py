@@ -4,14 +4,25 @@ import numpy as np
 import pytest
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.synthetic import EVALUATION, GENERATORS, TRAINING, Addition, GridNavigation, SelectiveCopy, random_of
+from megatron_tape.synthetic import (
+    EVALUATION,
+    GENERATORS,
+    TRAINING,
+    Addition,
+    GridNavigation,
+    Recall,
+    SelectiveCopy,
+    random_of,
+)
 from megatron_tape.synthetic.addition import add
 
 SMALL = [
     Addition(digits=5),
+    Addition(digits=3, hints=6),
     SelectiveCopy(copied=6, blanks=9, symbols=4),
     GridNavigation(dimensions=1, steps=20, width=6),
     GridNavigation(dimensions=2, steps=20, width=4, longest_run=2),
+    Recall(tokens=64, shortest=16, tokens_per_pair=8, keys=8),
 ]
 
 
@@ -68,6 +79,38 @@ def test_pairs_of_operand_lengths_are_equally_likely():
     assert len(lengths) == 4000 and (abs(counts - 1000) < 5 * np.sqrt(750)).all()
 
 
+def test_hints_say_which_digits_belong_together():
+    starts = set()
+    for tokens, answers in draw(Addition(digits=4, hints=6), 500):
+        ends = [*np.flatnonzero((tokens > 9) & (tokens < 13))]
+        parts = np.split(tokens, [place + 1 for place in ends])[:-1]
+        (*numbers, total) = ([int(token) for token in part[1:-1:2]][::-1] for part in parts)
+        as_numbers = [int("".join(map(str, digits))) for digits in (*numbers, total)]
+        assert as_numbers[0] + as_numbers[1] == as_numbers[2]
+        hints = [[int(token) - 13 for token in part[:-1:2]] for part in parts]
+        for of_number in hints:
+            assert of_number == [(hints[0][0] + place) % 6 for place in range(len(of_number))]
+        assert answers.sum() == 2 * len(total) + 1 and answers[ends[1] + 1 :].all()
+        starts.add(hints[0][0])
+    assert starts == set(range(6))
+
+
+def test_keys_come_again_with_their_values_and_only_these_are_scored():
+    task, lengths, soon = Recall(tokens=256, shortest=64, tokens_per_pair=16, keys=64), [], []
+    for tokens, answers in draw(task, 300):
+        slots, scored = tokens.reshape(-1, 2), answers.reshape(-1, 2)
+        pairs = len(tokens) // 16
+        values = dict(slots[:pairs].tolist())
+        assert len(values) == pairs and all(64 <= value < task.blank for value in values.values())
+        assert not scored[:, 0].any() and not scored[:pairs].any() and scored[:, 1].sum() == pairs
+        assert dict(slots[scored[:, 1]].tolist()) == values
+        assert (slots[pairs:][~scored[pairs:, 1]] == task.blank).all()
+        lengths.append(len(tokens))
+        soon.append(scored[pairs : 2 * pairs, 1].mean())
+    assert set(lengths) == {64, 128, 256} and min(map(lengths.count, set(lengths))) > 70
+    assert np.mean(soon) > 0.4, "most keys come again soon"
+
+
 def test_symbols_are_copied_in_order_and_blanks_left_out():
     task = SelectiveCopy(copied=6, blanks=9, symbols=4)
     places = np.zeros(15)
@@ -111,16 +154,21 @@ def test_a_direction_is_held_and_blanks_are_as_frequent_as_set():
     "task, settings",
     [
         ("addition", {"digits": 0}),
+        ("addition", {"hints": 40}),
         ("selective_copy", {"copied": 0}),
         ("selective_copy", {"blanks": -1}),
         ("grid_navigation", {"dimensions": 3}),
         ("grid_navigation", {"width": 1}),
         ("grid_navigation", {"blank_probability": 1.5}),
         ("grid_navigation", {"longest_run": 0}),
+        ("recall", {"tokens_per_pair": 3}),
+        ("recall", {"tokens": 15}),
+        ("recall", {"shortest": 512}),
+        ("recall", {"keys": 15}),
     ],
 )
 def test_sizes_that_make_no_task_are_refused(task, settings):
     (key, value), *_ = settings.items()
     with pytest.raises(ConfigError) as error:
         GENERATORS[task](**settings).check()
-    assert (error.value.key, error.value.problem) == (key, f"is {value}")
+    assert error.value.key == key and error.value.problem.split(",")[0] == f"is {value}"

@@ -9,11 +9,11 @@ from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.tasks.positions import PositionPictures
 from megatron_tape.evaluation.tasks.ruler import Ruler
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
-from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, SelectiveCopy
+from megatron_tape.evaluation.tasks.synthetic_tasks import GridNavigation, Recall, SelectiveCopy
 
 TASK_CLASSES = (
     *(Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls),
-    *(Addition, SelectiveCopy, GridNavigation, PositionPictures),
+    *(Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures),
 )
 TASKS: dict[str, type[Task]] = {task.name: task for task in TASK_CLASSES}
 """By name, in the order in which reports show them."""

@@ -34,6 +34,8 @@ class AdditionSettings:
     """Digits of the longest operands that are tested; null means twice `digits`."""
     step: int = 1
     """Every which operand length is tested: 10 tests 10, 20, 30 and so on."""
+    hints: int = 0
+    """Number of index hints, as in training; 0 means none."""
     samples: int = 100
     """Sums for each pair of lengths."""
     seed: int = 0
@@ -62,11 +64,15 @@ class Addition(SyntheticTask):
             f"is {step}, but the longest operand has {self.longest} digits",
             "lower it",
         )
-        self.check_generator(Sums(digits=self.longest), info)
+        self.check_generator(self.sums, info)
 
     @property
     def longest(self) -> int:
         return self.settings.longest or 2 * self.settings.digits
+
+    @property
+    def sums(self) -> Sums:
+        return Sums(digits=self.longest, hints=self.settings.hints)
 
     @property
     def lengths(self) -> list[int]:
@@ -81,7 +87,7 @@ class Addition(SyntheticTask):
 
     def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
         """Return which sums are right, by the length of the second operand: `right`, a list of lists of 0 and 1."""
-        first, sums = int(unit.key), Sums(digits=self.longest)
+        first, sums = int(unit.key), self.sums
         right = []
         for second in self.lengths:
             numbers = [(first * MOST + second) * MOST + sample for sample in range(self.settings.samples)]

@@ -1,4 +1,4 @@
-"""What the tasks on sequences of `synthetic` share, and two of them: `selective_copy` and `grid_navigation`.
+"""What the tasks on sequences of `synthetic` share, and three: `selective_copy`, `grid_navigation` and `recall`.
 
 They are for models that `data.generator` has trained on them. Answers are read from one forward pass over the whole
 sequence, right answers included. Each token is counted by whether it is the likeliest one after the right tokens before
@@ -19,6 +19,7 @@ from megatron_tape.evaluation.base import LanguageModel, ModelInfo, Picture, Sum
 from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.synthetic import EVALUATION, Generator, random_of
 from megatron_tape.synthetic import GridNavigation as Walks
+from megatron_tape.synthetic import Recall as Pairs
 from megatron_tape.synthetic import SelectiveCopy as Copies
 
 LARGEST_SEED = 2**32 - 1
@@ -231,3 +232,30 @@ class GridNavigation(Variants):
     def notes(self, blanks: dict[str, float]) -> list[str]:
         shares = ", ".join(f"{share:.1%} ({name})" for name, share in blanks.items())
         return [f"A model that always answers blank would score {shares}."]
+
+
+@dataclass(kw_only=True)
+class RecallSettings(VariantSettings):
+    """Recalling the values of keys."""
+
+    keys: int = 128
+    """Different keys, and different values, as in training."""
+    tokens_per_pair: int = 16
+    """How many tokens a sequence has for each of its pairs, as in training."""
+    lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    """Tokens of the sequences; those of training come first."""
+
+
+class Recall(Variants):
+    """Multi-query associative recall in sequences as long as in training, and in longer ones with more pairs."""
+
+    name = "recall"
+    Settings = RecallSettings
+
+    def check(self, info: ModelInfo) -> None:
+        refuse(not self.settings.lengths, self.key("lengths"), "is empty", "name a length, such as [256]")
+        super().check(info)
+
+    def generators(self) -> dict[str, Generator]:
+        sizes = {"keys": self.settings.keys, "tokens_per_pair": self.settings.tokens_per_pair}
+        return {f"{length} tokens": Pairs(tokens=length, **sizes) for length in self.settings.lengths}

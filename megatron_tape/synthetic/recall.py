@@ -1,0 +1,76 @@
+"""Multi-query associative recall ("Zoology", Arora et al., 2023): pairs of keys and values, then some keys again.
+
+After a key that comes again stands its value. Every sequence has pairs of its own, so that nothing can be learnt by
+heart.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_tape.errors import refuse
+from megatron_tape.synthetic.base import Generator
+
+_GAP_POWER = 0.01
+"""Zoology's: a slot x (from 0) is asked in with a probability proportional to (x + 1) ** (this - 1), so that most keys
+come again soon after the pairs."""
+
+
+@dataclass(kw_only=True)
+class Recall(Generator):
+    """`pairs` of a key and its value, then the same keys in another order with blanks between; values are the answers.
+
+    Tokens: the keys from 0 on, then as many values, then the blank.
+    """
+
+    name: ClassVar[str] = "recall"
+
+    tokens: int = 256
+    """Tokens of the longest sequence."""
+    shortest: int | None = None
+    """Tokens of the shortest sequence; how often it is doubled, at most to `tokens`, is drawn evenly. null means that
+    all sequences are of `tokens`."""
+    tokens_per_pair: int = 16
+    """How many tokens a sequence has for each of its pairs."""
+    keys: int = 128
+    """Different keys, and different values."""
+
+    def check(self) -> None:
+        refuse(self.tokens_per_pair < 4, "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4")
+        least = self.tokens_per_pair
+        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least}, that of one pair")
+        shortest, fix = self.shortest, f"set it to at least {least} and at most tokens, {self.tokens}"
+        refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
+        pairs = self.tokens // self.tokens_per_pair
+        refuse(self.keys < pairs, "keys", f"is {self.keys}, but the longest sequence has {pairs} pairs", "raise it")
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 * self.keys + 1
+
+    @property
+    def length(self) -> int:
+        return self.tokens // 2 * 2
+
+    @property
+    def blank(self) -> int:
+        """What stands between the keys that come again."""
+        return 2 * self.keys
+
+    def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a sequence of one of the lengths; the values of keys that come again are the answers."""
+        length = self.tokens
+        if self.shortest is not None:
+            doublings = (self.tokens // self.shortest).bit_length()
+            length = self.shortest << int(random.integers(doublings))
+        pairs = length // self.tokens_per_pair
+        known = np.stack([random.permutation(self.keys)[:pairs], self.keys + random.integers(self.keys, size=pairs)], 1)
+        slots = np.full((length // 2, 2), self.blank)
+        slots[:pairs] = known
+        likely = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
+        asked = pairs + random.choice(len(likely), pairs, replace=False, p=likely / likely.sum())
+        slots[asked] = known
+        answers = np.zeros(slots.shape, dtype=bool)
+        answers[asked, 1] = True
+        return slots.reshape(-1), answers.reshape(-1)
