@@ -17,6 +17,19 @@ from megatron_tape.config.schema import (
 )
 from megatron_tape.training.engine import Engine
 
+CASES = [
+    (tp, stage, what, precision)
+    for tp in (1, 2)
+    for stage in (0, 1, 2, 3)
+    for what in ("loss", "gradient")
+    # ZeRO 0 keeps no fp32 weights beside bf16; tensor parallelism is above the precision.
+    for precision in (("fp32",) if stage == 0 or tp == 2 else ("fp32", "bf16"))
+]
+
+
+def name_of(tp, stage, what, precision):
+    return f"tp{tp}_zero{stage}_{what}_{precision}"
+
 
 def engine(tp, stage, precision, clip_grad=1.0, **zero):
     config = RunConfig(
@@ -125,14 +138,7 @@ def overlapped(stage):
 
 def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
-    cases = {
-        f"tp{tp}_zero{stage}_{what}_{precision}": (tp, stage, what, precision)
-        for tp in (1, 2)
-        for stage in (0, 1, 2, 3)
-        for what in ("loss", "gradient")
-        for precision in (("fp32",) if stage == 0 else ("fp32", "bf16"))
-    }
-    results = {name: trial(*case) for name, case in cases.items()}
+    results = {name_of(*case): trial(*case) for case in CASES}
     for stage in (1, 2, 3):
         offload = {"offload_optimizer": stage != 2}
         results[f"replicated_zero{stage}"] = trial(2, stage, "replicated", **offload)

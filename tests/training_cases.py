@@ -14,10 +14,13 @@ from megatron_tape.model.names import kind_of
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
-STEPS = 6
+STEPS = 4
 RESUMED_STEPS = 4
 CONTEXT_LAYOUTS = {2: [(1, 2, 1), (1, 2, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 4, 3)]}
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
+EVALUATED = {(1,): [(1, 1)], (1, 2): [(1, 3), (2, 1)], (2,): [(2, 3)]}
+"""Tensor-parallel size and ZeRO stage of runs that evaluate, by the sizes that are run. ZeRO 3 gathers the weights in
+every forward pass, of which all ranks must do equally many."""
 LAYOUTS = [f"tp{tp}_zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)]
 
 
@@ -46,8 +49,9 @@ def steps_saved(folder):
 
 def run(folder, name, *overrides, expect=0, trains=None):
     """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit status."""
-    steps = [option("train.steps", STEPS), option("train.eval_interval", STEPS // 2)]
-    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *map(str, overrides)]
+    shorter = [option("train.steps", STEPS), option("train.eval_interval", STEPS // 2)]
+    shorter += [option("train.micro_batch_size", 2), option("train.eval_steps", 1)]
+    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *shorter, *map(str, overrides)]
     status = train.main(arguments, trains)
     assert status == expect, f"{name} ended with {status} instead of {expect}"
     dist.barrier()
@@ -81,7 +85,7 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
             rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
     last = sizes[-1]
     blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
-    accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
+    accumulate = [option("train.micro_batch_size", 1)]
     between = sizes == (1, 2)  # on two processes, not all that one and four do
     if not between:
         rows["blend"] = run(folder, "blend", blend, tp(last))
@@ -94,8 +98,9 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
     if not between:
         rows["sampled"] = run(folder, "sampled", prefix, tp(last), zero(3), *packed(data), *sampling)
-    for size in {sizes[0], last}:
-        rows[f"evaluated_tp{size}"] = run(folder, f"evaluated-{size}", prefix, tp(size), zero(3), *evaluated(data))
+    for size, stage in EVALUATED[sizes]:
+        name = f"evaluated-{size}"
+        rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     if sizes != (2,):  # on four processes only what data parallelism has to do with
         rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))
@@ -115,17 +120,17 @@ def context_runs(folder, data, size):
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
     rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
-    accumulate = [option("train.global_batch_size", 16), option("train.micro_batch_size", 2)]
+    accumulate = [option("train.micro_batch_size", 1)]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:
         rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))
-        rows["context_evaluated"] = run(folder, "context-evaluated", prefix, cp(2), zero(3), *evaluated(data))
+        rows["context_evaluated"] = run(folder, "context-evaluated", prefix, cp(2), zero(1), *evaluated(data))
     return rows
 
 
 def many_samples():
-    """More than one pass over the data, 330 sequences of 16 tokens: 64 in each step."""
-    return [option("train.global_batch_size", 64), option("train.micro_batch_size", 8)]
+    """More than one pass over the data, 330 sequences of 16 tokens: 96 in each step."""
+    return [option("train.global_batch_size", 96), option("train.micro_batch_size", 16)]
 
 
 def generated():
@@ -134,11 +139,11 @@ def generated():
 
 def evaluated(data):
     """Tasks of unequal units, so that ranks have different numbers of forward passes, of odd lengths."""
-    documents = f"data: {data}/b, documents: 5, stride: 3"
+    documents = f"data: {data}/b, documents: 3, stride: 4"
     return [
-        option("evaluation.perplexity", f"{{every: 2, {documents}, lengths: [5, 12], windows: 3}}"),
+        option("evaluation.perplexity", f"{{every: 2, {documents}, lengths: [5, 12], windows: 2}}"),
         option("evaluation.context_gain", f"{{every: 4, {documents}, lengths: [9], short: 3}}"),
-        option("evaluation.addition", "{every: 5, digits: 1, samples: 3}"),
+        option("evaluation.addition", "{every: 3, digits: 1, samples: 3}"),
     ]
 
 
