@@ -2,7 +2,8 @@
 
     python -m pretrain.compare --recipe RECIPE.yaml --encodings rope,tape,tape+token_mixing=per_head --seeds 3
 
-An encoding may be followed by settings of `model`. Every run is a training as pretrain.train does it and an evaluation
+An encoding may be followed by settings of `model`, and by those of `optimizer` or `schedule` as in
+tape+optimizer.lr=1e-3. Every run is a training as pretrain.train does it and an evaluation
 as pretrain.evaluate does it, of what the recipe's section `evaluation` names. The same command continues a comparison
 that was interrupted, and more seeds or encodings add to it. Results go to comparison.json, comparison.md and
 report.html in the output directory.
@@ -41,7 +42,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     add = parser.add_argument
     add("--recipe", required=True, metavar="RECIPE.yaml", help="what is trained; a file as pretrain.train takes it")
     add("--encodings", required=True, metavar="A,B,...", help="the variants: encodings, with settings as in tape+x=y")
-    add("--seeds", type=int, default=3, metavar="N", help="train each with the seeds 1 to N (default: %(default)s)")
+    add("--seeds", default="3", metavar="N or A-B", help="train each with the seeds 1 to N, or A to B (default: 3)")
     add("--output", metavar="DIR", help="where everything goes (default: runs/compare/<name of the recipe>)")
     add("--evaluation", metavar="FILE.yaml", help="tasks, as pretrain.evaluate --config takes them, in place of those "
         "of the recipe's section evaluation")  # fmt: skip

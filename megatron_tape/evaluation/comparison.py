@@ -19,7 +19,7 @@ from megatron_tape.config.schema import RunConfig, config_dict, model_dict
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.base import Task
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
-from megatron_tape.evaluation.statistics import PairedTest, paired_t
+from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
 from megatron_tape.io.records import write_record
 
 FORMAT = 1
@@ -180,20 +180,26 @@ def rows(comparison: Comparison, metric: Score) -> list[Row]:
                 by_variant.setdefault(run.variant, {})[run.seed] = score.value
     baseline = comparison.baseline
     reference = by_variant.get(baseline, {})
-    found = []
+    tests = {}
     for variant, values in by_variant.items():
-        common = sorted(values.keys() & reference.keys()) if variant != baseline else []
-        test = paired_t([values[seed] - reference[seed] for seed in common]) if common else None
-        found.append(Row(variant, dict(sorted(values.items())), test))
-    return found
+        if variant != baseline and (common := sorted(values.keys() & reference.keys())):
+            tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
+    tests = dict(zip(tests, holm(list(tests.values()))))
+    return [Row(variant, dict(sorted(values.items())), tests.get(variant)) for variant, values in by_variant.items()]
 
 
-def training_scores(config: RunConfig, metrics_rows: list[dict[str, Any]], parameters: int) -> list[Score]:
-    """Return the figures of a training, given the rows of its metrics: loss, time and size."""
+def training_scores(
+    config: RunConfig, metrics_rows: list[dict[str, Any]], parameters: int, flops_per_token: int
+) -> list[Score]:
+    """Return the figures of a training, given the rows of its metrics: loss, time, size and arithmetic."""
     tokens = config.train.global_batch_size * config.model.seq_length
+    teraflops = flops_per_token * tokens * config.train.steps / 1e12
     speeds = [row["tokens_per_second"] for row in metrics_rows if row.get("tokens_per_second")]
     last = [row.get("validation_loss") for row in metrics_rows if row["step"] == config.train.steps]
-    found = [Score("parameters", float(parameters), "neither", task=TRAINING)]
+    found = [
+        Score("parameters", float(parameters), "neither", task=TRAINING),
+        Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
+    ]
     if speeds:
         seconds = tokens / statistics.median(speeds)
         found.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))

@@ -6,7 +6,7 @@ scipy is loaded by the functions that need it: loading it takes longer than chec
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,6 +84,16 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
     test = ttest_1samp(differences, 0.0)
     interval = test.confidence_interval()
     return PairedTest(count, mean, float(interval.low), float(interval.high), float(test.pvalue))
+
+
+def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
+    """Return the tests with their p values corrected for their number by Holm's method (1979)."""
+    known = sorted((test.p, place) for place, test in enumerate(tests) if test.p is not None)
+    corrected, largest = list(tests), 0.0
+    for rank, (p, place) in enumerate(known):
+        largest = max(largest, min(1.0, p * (len(known) - rank)))
+        corrected[place] = replace(tests[place], p=largest)
+    return corrected
 
 
 def t_quantile(freedom: int) -> float:

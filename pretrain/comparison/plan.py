@@ -13,7 +13,7 @@ from megatron_tape.checkpoint.run_directories import check_directories
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.settings import validate
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison
@@ -26,6 +26,7 @@ from megatron_tape.evaluation.runner import hardware
 from megatron_tape.extension.base import check_command
 from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
 from pretrain import evaluate, train
@@ -98,7 +99,9 @@ class Plan:
         Raises FileError if its programs have left no results.
         """
         rows = read_run(run.directory).rows
-        scores = comparison.training_scores(run.config, rows, parameter_count(run.config.model))
+        scores = comparison.training_scores(
+            run.config, rows, parameter_count(run.config.model), flops_per_token(run.config.model)
+        )
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
             tasks = read_results(newest).tasks
@@ -123,7 +126,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     """
     variants = parse_variants(options.encodings)
     labels = [variant.label for variant in variants]
-    refuse(not 1 <= options.seeds <= MOST_SEEDS, "--seeds", f"is {options.seeds}", f"give 1 to {MOST_SEEDS}")
+    seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     baseline = options.baseline or labels[0]
     unknown = f"is {baseline}, which --encodings does not name"
@@ -136,10 +139,10 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     check_directories(base)
     check_data_files(base)
     check_datasets(base)
-    runs, models = [], {}
+    runs, trained = [], {}
     for variant in variants:
         try:
-            runs += _runs_of(variant, options, overrides, base, evaluation, models)
+            runs += _runs_of(variant, seeds, options, overrides, base, evaluation, trained)
         except ConfigError as error:
             raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
     # All variants with the first seed come first: what is done early compares them all.
@@ -155,26 +158,38 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     return plan
 
 
+def parse_seeds(text: str) -> range:
+    """Return the seeds that `--seeds` asks for: 1 to N, or A to B if it is A-B. Raises ConfigError."""
+    first, _, last = text.partition("-") if "-" in text else ("1", "-", text)
+    wrong = not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last))
+    refuse(wrong, "--seeds", f"is {text}", "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9")
+    found = range(int(first), int(last) + 1)
+    refuse(len(found) > MOST_SEEDS, "--seeds", f"is {text}", f"give at most {MOST_SEEDS}")
+    return found
+
+
 def _runs_of(
     variant: Variant,
+    seeds: range,
     options: argparse.Namespace,
     overrides: list[str],
     base: RunConfig,
     evaluation: list[str] | None,
-    models: dict[str, ModelConfig],
+    trained: dict[str, Any],
 ) -> list[PlannedRun]:
-    """Return the runs of a variant, which is checked; its model is added to those of the others by label."""
+    """Return the runs of a variant, which is checked; what it trains is added to that of the others by label."""
     runs = []
     without = [text for task in base.evaluation.given() for text in (f"--evaluation.{task}", "null")]
-    for seed in range(1, options.seeds + 1):
+    for seed in seeds:
         directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
         own = [*without, *variant.arguments, "--train.seed", str(seed), "--logging.directory", str(directory)]
         config = _read(options.recipe, overrides, own)
-        if seed == 1:
+        if seed == seeds[0]:
             _check_model(config, evaluation)
-            twin = next((label for label, model in models.items() if model == config.model), None)
-            refuse(twin is not None, variant.label, f"is the same model as {twin}", "remove one")
-            models[variant.label] = config.model
+            learning = config.model, config.optimizer, config.schedule
+            twin = next((label for label, others in trained.items() if others == learning), None)
+            refuse(twin is not None, variant.label, f"is the same as {twin}", "remove one")
+            trained[variant.label] = learning
         _check_start(directory, config)
         arguments = ["--config", options.recipe, *overrides, *own]
         evaluated = ["--model", str(directory), "--label", f"{variant.label}, seed {seed}"]

@@ -1,4 +1,5 @@
-"""A variant of a recipe: a positional encoding and settings of the model, such as `tape+token_mixing=per_head`."""
+"""A variant of a recipe: a positional encoding and settings of the model, such as `tape+token_mixing=per_head`, or of
+how it learns, such as `tape+optimizer.lr=1e-3`."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from megatron_tape.config.schema import ModelConfig, keys_of
+from megatron_tape.config.schema import ModelConfig, OptimizerConfig, ScheduleConfig, key_of, keys_of
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.position import ENCODINGS, setting_names
 
 OPTION = "--encodings"
+_LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+"""Sections besides `model` whose settings may differ between variants, written with the section."""
 _LONGEST_DIRECTORY = 120
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant; `settings` are keys of `model` with their values as texts."""
+    """A variant; `settings` are keys, of `model` or with another section before them, and their values as texts."""
 
     encoding: str
     settings: tuple[tuple[str, str], ...] = ()
@@ -37,7 +40,7 @@ class Variant:
     @property
     def arguments(self) -> list[str]:
         given = (("position_encoding", self.encoding), *self.settings)
-        return [text for key, value in given for text in (f"--model.{key}", value)]
+        return [text for key, value in given for text in (f"--{key if '.' in key else f'model.{key}'}", value)]
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -65,10 +68,11 @@ def _parse(text: str) -> Variant:
 
 def _check_key(key: str, encoding: str, text: str) -> None:
     keys = {field.name for field in keys_of(ModelConfig)}.union(*map(setting_names, ENCODINGS)) - {"position_encoding"}
+    keys |= {f"{name}.{key_of(field.name)}" for name, section in _LEARNING.items() for field in keys_of(section)}
     if key not in keys:
         close = difflib.get_close_matches(key, keys, n=1)
         fix = f"did you mean {close[0]}?" if close else "remove it"
-        raise ConfigError(OPTION, f"names {text}, but model has no setting {key}", fix)
+        raise ConfigError(OPTION, f"names {text}, but {key} is no setting in which variants may differ", fix)
     owners = [name for name in ENCODINGS if key in setting_names(name)]
     refuse(
         bool(owners) and encoding not in owners,

@@ -51,8 +51,8 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     rope, tape, nope = rows_of(comparison())
     assert rope.mean == pytest.approx(0.6) and rope.spread == pytest.approx(0.1) and rope.difference is None
     assert tape.mean == pytest.approx(2.3 / 3) and tape.spread == pytest.approx(statistics.stdev([0.7, 0.7, 0.9]))
-    # Differences 0.2, 0.1 and 0.2: t = 5 with two degrees of freedom.
-    assert tape.difference.mean == pytest.approx(0.5 / 3) and tape.difference.p == pytest.approx(0.037750, abs=1e-6)
+    # Differences 0.2, 0.1 and 0.2: t = 5 with two degrees of freedom; and two variants are compared.
+    assert tape.difference.mean == pytest.approx(0.5 / 3) and tape.difference.p == pytest.approx(2 * 0.037750, abs=2e-6)
     # Over the seeds of both.
     assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
 

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio, paired_t, t_quantile, wilson
+from megatron_tape.evaluation.statistics import (
+    PairedTest,
+    bootstrap_mean,
+    bootstrap_ratio,
+    holm,
+    paired_t,
+    t_quantile,
+    wilson,
+)
 
 
 def test_wilson_agrees_with_scipy_and_takes_parts_of_successes():
@@ -63,3 +71,10 @@ def test_a_paired_t_test_is_students():
 def test_nothing_is_tested_where_there_is_no_spread(differences):
     found = paired_t(differences)
     assert found.mean == pytest.approx(differences[0]) and (found.low, found.high, found.p) == (None, None, None)
+
+
+def test_p_values_are_corrected_as_holm_does():
+    """The smallest times 4, then times 3, ...; never less than a smaller one before, and never above 1."""
+    found = holm([PairedTest(3, 0.0, p=p) for p in (0.01, 0.04, 0.03, None, 0.5)])
+    assert [test.p for test in found] == [pytest.approx(0.04), pytest.approx(0.09), pytest.approx(0.09), None, 0.5]
+    assert [test.p for test in holm([PairedTest(3, 0.0, p=0.7)] * 2)] == [1, 1]

@@ -72,10 +72,13 @@ def plan_of(recipe, output, *others, **changes):
         ("rope,tape+gate_input=mlp+gate_input=mlp", (), "--encodings"),
         ("rope,tape+gate_input=mpl", (), "model.gate_input"),
         ("tape,rope,tape+token_mixing=full", (), "tape+token_mixing=full"),  # the same model as tape
+        ("rope,rope+optimizer.lr=0.03", (), "rope+optimizer.lr=0.03"),  # the recipe's own
+        ("rope+train.steps=3", (), "--encodings"),
+        ("rope+optimizer.lr=-1", (), "optimizer.lr"),
         ("rope,tape+seq_length=8", (), "data.generator"),
         ("rope,tape+num_query_groups=3", (), "model.num_query_groups"),
         (VARIANTS, ("--baseline", "nope"), "--baseline"),
-        (VARIANTS, ("--seeds", "0"), "--seeds"),
+        *((VARIANTS, ("--seeds", text), "--seeds") for text in ("0", "3-2", "x", "1-2-3", "1-")),
         (VARIANTS, ("--train.stepz", "3"), "train.stepz"),
         (VARIANTS, ("--fast",), "--fast"),
         (VARIANTS, ("--checkpoint.directory", "x"), "checkpoint.directory"),
@@ -110,6 +113,13 @@ def test_a_launcher_is_refused_but_not_what_deepspeed_leaves_behind(recipe, tmp_
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--check"))) == 2
     assert "run it without torchrun or srun" in capsys.readouterr().err
+
+
+def test_variants_may_differ_in_how_they_learn_and_seeds_begin_anywhere(recipe, tmp_path):
+    plan = plan_of(recipe, tmp_path / "out", encodings="rope,rope+optimizer.lr=0.1+schedule.kind=constant", seeds="7-8")
+    assert [run.seed for run in plan.runs] == [run.config.train.seed for run in plan.runs] == [7, 7, 8, 8]
+    learning = [(run.config.optimizer.lr, run.config.schedule.kind) for run in plan.runs[:2]]
+    assert learning == [(0.03, "cosine"), (0.1, "constant")]
 
 
 def test_a_check_imports_no_torch_and_counts_the_runs(recipe, tmp_path):
@@ -306,7 +316,12 @@ def test_a_comparison_holds_what_its_runs_have_found(compared):
         values = {score.metric: score.value for score in run.scores[len(scores) :]}
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
         assert values["validation loss"] == last["validation_loss"] and values["seconds per step"] > 0
-        assert values["parameters"] > 1000 and run.hardware.startswith("CPU") and "torch" in run.versions
+        assert (
+            values["parameters"] > 1000
+            and values["arithmetic"] > 0
+            and run.hardware.startswith("CPU")
+            and "torch" in run.versions
+        )
         losses.add(last["validation_loss"])
         assert "step 4/4" in (directory / "log.txt").read_text()
     assert len(losses) == 4  # every run is of another variant or seed
@@ -321,7 +336,7 @@ def test_tables_and_page_show_every_metric(compared):
     for shown in ("Accuracy, IID", "Exact match, dense", "Validation loss, nats per token", "Seconds per step"):
         assert shown in text and shown in html
     assert "tape+token_mixing=per_head" in text and "differences from rope" in text
-    assert "With 2 seeds, a difference gets p &lt; 0.05 only if" in html and "<img" in html
+    assert "With 2 seeds, a single difference gets p &lt; 0.05 only if" in html and "<img" in html
 
 
 def test_the_same_command_does_nothing_again_and_more_seeds_add_runs(compared, recipe, capsys):

@@ -161,13 +161,13 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     else:
         reach = t_quantile(most - 1) / math.sqrt(most)
         found.append(
-            f"With {counted(most, 'seed')}, a difference gets p < 0.05 only if it is more than {reach:.2g} times the "
-            "standard deviation of the differences: such a comparison cannot show small ones, and a large p does not "
-            "mean that there is none."
+            f"With {counted(most, 'seed')}, a single difference gets p < 0.05 only if it is more than {reach:.2g} "
+            "times the standard deviation of the differences: such a comparison cannot show small ones, and a large p "
+            "does not mean that there is none."
         )
         found.append(
-            "The p values are not corrected for their number: of twenty comparisons without any difference, one is "
-            "expected below 0.05. Where all differences are equal, as at a score of 1, there is no p."
+            "The p values of a metric are corrected for the number of variants by Holm's method; those of several "
+            "metrics are not. Where all differences are equal, as at a score of 1, there is no p."
         )
     if fewer := [f"{clean(label)} ({count})" for label, count in seeds.items() if count < most]:
         found.append(f"Fewer seeds than the others: {enumerated(fewer)}.")
