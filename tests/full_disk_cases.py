@@ -92,13 +92,13 @@ def main(folder):
     attempt = Attempt.open(folder, root, 1)
     e.train_step(batches(e, 0), 1e-2)
     writer = Writer(e, config, attempt)
-    writer.save(1, {})
+    writer.save(1, 4, {})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    message = refusal(lambda: writer.save(2, {}))
-    in_background = Save(writer, 2, {}, in_thread=True)
+    message = refusal(lambda: writer.save(2, 4, {}))
+    in_background = Save(writer, 2, 4, {}, in_thread=True)
     e.train_step(batches(e, 1), 1e-2)
     messages = [message, refusal(in_background.advance)]
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -108,7 +108,7 @@ def main(folder):
         "after_failure": checkpoint_files.newest_whole(root, print).name,
     }
     dist.barrier()
-    writer.save(3, {})
+    writer.save(3, 4, {})
     dist.barrier()
     results |= {
         "after_retry": checkpoint_files.newest_whole(root, print).name,

@@ -29,7 +29,7 @@ ORDER_KEYS = (
     "model.seq_length",
 )
 """Settings that determine the order of the tokens."""
-ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps")
+ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size")
 """Those of them that other sources of samples do not depend on."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of a context extension that describe its LoRA layers."""

@@ -36,19 +36,20 @@ class Writer:
     claim: Claim
     frozen_from: files.Source | None = None
 
-    def save(self, step: int, progress: dict) -> Path:
-        """Save the run after `step` steps and return the checkpoint's directory; see `Save`, whose errors this raises.
+    def save(self, step: int, samples: int, progress: dict) -> Path:
+        """Save the run after `step` steps on `samples` sequences, and return the checkpoint's directory; see `Save`,
+        whose errors this raises.
 
         All ranks call this together.
         """
-        save = Save(self, step, progress, in_thread=False)
+        save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
             pass
         return path
 
 
 class Save:
-    """A checkpoint of the run after `step` steps that is being written; all ranks create one together.
+    """A checkpoint after `step` steps on `samples` sequences that is being written; all ranks create one together.
 
     `progress` (JSON) is stored in `state.json`. Everything that is saved is copied at once; training may go on when the
     constructor returns.
@@ -57,7 +58,7 @@ class Save:
     run, CheckpointError if a rank could not write. Earlier checkpoints are then unchanged, and nothing is left behind.
     """
 
-    def __init__(self, writer: Writer, step: int, progress: dict, *, in_thread: bool):
+    def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):
         self._layout, self._config, self._step, self._claim = writer.engine.layout, writer.config, step, writer.claim
         self._root, self._staging = Path(self._config.checkpoint.directory), self._claim.home / f"step-{step:08d}"
         self._in_thread, self._thread = in_thread, None
@@ -65,7 +66,7 @@ class Save:
         self._index: dict[str, dict] = {}
         self._begin(f"could not prepare checkpoint {step}", self._prepare, in_thread=False)
         self._end()
-        self._copy(writer, progress)
+        self._copy(writer, samples, progress)
         self._begin(f"could not write checkpoint {step}", self._write, in_thread)
         self._remaining: list[tuple[str, Callable[[], None]]] = [(f"could not finish checkpoint {step}", self._publish)]
 
@@ -117,7 +118,7 @@ class Save:
         if self._layout.rank == 0:
             files.staging_directory(self._claim.home, self._step)
 
-    def _copy(self, writer: Writer, progress: dict) -> None:
+    def _copy(self, writer: Writer, samples: int, progress: dict) -> None:
         layout, engine, frozen = self._layout, writer.engine, writer.frozen_from is None
         sizes = engine.state_sizes(frozen)
         limit = self._config.checkpoint.writers
@@ -125,7 +126,7 @@ class Save:
         self._tensors = engine.training_state(lambda key: chosen[key] == layout.replica_rank, frozen)
         numbers = {rank: number for number, rank in enumerate(sorted(set(chosen.values())))}
         self._number = numbers.get(layout.replica_rank)
-        self._state = _state(writer, self._step, progress)
+        self._state = _state(writer, self._step, samples, progress)
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
         dist.gather_object(random_state(), random_states)
@@ -161,7 +162,7 @@ class Save:
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
-def _state(writer: Writer, step: int, progress: dict) -> dict:
+def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     engine, config = writer.engine, writer.config
     sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
@@ -171,7 +172,7 @@ def _state(writer: Writer, step: int, progress: dict) -> dict:
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,
-        "consumed_samples": step * config.train.global_batch_size,
+        "consumed_samples": samples,
         "progress": progress,
         "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
         "data_parallel_size": engine.layout.replica_size,

@@ -44,41 +44,39 @@ class NoTokenizer:
 
 @dataclass(frozen=True)
 class Batches:
-    """The run's batches. Sample i and batch i of the training data are the same under every parallel layout."""
+    """The run's batches. Sample i of the training data is the same under every parallel layout and size of batches."""
 
     train: Dataset
     validation: Dataset | None
     config: RunConfig
     layout: ParallelLayout
     eod: int | None
+    samples: range
+    """The training samples that the run's remaining steps consume."""
 
-    def training(self, first_step: int) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches from step `first_step` (from 1) to the last, in order, without end marks.
+    def training(self) -> Iterator[dict[str, Tensor]]:
+        """Return this rank's micro-batches of the remaining steps, in order, without end marks.
 
         The `data.num_workers` loader processes start here and begin to load.
         """
-        train = self.config.train
-        steps = range(first_step, train.steps + 1)
-        return self._load(self.train, steps, self.config.data.num_workers, train.global_batch_size)
+        return self._load(self.train, self.samples, self.config.data.num_workers, self.config.train.global_batch_size)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
         # Loaded in the training process: the same few sequences are used every time and stay in the page cache. Workers
         # would either be forked while NCCL threads are running, or be idle between evaluations.
-        train = self.config.train
-        steps = range(1, train.eval_steps + 1)
-        return self._load(self.validation, steps, 0, train.eval_steps * train.global_batch_size)
+        samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
+        return self._load(self.validation, samples, 0, len(samples))
 
-    def _load(self, dataset: Dataset, steps: range, num_workers: int, mean_over: int) -> Iterator[dict[str, Tensor]]:
-        """Load the global batches of `steps`; a masked loss is the mean over every `mean_over` consecutive samples."""
+    def _load(self, dataset: Dataset, samples: range, num_workers: int, mean_over: int) -> Iterator[dict[str, Tensor]]:
+        """Load `samples`; a masked loss is the mean over every `mean_over` consecutive ones."""
         train, tokens = self.config.train, self.layout.tokens
-        first, stop = (steps.start - 1) * train.global_batch_size, (steps.stop - 1) * train.global_batch_size
         masked = isinstance(dataset, SampleSource)
         if not masked:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
         loader = DataLoader(
             dataset,
-            batch_sampler=tokens.micro_batches(first, stop, train.micro_batch_size),
+            batch_sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
@@ -168,12 +166,15 @@ def _obey_only_the_parent(worker: int) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = None) -> Batches:
+def build_batches(
+    config: RunConfig, layout: ParallelLayout, eod: int | None = None, step: int = 0, consumed: int = 0
+) -> Batches:
     """Open the source of samples, or the datasets with their shuffled indices, built or from `data.cache_directory`.
 
-    All ranks call it together. `eod` is the end-of-document id, needed with `data.reset_attention_mask`. A dataset of a
-    blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
-    ConfigError if a split that is needed does not contain a whole sequence.
+    All ranks call it together. The run has done `step` steps, which consumed the first samples. `eod` is the
+    end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for a split is
+    left out of that split, and the others keep their proportions. Raises ConfigError if a split that is needed does not
+    contain a whole sequence.
     """
     if config.data.reset_attention_mask and eod is None:
         problem = "needs a tokenizer with an end-of-document token, and data.tokenizer has none"
@@ -181,15 +182,15 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
             ("data.reset_attention_mask", "data.tokenizer"), problem, "set it to false, or choose another"
         )
     train = config.train
+    samples = range(consumed, consumed + (train.steps - step) * train.global_batch_size)
     evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
-        return Batches(sample_source(config, validation=False), validation, config, layout, eod)
+        return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    size = train.steps * train.global_batch_size
     speaks = layout.rank == 0
     if speaks:
-        logger.info("building the index of %s training sequences", f"{size:,}")
+        logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
     plan = plan_for_all(config, evaluates)
     settings = DatasetSettings(
@@ -209,10 +210,10 @@ def build_batches(config: RunConfig, layout: ParallelLayout, eod: int | None = N
     # documents, so splits that are not needed and datasets that are too small are left out.
     for i, members in enumerate(plan.splits):
         if members is None:
-            datasets.append(mix_with_long_documents(config, settings, plan.pools, size, speaks))
+            datasets.append(mix_with_long_documents(config, settings, plan.pools, samples.stop, speaks))
             continue
-        wanted = size if i == 0 else train.eval_steps * train.global_batch_size
+        wanted = samples.stop if i == 0 else train.eval_steps * train.global_batch_size
         datasets.append(build_split(AllDocuments, replace(settings, blend=members), i, wanted))
     if speaks:
         logger.info("index ready after %.1f s", time.monotonic() - started)
-    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod)
+    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod, samples)

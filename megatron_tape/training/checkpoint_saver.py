@@ -36,19 +36,19 @@ class CheckpointSaver:
         self._writer = Writer(engine, config, watch.attempt, frozen_from)
         self._current: Save | None = None
 
-    def save(self, step: int, progress: dict, wait: bool) -> bool:
-        """Save a checkpoint after `step` steps; return whether it is complete.
+    def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
+        """Save a checkpoint after `step` steps on `samples` sequences; return whether it is complete.
 
         Without `wait`, an asynchronous one is only begun: `look` and `finish` complete it. At the last step, the save
         is tried again until the watch is asked to stop. Raises CheckpointError if the last step cannot be saved.
         """
         self.finish()
         if step == self._config.train.steps:
-            return self._save_last(step, progress)
+            return self._save_last(step, samples, progress)
         self._watch.progress("saving")
         in_thread = self._config.checkpoint.asynchronous and not wait
         with self._failure_reported():
-            self._current = Save(self._writer, step, progress, in_thread=in_thread)
+            self._current = Save(self._writer, step, samples, progress, in_thread=in_thread)
         return False if in_thread else self.finish()
 
     def look(self) -> None:
@@ -81,11 +81,11 @@ class CheckpointSaver:
             self._current = None
             _warn(error, "at the next interval")
 
-    def _save_last(self, step: int, progress: dict) -> bool:
+    def _save_last(self, step: int, samples: int, progress: dict) -> bool:
         for tries_left in reversed(range(LAST_SAVE_TRIES)):
             self._watch.progress("saving")
             try:
-                path = self._writer.save(step, progress)
+                path = self._writer.save(step, samples, progress)
             except CheckpointError as error:
                 if tries_left == 0:
                     raise

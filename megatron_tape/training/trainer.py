@@ -76,7 +76,9 @@ class Trainer:
         self.base = None
         if self.checkpoint is None and find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
-        self.step = 0 if self.checkpoint is None else self.checkpoint.step
+        self.step, self.samples = 0, 0
+        if self.checkpoint is not None:
+            self.step, self.samples = self.checkpoint.step, self.checkpoint.state["consumed_samples"]
 
     def run(self) -> str | None:
         """Train to the last step.
@@ -128,9 +130,10 @@ class Trainer:
     def _build(self) -> None:
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
-        self.batches = build_batches(config, layout, None if self.tokenizer is None else self.tokenizer.eod)
+        eod = None if self.tokenizer is None else self.tokenizer.eod
+        self.batches = build_batches(config, layout, eod, self.step, self.samples)
         # Started early: forked later, from a larger process, the loader processes would delay the first step.
-        self.micro_batches = self.batches.training(self.step + 1)
+        self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
@@ -205,7 +208,7 @@ class Trainer:
             started = time.perf_counter()
             result = self.engine.train_step(self.micro_batches, rate, step)
             seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
-            self.step = step
+            self.step, self.samples = step, self.samples + config.train.global_batch_size
             watch.progress("training", step)
             self._count_bad_steps(result)
             found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
@@ -219,7 +222,7 @@ class Trainer:
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
-                saved = self.saves.save(step, self.progress, wait=last or stopping)
+                saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
@@ -248,6 +251,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": rate,
+            "tokens": self.samples * self.config.model.seq_length,
             "tokens_per_second": speed,
             "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
         }

@@ -61,7 +61,7 @@ def writer_in(engine, folder):
 
 
 def save(engine, folder, step=1):
-    return writer_in(engine, folder).save(step, {})
+    return writer_in(engine, folder).save(step, 4, {})
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_a_save_in_the_background_is_of_the_step_at_which_it_began(saved, tmp_pa
     before = engine.training_state(lambda key: True)
     write = writing.write_safetensors
     monkeypatch.setattr(writing, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments))
-    save = writing.Save(writer_in(engine, tmp_path), 1, {}, in_thread=True)
+    save = writing.Save(writer_in(engine, tmp_path), 1, 4, {}, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)
     engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
     assert save.busy and directories.list_checkpoints(tmp_path / "checkpoints") == []
@@ -182,7 +182,7 @@ def test_a_save_in_the_background_that_gets_no_thread_is_written_at_once(saved, 
 
     writer = writer_in(saved[0], tmp_path)
     monkeypatch.setattr(threading.Thread, "start", start)
-    save = writing.Save(writer, 1, {}, in_thread=True)
+    save = writing.Save(writer, 1, 4, {}, in_thread=True)
     assert not save.busy and save.advance() is None
     assert directories.problems(save.advance()) == []
 

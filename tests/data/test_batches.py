@@ -68,7 +68,7 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
         " it is left out of the training data",
         " it is left out of the validation data",
     ]
-    assert next(built.training(1))["tokens"].shape == (1, 256)
+    assert next(built.training())["tokens"].shape == (1, 256)
 
 
 def test_only_a_split_without_any_whole_sequence_is_refused(folder, build):
@@ -151,14 +151,14 @@ def test_documents_end_with_their_end_mark(folder, build):
         [0, 1, 2, 2, 2],
     ]
     built = build(f"{folder}/a", eod=EOD, reset_attention_mask=True)
-    batch = next(built.training(1))
+    batch = next(built.training())
     assert torch.equal(batch["documents"], documents_from_tokens(batch["tokens"], EOD))
 
 
 def test_loaders_do_not_change_the_random_stream_of_the_run(folder, build):
     built = build(f"{folder}/a")
     before = torch.get_rng_state()
-    next(built.training(1)), list(built.evaluation())
+    next(built.training()), list(built.evaluation())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -172,7 +172,7 @@ def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_
     built = build(f"{folder}/a", num_workers=1)
     built = dataclasses.replace(built, config=replaced(built.config, {"model.vocab_size": 32}))
     with pytest.raises(ConfigError) as refusal:
-        list(built.training(1))
+        list(built.training())
     assert str(refusal.value).startswith("data.prefix holds the token ") and "\n" not in str(refusal.value)
     assert not multiprocessing.active_children()
 
@@ -185,8 +185,8 @@ def wait_until_gone(processes):
 
 
 def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, build):
-    alone = [batch["tokens"] for batch in build(f"{folder}/a").training(1)]
-    batches = build(f"{folder}/a", num_workers=2).training(1)
+    alone = [batch["tokens"] for batch in build(f"{folder}/a").training()]
+    batches = build(f"{folder}/a", num_workers=2).training()
     found = [next(batches)["tokens"]]
     workers = multiprocessing.active_children()
     assert len(workers) == 2
@@ -200,7 +200,7 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
 
 def test_loader_processes_end_when_their_parent_says_so(folder, build):
     """As multiprocessing does to what is left when Python exits, waiting for them without limit."""
-    batches = build(f"{folder}/a", num_workers=2).training(1)
+    batches = build(f"{folder}/a", num_workers=2).training()
     next(batches)
     workers = multiprocessing.active_children()
     for worker in workers:

@@ -364,7 +364,7 @@ def test_a_run_without_results_and_a_run_without_settings_are_shown(tmp_path):
         file.write('{"step": 60, "loss"')  # it is being written
     page = page_of(tmp_path, run)
     assert list(page.sections) == ["training", "speeds"]
-    assert page.table("How far each run is")[1][1:3] == ["50", "\N{EN DASH}"]
+    assert page.table("How far each run is")[1][1:3] == ["50", "102,400"]
 
 
 def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_path):

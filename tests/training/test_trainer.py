@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from training_cases import RECIPE, option
 
 from megatron_tape.checkpoint.directories import list_checkpoints
+from megatron_tape.data.samples import GeneratedSamples
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import kind_of
 from megatron_tape.training import trainer
@@ -158,3 +159,22 @@ def test_a_run_that_continues_draws_no_weights(run, monkeypatch):
 def test_training_nothing_is_refused(run):
     with pytest.raises(ValueError, match="no parameter of the model is trained"):
         run("nothing", trains=only())
+
+
+def test_a_run_that_goes_on_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):
+    seen, take = [], GeneratedSamples.__getitem__
+
+    def watched(source, index):
+        seen.append(index)
+        return take(source, index)
+
+    monkeypatch.setattr(GeneratedSamples, "__getitem__", watched)
+    generated = [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
+    assert run("batches", *generated, steps=2) == 0
+    smaller = option("train.global_batch_size", 2)
+    assert run("batches", *generated, smaller, steps=5) == 0
+    assert seen == list(range(2 * 4 + 3 * 2))
+    state = json.loads((newest(run.folder / "batches") / "state.json").read_text())
+    assert state["consumed_samples"] == 14
+    rows = [json.loads(line) for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [16 * samples for samples in (4, 8, 10, 12, 14)]

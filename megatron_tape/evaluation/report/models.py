@@ -39,19 +39,15 @@ class Run:
     settings: Settings
     rows: list[dict[str, float]]
 
-    @property
-    def tokens_per_step(self) -> int | None:
-        factors = self.setting("train.global_batch_size"), self.setting("model.seq_length")
-        return math.prod(factors) if all(type(factor) is int and factor > 0 for factor in factors) else None
-
     def setting(self, key: str) -> Any:
         """Return the value of a setting such as `train.steps`, None if there is none."""
         section, _, name = key.partition(".")
         return self.settings.get(section, {}).get(name)
 
-    def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        found = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        return [step for step, _ in found], [value for _, value in found]
+    def curve(self, metric: str, by: str = "step") -> tuple[list[float], list[float]]:
+        """Return the steps, or the tokens of the training so far, at which a metric was logged, and its values."""
+        found = [(row[by], row[metric]) for row in self.rows if metric in row]
+        return [place for place, _ in found], [value for _, value in found]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ _UNITS = ((1e9, "billions of tokens"), (1e6, "millions of tokens"), (1e3, "thous
 
 
 def curves(models: Sequence[Model]) -> list[Picture]:
-    """Return pictures of losses and learning rates, by step and, where settings tell the tokens of a step, by token.
+    """Return pictures of losses and learning rates, by step and, where all runs have logged them, by tokens.
 
     What no run has logged twice is left out.
     """
@@ -34,11 +34,11 @@ def curves(models: Sequence[Model]) -> list[Picture]:
         drawn = {label: run for label, run in runs.items() if run.curve(metric)[0]}
         if not _is_curve(drawn, metric):
             continue
-        pictures.append(_losses(drawn, metric, name, "step", lambda run: 1))
-        if all(run.tokens_per_step for run in drawn.values()):
-            most = max(run.curve(metric)[0][-1] * run.tokens_per_step for run in drawn.values())
+        pictures.append(_losses(drawn, metric, name, "step", "step"))
+        if all("tokens" in row for run in drawn.values() for row in run.rows if metric in row):
+            most = max(run.curve(metric, "tokens")[0][-1] for run in drawn.values())
             size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
-            pictures.append(_losses(drawn, metric, name, unit, lambda run, size=size: run.tokens_per_step / size))
+            pictures.append(_losses(drawn, metric, name, "tokens", unit, size))
     return pictures + _learning_rates(runs) + _evaluations(runs)
 
 
@@ -46,16 +46,16 @@ def _is_curve(runs: dict[str, Run], metric: str) -> bool:
     return any(len(run.curve(metric)[0]) > 1 for run in runs.values())
 
 
-def _losses(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: Callable[[Run], float]) -> Picture:
+def _losses(runs: dict[str, Run], metric: str, name: str, by: str, x_label: str, size: float = 1) -> Picture:
     figure, (axes,) = new_figure()
     look = styles(runs)
     last, tops, highest = [], [], []
     for label, run in runs.items():
-        steps, values = run.curve(metric)
+        places, values = run.curve(metric, by)
         last.append(f"{label} {values[-1]:.4g}")
-        x, y = thinned(steps, values)
+        x, y = thinned(places, values)
         style = {**look[label], "marker": look[label]["marker"] if len(x) <= _WITH_MARKERS else ""}
-        axes.plot(x * scale(run), y, **style)
+        axes.plot(x / size, y, **style)
         tops.append(y[int(len(y) * _HIDDEN) :].max())
         highest.append(y.max())
     axes.set(xlabel=x_label, ylabel=f"{name} (nats per token)")
@@ -65,7 +65,6 @@ def _losses(runs: dict[str, Run], metric: str, name: str, x_label: str, scale: C
         axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
         axes.set_title("the first steps lie above", fontsize=8, loc="left")
     legend(figure)
-    by = "tokens" if "token" in x_label else "step"
     text = f"{name.capitalize()} (nats per token) by {by}; at the end, {enumerated(last)}."
     return Picture(f"{metric}-by-{by}", text, figure)
 
@@ -147,7 +146,7 @@ def runs_table(models: Sequence[Model]) -> Table | None:
             [
                 Cell(model.label, model.label),
                 number(done, 0, of),
-                number(done * run.tokens_per_step if run.tokens_per_step else None, 0),
+                number(run.rows[-1].get("tokens"), 0),
                 number(statistics.fmean(recent) if recent else None, 4),
                 number(evaluated[-1] if evaluated else None, 4),
                 number(lowest[0], 4, f"at step {lowest[1]:,}"),
