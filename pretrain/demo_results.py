@@ -1,0 +1,139 @@
+"""What the demo shows in the end: how its models learn, what the extension changes, and which models copy."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_tape.io.files import atomic_output
+
+CONTEXT, EXTENDED = 256, 1024
+"""Of the recipes."""
+COPYING = {
+    "RoPE": "rope",
+    "TAPE": "tape",
+    "RoPE, signed increments": "rope+position_increments=signed",
+    "TAPE, signed increments": "tape+position_increments=signed",
+}
+"""What copies: names, and what `pretrain.compare` calls them."""
+BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
+CHANCE = 1 / 8
+"""Of guessing one of the copied symbols."""
+Rows = dict[str, list[dict]]
+"""A run's metrics, by model."""
+ByPosition = dict[str, dict[str, tuple[list[float], list[float]]]]
+"""Positions and losses there, by when it was (before or after the extension) and model."""
+Copied = dict[str, dict[str, float]]
+"""Share of symbols that are copied rightly, by what copies and the blanks among them."""
+STYLES = {"TAPE": {"color": "tab:red", "linewidth": 3.5}, "RoPE": {"color": "tab:blue", "linestyle": "--"}}
+
+
+def write_picture(rows: Rows, by_position: ByPosition, copied: Copied, path: Path) -> None:
+    """Plot how both models learn, what the extension changes, and who copies among other numbers of blanks."""
+    figure = Figure(figsize=(14, 4.2))
+    left, middle, right = figure.subplots(1, 3)
+    for name, run in rows.items():
+        left.plot(*columns(run, "validation_loss"), **STYLES[name], marker="o", label=name)
+    left.set(xlabel="step", ylabel="validation loss (nats per token)", title="Training on Python's standard library")
+    for when, losses in by_position.items():
+        for name, loss in losses.items():
+            style = STYLES[name] | {"linewidth": 2, "alpha": 0.35 if when == "before" else 1}
+            middle.plot(*loss, **style, label=f"{name}, {when}")
+    middle.axvline(CONTEXT, color="gray", linestyle=":")
+    title = f"Extension from {CONTEXT} to {EXTENDED:,} tokens"
+    middle.set(xlabel="position", ylabel="loss on text held out", title=title)
+    plot_copying(right, copied)
+    for axes in (left, middle):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    with atomic_output(path, overwrite=True) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def plot_copying(axes: Axes, copied: Copied) -> None:
+    """Plot bars: a group for each number of blanks, a bar for each encoding."""
+    colors = ("tab:blue", "tab:red", "lightskyblue", "lightcoral")
+    groups = list(next(iter(copied.values())))
+    width = 0.8 / len(copied)
+    for number, (name, shares) in enumerate(copied.items()):
+        places = [place + (number - (len(copied) - 1) / 2) * width for place in range(len(groups))]
+        axes.bar(places, [shares[group] for group in groups], width, color=colors[number], label=name)
+    axes.axhline(CHANCE, color="gray", linestyle=":")
+    axes.set_xticks(range(len(groups)), [BLANKS[group] for group in groups])
+    axes.set(
+        ylim=(0, 1.45), ylabel="symbols copied rightly (dotted: guessing)", title="Copying 16 symbols from among blanks"
+    )
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.legend(fontsize="small", loc="upper center", ncols=2)
+
+
+def columns(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of the rows that have `key`."""
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def write_summary(rows: Rows, by_position: ByPosition, copied: Copied, path: Path) -> None:
+    """Write what came out as Markdown tables."""
+    lines = [
+        "# Demo",
+        "",
+        "## Training",
+        "",
+        "| position encoding | steps | training loss | validation loss | perplexity | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in rows.items():
+        last = run[-1]
+        speeds = sorted(row["tokens_per_second"] for row in run)
+        lines.append(
+            f"| {name} | {last['step']} | {last['loss']:.4f} | {last['validation_loss']:.4f} | "
+            f"{math.exp(last['validation_loss']):.2f} | {speeds[len(speeds) // 2]:,.0f} |"
+        )
+    lines += [
+        "",
+        "One small model, one seed and a few minutes of training: the losses show that both encodings learn, not which",
+        "is better. The speeds depend on the machine's load.",
+        "",
+        f"## Extension from {CONTEXT} to {EXTENDED:,} tokens",
+        "",
+        "Positions are divided by four. Trained are LoRA layers, embeddings and norms, and TAPE's matrices.",
+        "The loss on text held out:",
+        "",
+        f"| position encoding | first {CONTEXT} before | after | later ones before | after |",
+        "|---|---|---|---|---|",
+    ]
+    for name in rows:
+        means = []
+        for early in (True, False):
+            for when in ("before", "after"):
+                positions, losses = map(np.array, by_position[when][name])
+                means.append(losses[(positions <= CONTEXT) == early].mean())
+        lines.append(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+    lines += [
+        "",
+        "## Copying",
+        "",
+        "Small models copy 16 symbols that stand among 16 blanks, and then among fewer and more, which they never saw.",
+        f"The share of symbols that are right; guessing gives {CHANCE:.3f}:",
+        "",
+        "| position encoding | " + " | ".join(BLANKS[group] for group in next(iter(copied.values()))) + " |",
+        "|---|---|---|---|",
+    ]
+    for name, shares in copied.items():
+        lines.append(f"| {name} | " + " | ".join(f"{share:.3f}" for share in shares.values()) + " |")
+    lines += [
+        "",
+        "With signed increments (model.position_increments) the content decides how far each token moves the position,",
+        "so that blanks need not count.",
+        "",
+        "![demo](demo.png)",
+        "",
+        "All results: [report.html](report.html)",
+        "",
+    ]
+    with atomic_output(path, "w", overwrite=True) as file:
+        file.write("\n".join(lines))
