@@ -332,7 +332,7 @@ def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, wr
 def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, wrong_kernel, monkeypatch, capfd):
     monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
-    assert run("--model.hidden_size=128", *short) == 0
+    assert run("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1", *short) == 0
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: model.attention_backend is triton" in log
     assert "attention runs as torch" in log
