@@ -30,7 +30,7 @@ ifdef TESTS
 else
 	@trap 'exit 130' INT; \
 	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); others=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 3 $(QUICK); slurm=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 3 --dist loadgroup $(QUICK); slurm=$$?; \
 	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
 	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
 	$(if $(SLOW),,echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \

@@ -1,6 +1,5 @@
 """A real Slurm cluster of virtual nodes on this machine, and jobs on it; see slurm_local.sh."""
 
-import json
 import os
 import re
 import shutil
@@ -143,10 +142,3 @@ def copy_code(target):
     for name in ("megatron_tape", "pretrain", "tools", "slurm"):
         ignored = shutil.ignore_patterns("__pycache__", "site.env")
         shutil.copytree(REPOSITORY / name, target / name, ignore=ignored)
-
-
-def rows(run):
-    """Return the rows of a run's metrics without times and speeds."""
-    path = run / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]

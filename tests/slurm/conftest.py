@@ -1,13 +1,21 @@
+import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cluster as clusters
+from runs import settings
 
 MISSING = clusters.missing()
+INJECTED = Path(__file__).parent / "injected"
+TESTS = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items):
@@ -23,3 +31,77 @@ def cluster(request):
     made.site()
     with made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """Return a folder that the first of pytest-xdist's workers to ask for it has filled."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+
+    def folder(name, fill):
+        made = tmp_path_factory.getbasetemp().parent / f"{name}-{run}" if run else tmp_path_factory.mktemp(name)
+        done = made.with_suffix(".done")
+        with FileLock(made.with_suffix(".lock")):
+            if not done.exists():
+                made.mkdir(exist_ok=True)
+                fill(made)
+                done.touch()
+        return made
+
+    return folder
+
+
+def python(folder, *arguments):
+    environment = {"PYTHONPATH": f"{TESTS}:{clusters.REPOSITORY}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=os.environ | environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def inputs(shared):
+    """A folder with a recipe and, in `data`, what it needs."""
+
+    def fill(folder):
+        shutil.copy(TESTS / "recipes" / "tiny.yaml", folder)
+        (folder / "data").mkdir()
+        # In a process of its own, so that none of the workers needs to import torch.
+        python(folder, "-c", "import pathlib, datasets_for_tests as d; d.write_all(pathlib.Path('data'))")
+
+    return shared("inputs", fill)
+
+
+@pytest.fixture(scope="session")
+def whole(shared, inputs):
+    """An uninterrupted run of two processes without Slurm."""
+
+    def fill(folder):
+        shutil.copytree(inputs, folder, dirs_exist_ok=True)
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "pretrain.train"]
+        python(folder, *launcher, "--config", "tiny.yaml", *settings())
+
+    return shared("whole", fill)
+
+
+@pytest.fixture
+def prepare(cluster, inputs):
+    """Fill the cluster's working directory; what is injected into programs, sitecustomize.py explains."""
+    shutil.copytree(inputs, cluster.work, dirs_exist_ok=True)
+
+    def write(*site, sleep=0.1, **inject):
+        text = json.dumps({"sleep": sleep, **inject})
+        cluster.site(*site, f"export PYTHONPATH={INJECTED} TEST_INJECT='{text}'")
+
+    return write
+
+
+@pytest.fixture
+def start(cluster, prepare):
+    """Prepare the cluster's working directory, and submit a run of two nodes."""
+
+    def submit(options=(), inject=None, overrides=None, site=()):
+        prepare(*site, **(inject or {}))
+        return cluster.submit("pretrain_tape.sh", "tiny.yaml", *settings(**(overrides or {})), options=options)
+
+    submit.run = cluster.work / "runs" / "tiny"
+    return submit

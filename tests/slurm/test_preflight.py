@@ -6,17 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from cluster import wait_until
-from test_survive import start, whole  # noqa: F401  (fixtures)
+from runs import wait_for_attempt
 
 from megatron_tape.run.judging import read_attempts
 
-FEW_STEPS = {"train.steps": 2, "schedule.warmup_steps": 0}
-
 
 @pytest.mark.parametrize("cluster", [{"nodes": "nodeA nodeB nodeC"}], indirect=True)
-def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(cluster, start):  # noqa: F811
+def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(cluster, start):
     if cluster.mode() == "plain":
         pytest.skip("without namespaces the virtual nodes see the same files")
     changed = cluster.work / "changed.bin"
@@ -31,23 +28,23 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
         directory.mkdir()
     for source, target in ((changed, original), (other, metadata), (local, checkpoints)):
         cluster.control("sh-node", "nodeB", "mount", "--bind", str(source), str(target))
-    job = start(overrides=FEW_STEPS | {"checkpoint.directory": str(checkpoints)})
-    assert cluster.wait(job, 180) == "COMPLETED", cluster.story(job)
+    job = start(overrides={"checkpoint.directory": str(checkpoints)})
+    wait_until(lambda: "preflight: passed in " in cluster.log(job), 180, lambda: cluster.story(job))
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
     assert "nodeB: deepspeed is 0.0.1, but " in named and "on nodeA" in named
     assert re.search(r"nodeB: data/a.bin is \d+ bytes, sha256 \w+, but", named)
     assert "nodeB: checkpoint.directory" in named
-    assert "requeueing without nodeB" in log and re.search(r"preflight: passed in \d+\.\d s", log)
+    assert "requeueing without nodeB" in log
     first, second = read_attempts(start.run)
     assert (first.outcome, first.facts["nodes"]) == ("unready", ["nodeA", "nodeB"])
-    assert (second.outcome, second.facts["nodes"]) == ("finished", ["nodeA", "nodeC"])
+    assert second.facts["nodes"] == ["nodeA", "nodeC"]
 
 
-def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(cluster, start):  # noqa: F811
-    job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",), overrides=FEW_STEPS)
+def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(cluster, start):
+    job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",))
     wait_until(lambda: cluster.kill(1, 1, signal.SIGSTOP), 60, lambda: cluster.story(job))
-    assert cluster.wait(job, 180) == "COMPLETED", cluster.story(job)
+    wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
     assert "error: preflight: rank 1 on nodeB did not answer within 8 s" in log
     assert "too few other nodes like nodeB are left to exclude it" in log
@@ -56,7 +53,7 @@ def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(
 
 
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):  # noqa: F811
+def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))
     # A torch without CUDA is a mistake, which stops the job at once; GPUs that a torch with CUDA misses may come back.
     assert cluster.wait(job, 240) == "FAILED", cluster.story(job)
@@ -64,4 +61,4 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start): 
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
     assert "nodeA: torch sees 0 of the 2 GPUs" in named and "nodeB: torch sees 0 of the 2 GPUs" in named
     assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
-    assert len(read_attempts(start.run)) == (3 if torch.backends.cuda.is_built() else 1)
+    assert len(read_attempts(start.run)) == (1 if "built without CUDA" in named else 3)

@@ -1,20 +1,20 @@
 """What is refused before sbatch is called; a program of that name stands in for Slurm's."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 from cluster import REPOSITORY
-from datasets_for_tests import write_all
 
 RECIPE = str(REPOSITORY / "tests" / "recipes" / "tiny.yaml")
 
 
 @pytest.fixture
-def submit(tmp_path):
-    """Call a script as a user does; return its status, whether it called sbatch, and what it printed."""
-    write_all(tmp_path)
+def submit(inputs, tmp_path):
+    """Call a script as a user does; return its status, what sbatch was given, if anything, and what was printed."""
+    shutil.copytree(inputs / "data", tmp_path, dirs_exist_ok=True)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/submitted\n')
@@ -25,7 +25,9 @@ def submit(tmp_path):
     def run(script, *arguments):
         command = ["bash", str(REPOSITORY / "slurm" / script), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return done.returncode, (tmp_path / "submitted").exists(), done.stderr
+        submitted = tmp_path / "submitted"
+        given = submitted.read_text().splitlines()[1:] if submitted.exists() else None
+        return done.returncode, given, done.stdout + done.stderr
 
     return run
 
@@ -34,17 +36,19 @@ def submit(tmp_path):
     "script, arguments, told",
     [
         ("pretrain_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
-        ("pretrain_tape.sh", [RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
-        ("pretrain_tape.sh", ["--train.steps", "0"], "train.steps is 0"),
         ("pretrain_tape.sh", [RECIPE, "--data.prefix=missing"], "missing"),
         ("pretrain_tape.sh", ["missing.yaml"], "missing.yaml does not exist"),
         ("extend_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
+        ("run_all.sh", [RECIPE, "--data.prefix=a", "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
     ],
 )
 def test_a_mistake_is_refused_before_sbatch_whether_a_recipe_is_named_or_not(submit, script, arguments, told):
-    status, submitted, error = submit(script, *arguments)
-    assert (status, submitted) == (2, False) and told in error
+    status, submitted, said = submit(script, *arguments)
+    assert (status, submitted) == (2, None) and told in said
 
 
-def test_what_can_run_is_submitted(submit):
-    assert submit("pretrain_tape.sh", RECIPE, "--data.prefix=a")[:2] == (0, True)
+def test_what_can_run_is_submitted_and_what_is_incomplete_explained(submit):
+    assert submit("run_all.sh", RECIPE)[:2] == (1, None) and "--extend RECIPE is missing" in submit("run_all.sh")[2]
+    assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
+    for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
+        assert submit(script, *arguments)[:2] == (0, arguments)

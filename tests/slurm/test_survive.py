@@ -3,82 +3,21 @@
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from cluster import REPOSITORY, rows, wait_until
-from filelock import FileLock
+from cluster import REPOSITORY, wait_until
+from runs import STEPS, rows, step_of, wait_for_attempt, wait_for_step
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.run.judging import read_attempts
 
-STEPS, INTERVAL = 60, 5
-INJECTED = Path(__file__).parent / "injected"
 slow = pytest.mark.slow
 IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
 """Saves of the tests that interrupt runs in most ways; the others save as by default."""
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """Data, a recipe and an uninterrupted run of two processes without Slurm, shared by all pytest-xdist workers."""
-    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    folder = tmp_path_factory.getbasetemp().parent / f"whole-{shared}" if shared else tmp_path_factory.mktemp("whole")
-    with FileLock(folder.with_suffix(".lock")):
-        if not (folder / "done").exists():
-            folder.mkdir(exist_ok=True)
-            train_whole(folder)
-            (folder / "done").touch()
-    return folder
-
-
-def train_whole(folder):
-    shutil.copy(REPOSITORY / "tests" / "recipes" / "tiny.yaml", folder)
-    program = "import sys, pathlib, datasets_for_tests as d; d.write_all(pathlib.Path(sys.argv[1]))"
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/tests", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    (folder / "data").mkdir()
-    subprocess.run([sys.executable, "-c", program, folder / "data"], env=environment, check=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    command = [*launcher, "pretrain.train", "--config", folder / "tiny.yaml", *settings()]
-    done = subprocess.run(
-        command, env=environment | {"PYTHONPATH": str(REPOSITORY)}, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def settings(run="runs/tiny", **overrides):
-    chosen = {
-        "data.prefix": "data/a",
-        "train.steps": STEPS,
-        "checkpoint.interval": INTERVAL,
-        "train.eval_interval": 10,
-        "logging.directory": run,
-        "logging.tensorboard": "true",
-        **overrides,
-    }
-    return [f"--{key}={value}" for key, value in chosen.items()]
-
-
-@pytest.fixture
-def start(cluster, whole):
-    """Prepare the cluster's working directory, and submit a run: `start(sleep=0.1, ...)` injects, see sitecustomize."""
-    shutil.copytree(whole / "data", cluster.work / "data")
-    shutil.copy(whole / "tiny.yaml", cluster.work)
-
-    def submit(options=(), inject=None, overrides=None, site=()):
-        injected = {"sleep": 0.1, **(inject or {})}
-        text = str(injected).replace("'", '"')
-        cluster.site(*site, f"export PYTHONPATH={INJECTED} TEST_INJECT='{text}'")
-        arguments = ["tiny.yaml", *settings(**(overrides or {}))]
-        return cluster.submit("pretrain_tape.sh", *arguments, options=options)
-
-    submit.run = cluster.work / "runs" / "tiny"
-    return submit
 
 
 def check_equal(run, whole, attempts=None):
@@ -96,29 +35,12 @@ def check_equal(run, whole, attempts=None):
     return records
 
 
-def step_of(run):
-    found = rows(run) if run.exists() else []
-    return found[-1]["step"] if found else 0
-
-
-def wait_for_step(cluster, job, run, step, timeout=120):
-    return wait_until(lambda: step_of(run) >= step, timeout, lambda: cluster.story(job))
-
-
-def wait_for_attempt(cluster, job, run, number, timeout=120):
-    wait_until(
-        lambda: sum("started" in record.facts for record in read_attempts(run)) >= number,
-        timeout,
-        lambda: cluster.story(job),
-    )
-
-
 def completed(cluster, job):
     return cluster.field(job, "JobState") == "COMPLETED"
 
 
-def finish(cluster, job, timeout=300):
-    assert cluster.wait(job, timeout) == "COMPLETED", cluster.story(job)
+def finish(cluster, job):
+    assert cluster.wait(job) == "COMPLETED", cluster.story(job)
 
 
 @slow
@@ -150,33 +72,16 @@ def test_kills_of_a_rank_at_ten_random_moments(cluster, start, whole):
     assert starts == sorted(starts)
 
 
-def test_a_two_node_run_equals_a_run_without_slurm_and_a_one_process_run(cluster, start, whole):
-    job = start()
+def test_a_two_node_run_equals_one_without_slurm_and_is_not_delayed_by_a_step_that_holds_the_nodes(
+    cluster, start, whole
+):
+    # Like the preflight step may: without --overlap, srun waits for Slurm to report its end, or for two minutes.
+    held = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
+    job = start(inject={"sleep": 0}, site=(held, "sleep 2"))
     finish(cluster, job)
     (attempt,) = check_equal(start.run, whole, attempts=1)
     assert attempt.facts["nodes"] == ["nodeA", "nodeB"]
-    log = cluster.log(job)
-    assert re.search(r"all-reduce of 16 MiB over 2 ranks: [0-9.]+ GB/s", log)
-    alone = subprocess.run(
-        [sys.executable, "-m", "pretrain.train", "--config", "tiny.yaml", *settings("runs/alone")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        cwd=cluster.work,
-        capture_output=True,
-        text=True,
-    )
-    assert alone.returncode == 0, alone.stderr
-    for ours, theirs in zip(rows(start.run), rows(cluster.work / "runs/alone"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-
-
-def test_a_step_that_still_holds_the_nodes_does_not_delay_the_ranks(cluster, start):
-    # Like the preflight step may: without --overlap, srun waits for Slurm to report its end, or for two minutes.
-    job = start(
-        overrides={"train.steps": 2, "schedule.warmup_steps": 0},
-        site=('[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &', "sleep 2"),
-    )
-    finish(cluster, job, timeout=100)
-    assert step_of(start.run) == 2
+    assert re.search(r"all-reduce of 16 MiB over 2 ranks: [0-9.]+ GB/s", cluster.log(job))
 
 
 @slow
@@ -199,16 +104,8 @@ def test_preemption_by_a_higher_partition_saves_and_continues(cluster, start, wh
     job = start(options=("--partition=low",), overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 12)
     reached = step_of(start.run)
-    other = cluster.run(
-        "sbatch",
-        "--parsable",
-        "--partition=high",
-        "--nodes=2",
-        "--exclusive",
-        "--wrap",
-        "sleep 3",
-        "--output=/dev/null",
-    )
+    options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 3")
     assert cluster.wait(other, 60) == "COMPLETED"
     finish(cluster, job)
     _, second = check_equal(start.run, whole, attempts=2)
@@ -329,22 +226,12 @@ def test_a_crash_loop_stops_after_three_attempts_with_the_error_first(cluster, s
     verdict = records[-1].verdict
     assert verdict["verdict"] == "stop" and "3 attempts in a row" in verdict["reason"]
     assert "rank 1: RuntimeError: a step that was made to fail" in verdict["reason"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "pretrain.status", str(start.run)],
-        env=cluster.environment | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 1 and "failed" in shown.stdout.splitlines()[0]
-    assert "made to fail" in shown.stdout.splitlines()[0]
+    shown = cluster.run(sys.executable, "-m", "pretrain.status", str(start.run), check=False, cwd=REPOSITORY)
+    assert "failed" in shown.splitlines()[0] and "made to fail" in shown.splitlines()[0]
 
 
 def test_a_wrong_configuration_ends_the_job_in_seconds_with_one_sentence(cluster, start):
-    began = time.time()
     job = start(overrides={"model.num_attention_heads": 5})
     assert cluster.wait(job, 60) == "FAILED"
-    log = cluster.log(job)
-    errors = [line for line in log.splitlines() if line.startswith("error: ")]
-    assert errors == [next(line for line in errors if "model.num_attention_heads 5" in line)]
-    assert not (start.run / "attempts").exists()
-    assert float(time.time() - began) < 60
+    (error,) = [line for line in cluster.log(job).splitlines() if line.startswith("error: ")]
+    assert "model.num_attention_heads 5" in error and not (start.run / "attempts").exists()

@@ -1,0 +1,46 @@
+"""A small run for the jobs of these tests: its settings, and what it left."""
+
+import json
+
+from cluster import wait_until
+
+from megatron_tape.run.judging import read_attempts
+
+STEPS, INTERVAL = 60, 5
+
+
+def settings(run="runs/tiny", **overrides):
+    chosen = {
+        "data.prefix": "data/a",
+        "train.steps": STEPS,
+        "checkpoint.interval": INTERVAL,
+        "train.eval_interval": 10,
+        "logging.directory": run,
+        "logging.tensorboard": "true",
+        **overrides,
+    }
+    return [f"--{key}={value}" for key, value in chosen.items()]
+
+
+def rows(run):
+    """Return the rows of a run's metrics without times and speeds."""
+    path = run / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in row.items() if "per_second" not in key and key != "time"} for row in found]
+
+
+def step_of(run):
+    return rows(run)[-1]["step"] if rows(run) else 0
+
+
+def wait_for_step(cluster, job, run, step, timeout=120):
+    return wait_until(lambda: step_of(run) >= step, timeout, lambda: cluster.story(job))
+
+
+def wait_for_attempt(cluster, job, run, number, timeout=120):
+    """Wait until an attempt has begun."""
+
+    def begun():
+        return sum("started" in record.facts for record in read_attempts(run)) >= number
+
+    wait_until(begun, timeout, lambda: cluster.story(job))
