@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gpu
 
-QUICK = ("tape bf16 ZeRO 2", "rope fp32")
+QUICK = ("tape bf16 ZeRO 2", "gradients of tape packed")
 """What is run without a GPU if slow tests are left out."""
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative error of a gradient that is always allowed, as in `ops.parity`."""
@@ -98,7 +98,7 @@ def test_packed_documents_do_not_see_each_other(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", map(slow, GRADIENTS))
 def test_gradients_are_twice_as_far_from_float64_as_those_of_plain_torch_at_most(name, dtype, device, expected):
     truth = expected(name)
 

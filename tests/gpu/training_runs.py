@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -233,42 +233,24 @@ def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subp
     return subprocess.Popen(command, env=variables, cwd=folder)
 
 
-def settings(folder: Path, encoding: str) -> dict:
-    """Return the settings that all runs of an encoding share, by section."""
+def recipe(folder: Path, encoding: str) -> str:
+    """Return the settings that all runs of an encoding share."""
     width = SIZE.heads * SIZE.head_dim
-    return {
-        "model": {
-            "position_encoding": encoding,
-            "num_layers": SIZE.layers,
-            "hidden_size": width,
-            "ffn_hidden_size": 3 * width,
-            "num_attention_heads": SIZE.heads,
-            "seq_length": SIZE.seq_length,
-            "vocab_size": SIZE.vocab_size,
-            "unpadded_vocab_size": SIZE.vocab_size,
-        },
-        "data": {
-            "prefix": str(folder / "data"),
-            "split": "900,100,0",
-            "tokenizer": str(folder / "tokenizer.model"),
-            "cache_directory": str(folder / "index"),
-        },
-        # The rate moves TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are nothing
-        # but rounding errors into whole steps, and equal runs would drift apart.
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0, "eps": 1e-6},
-        "schedule": {"kind": "constant"},
-        "train": {
-            "steps": SIZE.steps,
-            "global_batch_size": SIZE.batch,
-            "micro_batch_size": SIZE.micro_batch,
-            "precision": "fp32",
-            "eval_interval": SIZE.steps,
-            "eval_steps": 1,
-            "hang_timeout": 300,
-        },
-        "checkpoint": {"interval": 1000, "resume": str(folder / f"start-{encoding}")},
-        "logging": {"interval": 1, "sample_tokens": 1, "tensorboard": False},
-    }
+    # The rate moves TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are nothing
+    # but rounding errors into whole steps, and equal runs would drift apart.
+    return f"""
+model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width}, ffn_hidden_size: {3 * width},
+        num_attention_heads: {SIZE.heads}, seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
+        unpadded_vocab_size: {SIZE.vocab_size}}}
+data: {{prefix: '{folder}/data', split: '900,100,0', tokenizer: '{folder}/tokenizer.model',
+       cache_directory: '{folder}/index'}}
+optimizer: {{lr: 0.001, weight_decay: 0.1, clip_grad: 1.0, eps: 0.000001}}
+schedule: {{kind: constant}}
+train: {{steps: {SIZE.steps}, global_batch_size: {SIZE.batch}, micro_batch_size: {SIZE.micro_batch}, precision: fp32,
+        eval_interval: {SIZE.steps}, eval_steps: 1, hang_timeout: 300}}
+checkpoint: {{interval: 1000, resume: '{folder}/start-{encoding}'}}
+logging: {{interval: 1, sample_tokens: 1, tensorboard: false}}
+"""
 
 
 def prepare(folder: Path, run_tool) -> None:
@@ -297,13 +279,13 @@ def write_start(folder: Path, encoding: str) -> None:
     encodings begin with the same weights but for those matrices.
     """
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
-    from megatron_tape.io.strict_yaml import dump
+    from megatron_tape.io.records import read_yaml
     from megatron_tape.model.names import POSITION
     from megatron_tape.model.shapes import whole_shapes
 
-    recipe = settings(folder, encoding)
-    (folder / f"{encoding}.yaml").write_text(dump(recipe), encoding="utf-8")
-    model = model_config(**recipe["model"])
+    path = folder / f"{encoding}.yaml"
+    path.write_text(recipe(folder, encoding), encoding="utf-8")
+    model = model_config(**read_yaml(path, dict[str, dict[str, Any]])["model"])
     weights = {}
     for name, shape in whole_shapes(model).items():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")

@@ -55,10 +55,10 @@ def rounding_to_nearest():
         yield
 
 
-def compiled(dim, capability, few):
+def compiled(dim, capability, form=None):
     """Compile what attention and the update launch on a GPU; (name, bytes of shared memory) of each kernel.
 
-    That is all of it, or a `few` forms of each kernel that differ most.
+    That is all of it, or one form of attention and of the update, by its number.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -73,6 +73,9 @@ def compiled(dim, capability, few):
 
     def draw(*shape, dtype=torch.bfloat16):
         return torch.ones(shape, dtype=dtype, requires_grad=True)
+
+    def chosen(forms):
+        return forms if form is None else forms[form : form + 1]
 
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
@@ -89,15 +92,15 @@ def compiled(dim, capability, few):
             (1, 1, 1, 1, False, torch.bfloat16, torch.bfloat16, False),
             (1, 200, 3, 8, True, torch.float16, torch.float16, False),
         ]
-        for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in forms[: 2 if few else None]:
+        for queries, keys, batch, heads, packed, kind, state, repeatable.return_value in chosen(forms):
             bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
             G = max(1, heads // 4)
             q, k, v = (draw(*shape, dim, dtype=kind) for shape in ((queries, batch, heads), *[(keys, batch, G)] * 2))
             z = draw(keys, batch, G, dim, dtype=state)
             o, u = triton_attention.attention(q, k, v, z, True, bounds, rotate=queries == keys)
             (o.sum() + u.sum()).backward()
-        sizes = [(32, 128, torch.float32), (12, 48, torch.bfloat16), (32, 128, torch.bfloat16)]
-        for groups, inner, state in sizes[: 1 if few else None]:
+        sizes = [(32, 128, torch.float32), (32, 128, torch.bfloat16), (12, 48, torch.bfloat16)]
+        for groups, inner, state in chosen(sizes):
             matrices = draw(groups, groups), draw(inner, groups), draw(groups, inner)
             states = draw(32, groups, dim, dtype=state), draw(32, groups, dim), draw(32, inner)
             triton_position_update.update(*states, *matrices).sum().backward()
