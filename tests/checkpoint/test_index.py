@@ -1,5 +1,6 @@
 """Who writes and who reads which file of a checkpoint, counted for a large model without any tensors."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -18,14 +19,7 @@ LARGE = model_config(
     seq_length=8192,
     vocab_size=128256,
 )
-CUT = (
-    "linear_qkv.weight",
-    "linear_proj.weight",
-    "linear_fc1.weight",
-    "linear_fc2.weight",
-    "embeddings",
-    "output_layer",
-)
+CUT = [f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2")] + ["embeddings", "output_layer"]
 RANKS = 4096
 
 
@@ -33,11 +27,8 @@ def checkpoint(tensor_size, ranks, limit=None):
     """The bytes of each file that `ranks` ranks write, and those of all tensors."""
     sizes = {}
     for name, shape in parameter_shapes(LARGE).items():
-        count = 1
-        for length in shape:
-            count *= length
         part = tensor_size if any(cut in name for cut in CUT) else 1
-        sizes |= {f"{kind}/{name}": 4 * count // part for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        sizes |= {f"{kind}/{name}": 4 * math.prod(shape) // part for kind in ("weight", "exp_avg", "exp_avg_sq")}
     chosen = writers(sizes, tensor_size, ranks // tensor_size, limit)
     loads = Counter()
     for key, rank in chosen.items():

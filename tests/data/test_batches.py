@@ -155,17 +155,13 @@ def test_documents_end_with_their_end_mark(folder, build):
     assert torch.equal(batch["documents"], documents_from_tokens(batch["tokens"], EOD))
 
 
-def test_loaders_do_not_change_the_random_stream_of_the_run(folder, build):
-    built = build(f"{folder}/a")
-    before = torch.get_rng_state()
-    next(built.training()), list(built.evaluation())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_evaluation_starts_no_processes(folder, build):
+def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_starts_no_processes(folder, build):
     built = build(f"{folder}/a", num_workers=2)
+    before = torch.get_rng_state()
     next(built.evaluation())
     assert not multiprocessing.active_children()
+    next(built.training()), list(built.evaluation())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(folder, build):
