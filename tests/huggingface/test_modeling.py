@@ -88,6 +88,17 @@ def test_other_attention_functions_never_see_a_wide_value():
     assert widths == [(8, 8, 8)] * 5
 
 
+def test_a_compiled_forward_and_backward_equal_eager():
+    model, logits, gradients = build(num_hidden_layers=2), [], []
+    for each in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        logits.append(each(tokens(), use_cache=False).logits)
+        logits[-1].square().mean().backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
 def test_loading_weights_without_tape_starts_as_rope(tmp_path):
     theirs = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
     theirs.save_pretrained(tmp_path)
