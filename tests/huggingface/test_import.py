@@ -52,7 +52,6 @@ FAMILY = {
         rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0, rope_theta=1e6)
     ),
     "smollm3": dict(no_rope_layer_interval=2, pad_token_id=0),
-    "llama3_length_outside": dict(rope_parameters=LLAMA3, original_max_position_embeddings=32),
     "llama3_2": dict(rope_parameters=LLAMA3_2, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=2),
     "mistral": dict(sliding_window=None, head_dim=12),
     "mistral_of_width_34": dict(sliding_window=None, hidden_size=34, initializer_range=0.1),
@@ -284,6 +283,14 @@ def test_defaults_are_those_of_transformers():
             assert getattr(config, key) == value, (name, key)
         assert (config.initializer_range, config.tie_word_embeddings) == (0.02, False)
         assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_the_length_before_scaling_is_read_where_transformers_reads_it(tmp_path):
+    write_source(tmp_path / "source", "llama3_tied")
+    change_config(tmp_path / "source", {ORIGINAL: 32})
+    import_model(tmp_path / "source", tmp_path / "imported")
+    expected = loaded_logits(tmp_path / "source")
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
