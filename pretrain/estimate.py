@@ -76,9 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         refuse(bool(given), "--search", f"chooses {', '.join(given)} itself", "leave out what it would ignore")
         refuse(processes is None, "--search", "needs --processes, the number of GPUs", "add it")
         plan, gib = Plan(config, processes), gib or hardware.memory
-        print("\n".join(_found(search(plan, hardware, gib, validate), plan, hardware, gib)))
+        found = search(plan, hardware, gib, validate)
+        print("\n".join(_found(found, plan, hardware, gib)))
         _warn_of_encoding(config.model)
-        return 0
+        return 0 if found.fitting else 1
     plan = Plan(config, config.parallel.ranks_per_sequence if processes is None else processes)
     validate(config, plan.processes)
     needed = memory(plan)

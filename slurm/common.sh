@@ -195,13 +195,14 @@ patiently() {
 # What the run recorded decides, not this status, because srun's status is unreliable after signals.
 # --overlap: if Slurm has not yet noticed that the previous step has ended, srun would wait to be notified and otherwise
 # check again only after SlurmctldTimeout, two minutes. (Slurm has --overlap since 20.11.)
+# block:block: consecutive ranks of a node on one socket, as consecutive GPUs are; Slurm would alternate between sockets.
 step() {
   local module=$1
   shift
   # shellcheck disable=SC2086
   PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
-    --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block --kill-on-bad-exit=1 --unbuffered --overlap \
+    --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block:block --kill-on-bad-exit=1 --unbuffered --overlap \
     $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
     $TAPE_CONTAINER "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &

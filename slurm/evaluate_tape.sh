@@ -10,6 +10,7 @@
 #SBATCH --job-name=tape-evaluate
 #SBATCH --nodes=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out

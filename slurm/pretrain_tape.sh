@@ -11,6 +11,7 @@
 #SBATCH --job-name=tape-pretrain
 #SBATCH --nodes=2
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out

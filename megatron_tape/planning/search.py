@@ -16,7 +16,7 @@ from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.step_time import StepTime, step_time
 from megatron_tape.position import replaced
 
-HEADROOM = 0.06
+HEADROOM = 0.10
 """Share of a GPU's memory that is left to the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
 STAGES = (1, 2, 3)

@@ -20,8 +20,8 @@ from pretrain import estimate
 def run(capsys):
     """Runs the command; returns its output and its warnings."""
 
-    def run(*arguments, name="tape_1b"):
-        assert estimate.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == 0
+    def run(*arguments, name="tape_1b", status=0):
+        assert estimate.main(["--config", str(RECIPES / f"{name}.yaml"), *arguments]) == status
         return capsys.readouterr()
 
     return run
@@ -216,14 +216,14 @@ def test_a_search_lists_layouts_and_why_others_do_not_fit(run):
     )
     fitting, others = rows[:10], rows[10:]
     assert [float(row[2]) for row in fitting] == sorted(float(row[2]) for row in fitting)
-    assert all(float(row[3]) <= 0.94 * 40 for row in fitting) and "projections" in fitting[0][4]
-    assert 0 < len(others) <= 5 and all(0.94 * 40 < float(row[3]) < 2 * 40 for row in others)
+    assert all(float(row[3]) <= 0.9 * 40 for row in fitting) and "projections" in fitting[0][4]
+    assert 0 < len(others) <= 5 and all(0.9 * 40 < float(row[3]) < 2 * 40 for row in others)
     assert "activations" in others[0][4] and "predicted for 16 GPUs, H100, rates assumed" in output
 
 
 def test_a_search_without_a_layout_that_fits_lists_the_smallest_and_without_any_says_why(run):
-    output = run("--search", "--processes=16", "--gpu-memory=1").out
-    assert "none fits in 1 GiB, of which 6% must stay free; the smallest:\n" in output
+    output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
+    assert "none fits in 1 GiB, of which 10% must stay free; the smallest:\n" in output
     sizes = [float(size) for size in re.findall(r"% +([\d.]+)  ", output.partition("smallest:")[2])]
     assert len(sizes) == 5 and sizes == sorted(sizes)
     output = run("--search", "--processes=63").out
