@@ -1,8 +1,8 @@
 """Memory of a GPU and disk space for checkpoints, by arithmetic from the settings alone. Imports no torch.
 
 Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 hold them)
-and what one micro-batch adds (`activations`). The CUDA context, NCCL's buffers and fragmentation, which take some per cent
-more, are not included.
+and what one micro-batch adds (`activations`). The CUDA context, NCCL's buffers and fragmentation, which take some per
+cent more, are not included.
 """
 
 from dataclasses import asdict, dataclass
