@@ -141,7 +141,9 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
-    lines.append(f"checkpoint  {_last_checkpoint(last.facts.get('checkpoint_directory', run / 'checkpoints'))}")
+    own = run / "checkpoints"  # as the run may have been moved or copied since it was recorded where they are
+    recorded = last.facts.get("checkpoint_directory", own)
+    lines.append(f"checkpoint  {_last_checkpoint(own if own.is_dir() else recorded)}")
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
@@ -155,8 +157,8 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
 
 def _line(attempt: AttemptRecord, alive: bool) -> str:
     try:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts.get("started", 0)))
-    except (ValueError, OverflowError, OSError):  # the time is outside the range of years that can be shown
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts["started"]))
+    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or outside the range that can be shown
         started = "at an unknown time"
     job = attempt.facts.get("job")
     nodes = attempt.facts.get("nodes", [])

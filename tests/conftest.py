@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 LONGEST = (
     "test_training.py",
     "test_resuming.py",
+    "test_two_processes.py",
     "test_demo.py",
     "test_export.py",
     "test_ecosystem.py",

@@ -28,6 +28,7 @@ def settings(data):
         "model.vocab_size": PADDED,
         "model.seq_length": LENGTH,
         "optimizer.lr": 0.02,
+        "train.micro_batch_size": 1,
         "train.steps": STEPS,
         "train.eval_steps": 1,
         "train.eval_interval": STEPS,

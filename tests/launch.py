@@ -1,9 +1,11 @@
 """Starts Python in processes of their own, forked from one that has spent the seconds to import the libraries."""
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import random
 import runpy
 import socket
 import sys
@@ -40,9 +42,12 @@ def environment(rank, size, port):
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port below those that Linux gives to connections of its own choice, which could take it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def start(call, arguments, log, environment, folder="."):

@@ -85,7 +85,7 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
             rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
     last = sizes[-1]
     blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
-    accumulate = [option("train.micro_batch_size", 1)]
+    accumulate = [option("train.global_batch_size", 8)]
     between = sizes == (1, 2)  # on two processes, not all that one and four do
     if not between:
         rows["blend"] = run(folder, "blend", blend, tp(last))
@@ -120,7 +120,7 @@ def context_runs(folder, data, size):
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
     rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
-    accumulate = [option("train.micro_batch_size", 1)]
+    accumulate = [option("train.global_batch_size", 8)]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:
         rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))

@@ -73,24 +73,32 @@ def test_tables_say_what_is_not_known():
     assert [column.title for column in table.columns][4] == "difference"
 
 
-def test_a_few_metrics_stand_in_one_table_before_their_own_in_the_order_in_which_they_were_found():
-    made = comparison()
+def with_two_metrics(*variants):
+    made = comparison({name: FOUND[name] for name in variants})
     for each in made.runs:
         each.scores.append(score(2 * each.scores[0].value, metric="exact match", better="lower"))
+    return made
+
+
+def test_a_few_metrics_stand_in_one_table_before_their_own_in_the_order_in_which_they_were_found():
+    made = with_two_metrics(*FOUND)
     assert [metric.metric for metric in made.metrics] == ["accuracy", "exact match"]
     overview, *others = metric_tables(made, "selective_copy")
     titles = [column.title for column in overview.columns]
     assert len(others) == 2 and titles[1:] == ["Accuracy, IID ↑", "Exact match, IID ↓"]
     shown = {variant: row[0] for variant, row in cells(overview).items()}
-    assert shown == {"rope": "0.600 ± 0.100", "tape": "0.767 ± 0.115*", "nope<b>": "0.400 ± 0.000"}
+    assert shown == {"rope": "0.600 ± 0.100", "tape": "0.767 ± 0.115", "nope<b>": "0.400 ± 0.000"}
+    # Of two variants that are compared, p is 0.076; of one, 0.038.
+    alone = with_two_metrics("rope", "tape")
+    assert cells(metric_tables(alone, "selective_copy")[0])["tape"][0] == "0.767 ± 0.115*"
 
 
 def test_markdown_has_a_row_for_each_variant_and_the_notes():
     text = markdown(comparison(), ["tape, seed 4"])
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1
-    assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0377 |" in lines[3]
-    assert "With 3 seeds, a difference gets p < 0.05 only if it is more than 2.5 times" in text
+    assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0755 |" in lines[3]
+    assert "With 3 seeds, a single difference gets p < 0.05 only if it is more than 2.5 times" in text
     assert "Fewer seeds than the others: nope<b> (2)." in text and "Not finished: tape, seed 4." in text
 
 

@@ -138,13 +138,35 @@ def test_a_configuration_of_the_wrong_shape_hides_only_the_total(run, capsys, te
 
 
 @pytest.mark.parametrize(
-    "facts", [{"started": 1e18}, {"started": -1e18}, {"job": "7\0"}, {"job": "../../x"}, {"checkpoint_directory": "\0"}]
+    "facts",
+    [
+        {"started": None},
+        {"started": 1e18},
+        {"started": -1e18},
+        {"job": "7\0"},
+        {"job": "../../x"},
+        {"checkpoint_directory": "\0"},
+    ],
 )
 def test_impossible_facts_are_shown_without_a_traceback(run, capsys, facts):
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | facts)
     assert status.main([str(run)]) in (0, 1)
     assert "attempts    1:" in capsys.readouterr().out
+
+
+def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
+    before = run / "before"
+    path = run / "attempts" / "000001" / "attempt.json"
+    write_record(path, json.loads(path.read_text()) | {"checkpoint_directory": str(before)})
+    (run / "checkpoints" / "step-00000010").mkdir()
+    write_record(run / "checkpoints" / "step-00000010" / "manifest.json", {"format_version": 3})
+    status.main([str(run)])
+    found = capsys.readouterr().out
+    assert str(run / "checkpoints" / "step-00000010") in found and str(before) not in found
+    (run / "checkpoints").rename(before)
+    status.main([str(run)])
+    assert str(before / "step-00000010") in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_a_newer_version_is_shown_as_such(run, capsys):

@@ -31,10 +31,18 @@ def data(tmp_path_factory):
     return write_all(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The rows of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train.main(arguments(data, folder)) == 0
+    return rows(folder)
+
+
 @pytest.fixture
 def run(data, tmp_path):
-    def start(*overrides, name="run"):
-        return train.main(arguments(data, tmp_path / name, *overrides))
+    def start(*overrides):
+        return train.main(arguments(data, tmp_path / "run", *overrides))
 
     start.folder = tmp_path / "run"
     return start
@@ -68,7 +76,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, monkeypatch, tmp_path, moment, number):
+def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, whole, monkeypatch, moment, number):
     place, name, count, saved = MOMENTS[moment]
     with monkeypatch.context() as patched:
         interrupt_at(patched, place, name, count, number)
@@ -77,8 +85,7 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     (attempt,) = read_attempts(run.folder)
     assert attempt.outcome == "interrupted" and number.name in attempt.message
     assert run("--checkpoint.interval=4") == 0
-    assert run(name="whole") == 0
-    assert rows(run.folder) == rows(tmp_path / "whole")
+    assert rows(run.folder) == whole
     assert signal.getsignal(number) is signal.SIG_DFL
 
 

@@ -241,8 +241,9 @@ def _first_chunk(chunks: Callable) -> Callable:
     return first
 
 
-def _random_batches(config: RunConfig, layout: ParallelLayout, eod: int | None) -> Batches:
-    return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, eod=0)
+def _random_batches(config: RunConfig, layout: ParallelLayout, *_: object) -> Batches:
+    samples = range(config.train.steps * config.train.global_batch_size)
+    return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, 0, samples)
 
 
 def _share_of(parameter: torch.nn.Parameter) -> int:
