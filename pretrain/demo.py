@@ -17,7 +17,7 @@ from megatron_tape.evaluation.comparison import NAME, read_comparison
 from megatron_tape.evaluation.report.models import read_run
 from megatron_tape.evaluation.results import read_results
 from pretrain.comparison.programs import find_gpus
-from pretrain.demo_results import CONTEXT, COPYING, EXTENDED, write_picture, write_summary
+from pretrain.demo_results import BLANKS, CONTEXT, COPYING, EXTENDED, write_picture, write_summary
 from pretrain.stages import Stage, export, exported_from, launcher, run_stages, shortened
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
@@ -144,11 +144,13 @@ def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[flo
 
 def copied_symbols(directory: Path) -> dict[str, dict[str, float]]:
     """Return the accuracies of copying, where the blanks are as many as in training, fewer and more."""
-    runs = {run.variant: run.scores for run in read_comparison(directory / "copying" / NAME).runs}
-    return {
-        name: {score.group: score.value for score in runs[variant] if score.metric == "accuracy"}
-        for name, variant in COPYING.items()
+    found = {
+        (run.variant, score.group): score.value
+        for run in read_comparison(directory / "copying" / NAME).runs
+        for score in run.scores
+        if score.metric == "accuracy"
     }
+    return {name: {group: found[variant, group] for group in BLANKS} for name, variant in COPYING.items()}
 
 
 def dataset(directory: Path) -> Path:

@@ -76,11 +76,12 @@ def first(folder):
 def test_the_demo_runs_to_its_summary(first, folder):
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
     rows = [line.split("|")[1:-1] for line in (folder / "summary.md").read_text().splitlines() if line.startswith("|")]
-    trained, extended, copied = (
-        {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows if len(row) == width}
-        for width in (6, 5, 4)
-        for rows in [[row for row in rows if row[-1].strip()[:1].isdigit()]]
-    )
+    rows = [row for row in rows if row[-1].strip()[:1].isdigit()]
+
+    def table(width):
+        return {row[0].strip(): [float(cell.replace(",", "")) for cell in row[1:]] for row in rows if len(row) == width}
+
+    trained, extended, copied = map(table, (6, 5, 4))
     assert all(6 < values[2] < 8.4 for values in trained.values())  # below the 8.3 nats of 4096 equal pieces
     assert all(6 < loss < 8.4 for values in extended.values() for loss in values)
     assert all(values[0] != values[1] and values[2] != values[3] for values in extended.values())
