@@ -25,7 +25,7 @@ EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
 MODELS = [(name, context) for context in (CONTEXT, EXTENDED) for name in RECIPES]
 EVALUATION = "pretrain/recipes/evaluate/demo.yaml"
 PROMPT = "def main("
-COPYING_STEPS = 600
+COPYING_STEPS = 400
 
 
 def main() -> int:
