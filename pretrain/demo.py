@@ -48,7 +48,8 @@ def main() -> int:
     shutil.rmtree(exported_from(run_of(directory, "TAPE", CONTEXT)), ignore_errors=True)
     stages = [*preparation(directory), *training(arguments, as_in_recipes)]
     stages += evaluation(directory, as_in_recipes, quick=arguments.steps is not None)
-    stages += [copying(directory, arguments.steps or COPYING_STEPS), page(directory)]
+    steps = arguments.steps or COPYING_STEPS
+    stages += [copying(directory, steps), page(directory, steps)]
     if run_stages(stages, arguments.processes) != 0:
         return 1
 
@@ -57,7 +58,7 @@ def main() -> int:
         when: {name: loss_by_position(directory, name, context) for name in RECIPES}
         for when, context in (("before", CONTEXT), ("after", EXTENDED))
     }
-    copied = copied_symbols(directory)
+    copied = copied_symbols(directory, steps)
     write_picture(rows, by_position, copied, directory / "demo.png")
     write_summary(rows, by_position, copied, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
@@ -124,13 +125,18 @@ def copying(directory: Path, steps: int) -> Stage:
     """Return the stage that trains small models to copy symbols from among blanks."""
     command = [sys.executable, "-m", "pretrain.compare", "--recipe", "pretrain/recipes/compare/selective_copy.yaml"]
     command += ["--encodings", ",".join(COPYING.values()), "--seeds", "1", "--train.steps", str(steps)]
-    command += ["--schedule.warmup_steps", str(min(50, steps // 10)), "--output", str(directory / "copying")]
+    command += ["--schedule.warmup_steps", str(steps // 10), "--output", str(copying_of(directory, steps))]
     return Stage("copying symbols from among blanks", command)
 
 
-def page(directory: Path) -> Stage:
+def copying_of(directory: Path, steps: int) -> Path:
+    """Return where the models that copy are trained; those of fewer steps than a whole demo's are kept apart."""
+    return directory / ("copying" if steps == COPYING_STEPS else f"copying-{steps}")
+
+
+def page(directory: Path, steps: int) -> Stage:
     """Return the stage that makes a page of all results."""
-    shown = [str(run_of(directory, *model)) for model in MODELS] + [str(directory / "copying")]
+    shown = [str(run_of(directory, *model)) for model in MODELS] + [str(copying_of(directory, steps))]
     command = [sys.executable, "-m", "pretrain.report", *shown, "--output", str(directory / "report.html")]
     return Stage("a page of all results", command)
 
@@ -142,11 +148,11 @@ def loss_by_position(directory: Path, name: str, context: int) -> tuple[list[flo
     return losses["tokens_before"], losses["loss"]
 
 
-def copied_symbols(directory: Path) -> dict[str, dict[str, float]]:
+def copied_symbols(directory: Path, steps: int) -> dict[str, dict[str, float]]:
     """Return the accuracies of copying, where the blanks are as many as in training, fewer and more."""
     found = {
         (run.variant, score.group): score.value
-        for run in read_comparison(directory / "copying" / NAME).runs
+        for run in read_comparison(copying_of(directory, steps) / NAME).runs
         for score in run.scores
         if score.metric == "accuracy"
     }

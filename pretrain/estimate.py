@@ -57,7 +57,10 @@ TOO_LARGE = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, and a warning if the run does not fit, with which the exit status is 0, too."""
+    """Print the estimate, and a warning if the run does not fit, with which the exit status is 0, too.
+
+    It is 1 if a search finds no layout that fits.
+    """
     options, settings = _parser().parse_known_args(argv)
     processes, gib = options.processes, options.gpu_memory
     refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")

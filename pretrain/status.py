@@ -141,9 +141,11 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
-    own = run / "checkpoints"  # as the run may have been moved or copied since it was recorded where they are
+    own = run / "checkpoints"
     recorded = last.facts.get("checkpoint_directory", own)
-    lines.append(f"checkpoint  {_last_checkpoint(own if own.is_dir() else recorded)}")
+    # A run that keeps them in itself may have been moved or copied since.
+    here = own.is_dir() and Path(str(recorded)).name == own.name
+    lines.append(f"checkpoint  {_last_checkpoint(own if here else recorded)}")
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")

@@ -143,7 +143,8 @@ def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     # Without this, freed blocks of memory that do not suffice for what comes next would be lost to the run.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the same setting's newer name, which the older one would hide
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     logger.info("loading torch, megatron-core and deepspeed")
     import torch
 

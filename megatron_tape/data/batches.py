@@ -44,7 +44,7 @@ class NoTokenizer:
 
 @dataclass(frozen=True)
 class Batches:
-    """The run's batches. Sample i of the training data is the same under every parallel layout and size of batches."""
+    """The run's batches. Sample i of the training data is the same under every parallel layout."""
 
     train: Dataset
     validation: Dataset | None

@@ -156,7 +156,7 @@ def test_impossible_facts_are_shown_without_a_traceback(run, capsys, facts):
 
 
 def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
-    before = run / "before"
+    before = run / "before" / "checkpoints"
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | {"checkpoint_directory": str(before)})
     (run / "checkpoints" / "step-00000010").mkdir()
@@ -164,6 +164,7 @@ def test_checkpoints_are_looked_for_where_the_run_is_now(run, capsys):
     status.main([str(run)])
     found = capsys.readouterr().out
     assert str(run / "checkpoints" / "step-00000010") in found and str(before) not in found
+    before.parent.mkdir()
     (run / "checkpoints").rename(before)
     status.main([str(run)])
     assert str(before / "step-00000010") in capsys.readouterr().out

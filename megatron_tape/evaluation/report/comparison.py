@@ -185,7 +185,9 @@ def _setup(comparison: Comparison) -> str:
     seeds = {run.seed for run in comparison.runs}
     made = [f"{counted(len(comparison.variants), 'variant')} with {counted(len(seeds), 'seed')}"]
     made += [f"{value(key)} {what}" for key, what in _SIZES if value(key) is not None]
-    made += [f"learning rate {value('optimizer.lr')}"] if value("optimizer.lr") is not None else []
+    if (rate := value("optimizer.lr")) is not None:
+        own = any("+optimizer.lr=" in label for label in comparison.variants)
+        made.append(f"learning rate {rate}{' where a variant names no other' if own else ''}")
     commits = dict.fromkeys(clean(run.versions.get("commit", "unknown")) for run in comparison.runs)
     return f"{', '.join(made)}; on {enumerated(_machines(comparison))}, commit {enumerated(list(commits))}."
 

@@ -243,11 +243,11 @@ class RecallSettings(VariantSettings):
     tokens_per_pair: int = 16
     """How many tokens a sequence has for each of its pairs, as in training."""
     lengths: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
-    """Tokens of the sequences; those of training come first."""
+    """Tokens of the sequences, each a variant."""
 
 
 class Recall(Variants):
-    """Multi-query associative recall in sequences as long as in training, and in longer ones with more pairs."""
+    """Multi-query associative recall in sequences of several lengths, longer ones with more pairs."""
 
     name = "recall"
     Settings = RecallSettings
