@@ -22,15 +22,16 @@ demo: $(STAMP)
 demo-smollm2: $(STAMP)
 	$(BIN)/python -m pretrain.demo_smollm2
 
-# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time; the jobs of tests/slurm spend much of their time waiting, so
-# more of them at once. Both halves run and are reported, whatever becomes of the first; Ctrl-C ends both.
+# Those marked slow only with SLOW=1; SLOW=only runs these alone. Two files at a time, and one of tests/slurm beside them, whose jobs spend much of
+# their time waiting; its output comes last. Both halves run and are reported, whatever becomes of the other; Ctrl-C ends both.
 test: $(STAMP) $(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
-	@trap 'exit 130' INT; \
+	@log=$$(mktemp); $(BIN)/python -m pytest tests/slurm $(QUICK) >$$log 2>&1 & jobs=$$!; \
+	trap 'wait $$jobs; rm $$log; exit 130' INT; \
 	$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); others=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 3 --dist loadgroup $(QUICK); slurm=$$?; \
+	echo "waiting for tests/slurm"; wait $$jobs; slurm=$$?; cat $$log; rm $$log; \
 	result() { if [ $$1 -eq 0 ]; then echo passed; else echo "failed (pytest's exit status $$1)"; fi; }; \
 	echo "make test: tests/slurm $$(result $$slurm); all other tests $$(result $$others)"; \
 	$(if $(SLOW),,echo "Tests marked slow were left out; make test SLOW=1 runs them as well.";) \

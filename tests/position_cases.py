@@ -1,31 +1,22 @@
 """Trains encodings on two processes; parallel/test_two_processes.py checks every value returned."""
 
-import importlib
 import shutil
 
 import torch.distributed as dist
 from configurations import make_alone
 from models import build, random_tokens, small_model
 from plans import saved_bytes
+from toy_encodings import TOYS, registered
 from training_cases import option, run, tp, zero
 
-from megatron_tape.position import ENCODINGS
 from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
 BUILT_IN["increments"] = {"position_increments": "learned", "position_state_norm": "unit"}
 """Parameters of most are of both kinds: cut over the processes, and held whole by each. Positions that repo computes
 are sent to other processes, and what randpe draws must be the same on all, and in all micro-batches."""
-TOYS = {"toy_bias": "bias", "toy_gate": "gate", "toy_stretch": "stretch"}
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
 """Tensor-parallel size and ZeRO stage; of the two processes, those that share no tensors share the sequences."""
-
-
-def register_toys():
-    """Register the toys, also where another module of tests has imported and removed them before."""
-    for name, file in TOYS.items():
-        found = vars(importlib.import_module(f"toy_encodings.{file}")).values()
-        ENCODINGS[name] = next(one for one in found if getattr(one, "name", None) == name)
 
 
 def settings_of(name):
@@ -43,10 +34,10 @@ def steps(name, tensor_size, stage):
     return [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
 
 
-def resume(folder, data):
+def resume(folder, data, name):
     """The rows of two steps, and of the same after the second was taken again from the checkpoint of the first."""
-    name = "toy_bias"  # whose parameter is cut
-    changes = {"data.prefix": f"{data}/a", "model.position_encoding": name, "schedule.warmup_steps": 1}
+    changes = {f"model.{key}": value for key, value in settings_of(name).items()}
+    changes |= {"data.prefix": f"{data}/a", "schedule.warmup_steps": 1}
     changes |= {"train.steps": 2, "train.eval_interval": 2, "checkpoint.interval": 1}
     settings = [*(option(key, value) for key, value in changes.items()), tp(2), zero(2)]
     whole = run(folder, name, *settings)
@@ -64,10 +55,10 @@ def costs(name):
 
 
 def main(folder, data):
-    register_toys()
     names = (*TOYS, *BUILT_IN)
-    return {
-        "steps": {name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()} for name in names},
-        "resumed": resume(folder, data),
-        "costs": {name: costs(name) for name in names},
-    }
+    with registered():
+        return {
+            "steps": {name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()} for name in names},
+            "resumed": {name: resume(folder, data, name) for name in names},
+            "costs": {name: costs(name) for name in names},
+        }

@@ -32,7 +32,7 @@ def make_test(tmp_path):
 @pytest.mark.parametrize("others, slurm", [(0, 0), (1, 0), (0, 2), (1, 5)])
 def test_both_halves_run_and_are_reported_together(make_test, others, slurm):
     done = make_test("SLOW=1", others=others, slurm=slurm)
-    first, second, summary = done.stdout.splitlines()
+    first, _, second, summary = done.stdout.splitlines()
     assert first.startswith("ran -m pytest --ignore=tests/slurm") and second.startswith("ran -m pytest tests/slurm")
     results = [f"failed (pytest's exit status {status})" if status else "passed" for status in (slurm, others)]
     assert summary == f"make test: tests/slurm {results[0]}; all other tests {results[1]}"
@@ -40,10 +40,10 @@ def test_both_halves_run_and_are_reported_together(make_test, others, slurm):
 
 
 def test_slow_tests_are_left_out_by_default_and_this_is_said(make_test):
-    first, second, _, last = make_test().stdout.splitlines()
+    first, _, second, _, last = make_test().stdout.splitlines()
     assert first.endswith("-m not slow") and second.endswith("-m not slow") and "make test SLOW=1" in last
     assert "not slow" not in make_test("SLOW=1").stdout
-    first, second, _ = make_test("SLOW=only").stdout.splitlines()
+    first, _, second, _ = make_test("SLOW=only").stdout.splitlines()
     assert first.endswith("-m slow") and second.endswith("-m slow")
 
 

@@ -98,17 +98,16 @@ def made_exports():
 @pytest.fixture(scope="module")
 def exported(made_exports, tmp_path_factory):
     """Return the export of an encoding, or of TAPE's own classes, made once; see exported_models."""
-    from exported_models import make, register_toys
-
-    undo = register_toys()
+    from exported_models import make
+    from toy_encodings import registered
 
     def of(name):
         if name not in made_exports:
             made_exports[name] = make(tmp_path_factory.mktemp("exported"), name)
         return made_exports[name]
 
-    yield of
-    undo()
+    with registered():
+        yield of
 
 
 @pytest.fixture(scope="session")

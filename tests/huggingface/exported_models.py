@@ -1,6 +1,5 @@
 """Exports of small models of both families, TAPE's own classes and any encoding with its own file, shared by tests."""
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, small_model, whole_weights
+from toy_encodings import TOYS
 from transformers import AutoModelForCausalLM
 
 from megatron_tape.huggingface.export.to_transformers import export
@@ -21,7 +21,6 @@ CHANGES = {
     "xpos": {"xpos_scale_base": 8.0},
     "cope": {"cope_max_position": 5},
 }
-TOYS = {"toy_bias": "ToyBias", "toy_gate": "ToyGate", "toy_stretch": "ToyStretch"}
 LEARNED = {"position_increments": "learned"}
 VARIANTS = {
     "rope_learned": ("rope", LEARNED),
@@ -47,20 +46,6 @@ class Encoded:
     directory: Path
     loaded: torch.nn.Module
     """The export, as transformers loads it."""
-
-
-def register_toys():
-    """Register the toys, and return what undoes it."""
-    before = dict(ENCODINGS)
-    for name, encoding in TOYS.items():
-        module = importlib.import_module(f"toy_encodings.{name.removeprefix('toy_')}")
-        ENCODINGS[name] = getattr(module, encoding)
-
-    def undo():
-        for name in TOYS.keys() - before.keys():
-            del ENCODINGS[name]
-
-    return undo
 
 
 def export_with_code(name, *arguments, **options):

@@ -63,6 +63,20 @@ def test_the_zero_start_equals_llama_in_logits_loss_and_gradients(head, side):
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_padded_batch_gives_the_logits_of_each_row_alone(head, side):
+    model = small_models.randomize(build(head, "Tape")).double()
+    ids, mask = padded(side)
+    with torch.no_grad():
+        together = outputs_of(model(ids, attention_mask=mask.long()))
+        for i in range(3):
+            for part, alone in zip(together, outputs_of(model(ids[i][mask[i]][None])), strict=True):
+                row = part[i] if part.shape[:2] != mask.shape else part[i][mask[i]]
+                # Padding on the left shifts all positions, whose phases are rounded to float32.
+                torch.testing.assert_close(row, alone[0], rtol=1e-6, atol=1e-6)
+
+
 def test_a_classifier_has_the_classes_of_its_configuration():
     assert TapeConfig(num_labels=5, classifier_dropout=0.3).classifier_dropout == 0.3
     assert build("ForTokenClassification", "Tape", classifier_dropout=0.3).dropout.p == 0.3

@@ -7,12 +7,13 @@ from datasets_for_tests import write_all
 from launch import run_group
 from models import small_model
 from plans import middle_model, of_model, on_cpu
-from position_cases import BUILT_IN, TOYS, register_toys, settings_of
+from position_cases import BUILT_IN, settings_of
+from toy_encodings import TOYS, registered
 
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import ENCODINGS, MicroBatch, encoding_of
+from megatron_tape.position import MicroBatch, encoding_of
 
 BOTH = [*tensor_parallel_cases.cases()]
 LAYOUTS = [
@@ -23,10 +24,8 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    register_toys()
-    yield
-    for name in TOYS:
-        ENCODINGS.pop(name)
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +140,9 @@ def test_an_encoding_trains_alike_under_every_layout(group, name, layout):
     assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
 
 
-def test_a_plugged_in_encoding_resumes_under_tensor_parallelism(group):
-    whole, continued = group["encodings"]["resumed"]
+@pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
+def test_an_encoding_resumes_under_tensor_parallelism(group, name):
+    whole, continued = group["encodings"]["resumed"][name]
     assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]
     assert all(whole[1][key] == continued[1][key] for key in ("loss", "grad_norm", "validation_loss"))
 

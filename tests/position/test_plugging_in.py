@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import build, random_tokens, small_model
 from plans import on_cpu, saved_bytes
-from position_cases import TOYS, register_toys
+from toy_encodings import TOYS, registered
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.settings import validate_model
@@ -20,10 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    register_toys()
-    yield
-    for name in TOYS:
-        ENCODINGS.pop(name)
+    with registered():
+        yield
 
 
 @pytest.mark.parametrize("name", TOYS)

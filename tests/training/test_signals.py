@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from datasets_for_tests import write_all
-from launch import environment, free_port
+from launch import alone, environment, free_port, start
 from training_cases import RECIPE, option, rows, steps_saved
 
 from megatron_tape.checkpoint import directories as checkpoint_files
@@ -209,25 +209,19 @@ def test_an_attempt_that_was_taken_over_saves_nothing_and_ends(run, monkeypatch,
     assert read_attempts(run.folder)[0].outcome == "stale"
 
 
-PROGRAM = """
-import sys, time
-from megatron_tape.training.engine import Engine
-from pretrain import train
-def step(self, *args):
-    time.sleep(600)
-Engine.train_step = step
-sys.exit(train.main(sys.argv[1:]))
-"""
+def hang(given):
+    def step(self, *args):
+        time.sleep(600)
+
+    Engine.train_step = step
+    sys.exit(train.main(given))
 
 
 def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
-    folder = tmp_path / "run"
-    command = [sys.executable, "-c", PROGRAM, *arguments(data, folder, "--train.hang_timeout=4")]
-    alone = environment(0, 1, 0)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        del alone[name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone)
-    assert done.returncode == 77 and "train.hang_timeout" in done.stderr
+    folder, log = tmp_path / "run", tmp_path / "log"
+    process = start(hang, (arguments(data, folder, "--train.hang_timeout=4"),), log, alone())
+    process.join(120)
+    assert process.exitcode == 77 and "train.hang_timeout" in log.read_text()
     assert "in step" in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
     (attempt,) = read_attempts(folder)
     assert attempt.outcome == "hung" and "while training" in attempt.message
