@@ -57,6 +57,10 @@ class CheckpointError(FileError):
     """A checkpoint that cannot be used, or could not be written. Its subject is the path."""
 
 
+class NodeError(UserError):
+    """Nodes that cannot do what the others can. Its subjects are their names."""
+
+
 class StaleAttempt(RuntimeError):
     """A newer attempt has taken the run over; this one must end without writing anything."""
 

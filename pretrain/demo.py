@@ -38,7 +38,10 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, help="training steps, with a quicker evaluation (default: the recipes')")
     arguments = parser.parse_args()
-    arguments.processes = arguments.processes or min(2, len(find_gpus()[0]) or os.cpu_count() or 1)
+    gpus = find_gpus()[0]
+    arguments.processes = arguments.processes or min(2, len(gpus) or os.cpu_count() or 1)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: arguments.processes])  # training uses all that it sees
     started = time.monotonic()
     directory = arguments.directory
     as_in_recipes = directory == parser.get_default("directory")

@@ -27,7 +27,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError
 from megatron_tape.extension.base import with_base_settings
-from megatron_tape.io.versions import code_digest, versions
+from megatron_tape.io.versions import code_digest, node_name, versions
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = _check(config, options, rank, size, attempt)
     except Exception as error:
         foreseen = isinstance(error, (Unready, ConfigError))
-        message = str(error) if foreseen else f"{_here()}: {type(error).__name__}: {error}"
+        message = str(error) if foreseen else f"{node_name()}: {type(error).__name__}: {error}"
         bad_nodes = error.bad_nodes if isinstance(error, Unready) else []
         _record(attempt, rank, REFUSED if isinstance(error, ConfigError) else UNREADY, message, bad_nodes)
         print(f"error: preflight: {message}", file=sys.stderr, flush=True)
@@ -113,7 +113,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     try:
         store = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ConnectionError) as error:
-        raise Unready(f"{_here()}: rank 0 at {address}:{port} does not answer ({_first_line(error)})") from None
+        raise Unready(f"{node_name()}: rank 0 at {address}:{port} does not answer ({_first_line(error)})") from None
     home = None if attempt is None else attempt.home
     token = secrets.token_hex(8)
     if rank == 0:
@@ -121,7 +121,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
             (home / "preflight").write_text(token, encoding="utf-8")
         store.set("ready", "yes")
     store.wait(["ready"])
-    facts: dict[str, Any] = {"node": _here(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
+    facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch), "cuda": torch.backends.cuda.is_built()}
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         facts |= nodes.node_facts(config, home, code_digest(("megatron_tape", "pretrain")))
     store.set(f"facts/{rank}", json.dumps(facts))
@@ -136,7 +136,7 @@ def _check(config: RunConfig, options: argparse.Namespace, rank: int, size: int,
     try:
         store.wait(["verdict"], 2 * timeout)
     except RuntimeError:
-        raise Unready(f"{_here()}: rank 0 reached no verdict") from None
+        raise Unready(f"{node_name()}: rank 0 reached no verdict") from None
     verdict = store.get("verdict").decode()
     store.set(f"heard/{rank}", "yes")
     if verdict:
@@ -182,6 +182,11 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
         problems += nodes.directory_problems(by_node, home, token, checkpoint_bytes(plan), *kept)
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
+    unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
+    if not options.gpus and unused and config.train.device != "cpu":
+        sentence = f"{', '.join(unused)}: there are GPUs, but the job was given none"
+        fix = "ask for them with --gpus-per-node, or set train.device to cpu"
+        problems.append(nodes.Problem(f"{sentence}; {fix}", mistake=True))
     if options.gpus:
         if not any(facts["cuda"] for facts in gathered):
             build = f"torch {versions(['torch'])['torch']} is built without CUDA"
@@ -214,10 +219,6 @@ def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _here() -> str:
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def _gpu(torch) -> dict[str, Any] | None:
@@ -257,10 +258,10 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
             absent = [other for other in range(size) if not store.check([f"joining/{other}"])]
         bad_nodes = _nodes_of(absent, options, size)
         where = f" without {', '.join(bad_nodes)}" if bad_nodes else ""
-        problem = f"{_here()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
+        problem = f"{node_name()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
         raise Unready(problem, bad_nodes) from None
     if not sums_right:
-        raise Unready(f"{_here()}: the all-reduce over all ranks gave wrong sums")
+        raise Unready(f"{node_name()}: the all-reduce over all ranks gave wrong sums")
     bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
     say(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s --config X.yaml [--processes N] [--rank R] [--section.key value ...]",
-        description="Run three steps of pretrain.train as one rank of many on a fake GPU. This finds tensors on the "
+        description="Run five steps of pretrain.train as one rank of many on a fake GPU. This finds tensors on the "
         "wrong device, operations that a GPU or NCCL would refuse and places where the host waits for the GPU, and "
         "compares memory and collectives with pretrain.estimate's arithmetic. It needs no GPU, no data and little "
         "memory, and computes no numbers.",

@@ -1,8 +1,11 @@
 """Train one model: `python -m pretrain.train --config X.yaml`, or under `torchrun --nproc-per-node N -m`."""
 
+import contextlib
 import logging
 import os
+import stat
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from megatron_tape.errors import (
     EXIT_REFUSED,
     EXIT_RESTART,
     ConfigError,
+    NodeError,
     StaleAttempt,
     TrainingStopped,
     UserError,
@@ -110,7 +114,8 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         message = str(error) if foreseen else f"{type(error).__name__}: {error}"
         # Recorded first: when this rank's collectives end, other ranks fail only as a consequence.
-        watch.record_end(outcome, message, None if foreseen else error)
+        bad_nodes = error.subjects if isinstance(error, NodeError) else ()
+        watch.record_end(outcome, message, None if foreseen else error, bad_nodes)
         _abort_process_groups()
         if not foreseen:
             raise
@@ -137,19 +142,34 @@ def _load_libraries(config: RunConfig, is_rank_0: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")  # about missing Transformer Engine and Apex, unused here
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about DeepSpeed's calls
-    # Nodes that share a home directory would otherwise write compiled kernels to the same files.
-    node = Path.home() / ".triton" / "cache-of-node" / os.uname().nodename
-    os.environ.setdefault("TRITON_CACHE_DIR", str(node))
+    # Local to the node: hundreds of nodes would write compiled kernels to a home directory that they share.
+    os.environ.setdefault("TRITON_CACHE_DIR", _own_directory(f"triton-cache-{os.getuid()}"))
     if config.parallel.uses_sequence_parallel:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required by Megatron to overlap collectives
     # Without this, freed blocks of memory that do not suffice for what comes next would be lost to the run.
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the same setting's newer name, which the older one would hide
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # The flight recorder: how many of its last collectives a rank remembers, for `Watch` to write down if it hangs.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its name before torch 2.9
+    if config.train.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logger.info("loading torch, megatron-core and deepspeed")
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
+
+
+def _own_directory(name: str) -> str:
+    """Return a directory of this name for temporary files, or another if somebody else can write there."""
+    path = Path(tempfile.gettempdir(), name)
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return str(path)
+    return tempfile.mkdtemp(prefix=f"{name}-")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ step() {
   local module=$1
   shift
   # shellcheck disable=SC2086
-  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} \
+  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} LOCAL_WORLD_SIZE=$tasks \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
     --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block:block --kill-on-bad-exit=1 --unbuffered --overlap \
     $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") ${TAPE_SRUN_OPTIONS:-} \

@@ -6,11 +6,13 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bad_step_cases import batches, engine
+from bad_step_cases import batches, engine, weights
 from configurations import make
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.index import readers, shard_of
@@ -21,6 +23,7 @@ from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.errors import CheckpointError
 from megatron_tape.parallel.layout import end_process_groups
 from megatron_tape.run.attempts import Attempt
+from megatron_tape.training import zero_shares
 
 
 def resumed(e, config):
@@ -35,15 +38,15 @@ def resumed(e, config):
         if event == "open" and shard_of(Path(str(arguments[0])).name) is not None:
             opened.append(Path(arguments[0]).name)
 
-    saved = e.training_state(lambda _: True)
+    saved = weights(e)
     e.train_step(batches(e, 7), 1e-2)
-    changed = e.training_state(lambda _: True)
+    changed = weights(e)
     sys.addaudithook(watch)
     checkpoint = open_to_resume(config, layout)
     load_weights(checkpoint, e.module, layout)
     load_training_state(checkpoint, e)
     found = list(opened)
-    state = e.training_state(lambda _: True)
+    state = weights(e)
     plan = readers({name: entry["bytes"] for name, entry in checkpoint.files.items()}, 1, 1, layout.replica_size)
     planned = [name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None]
     return {
@@ -81,7 +84,36 @@ def unreadable(e, config):
     return of_both_ranks(refusal(lambda: load_weights(checkpoint, e.module, e.layout)))
 
 
+def owned_states(stage):
+    """Return whether both ranks own the tensors that they should, each as DeepSpeed's own functions sum it up over all
+    ranks, and what share of all tensors a rank has sent to the other."""
+    e, sent = engine(1, stage, "fp32"), []
+    e.train_step(batches(e, 1), 1e-2)
+    sizes, me = e.state_sizes(), e.layout.replica_rank
+    owners = {key: number % 2 for number, key in enumerate(sizes)}
+    exchange = dist.all_to_all_single
+
+    def counted(received, given, received_sizes, given_sizes, **options):
+        sent.append(4 * given_sizes[1 - me])
+        return exchange(received, given, received_sizes, given_sizes, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", counted), mock.patch.object(zero_shares, "BATCH_BYTES", 20000):
+        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a whole tensor is sent to every rank")):
+            state = e.training_state(owners.__getitem__)
+    right = state.keys() == {key for key in sizes if owners[key] == me}
+    for key in sizes:
+        kind, _, name = key.partition("/")
+        parameter = e.names[name]
+        whole = safe_get_full_fp32_param(parameter)
+        if kind != "weight":
+            whole = safe_get_full_optimizer_state(parameter, kind)
+        right &= owners[key] != me or torch.equal(state[key], whole)
+    assert len(sent) > 1
+    return {"right": all(of_both_ranks(right)), "share": sum(sent) / sum(sizes.values())}
+
+
 def main(folder):
+    states = {stage: owned_states(stage) for stage in (1, 2, 3)}
     e = engine(1, 1, "fp32")
     root = Path(folder) / "checkpoints"
     places = {"checkpoint__directory": str(root), "checkpoint__keep": 2, "checkpoint__writers": 2}
@@ -115,6 +147,7 @@ def main(folder):
         "left": sorted(path.name for path in root.iterdir()),
         "resumed": resumed(e, config),
         "unreadable": unreadable(e, config),
+        "states": states,
     }
     end_process_groups()
     return results

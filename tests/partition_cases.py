@@ -43,7 +43,8 @@ def begin(cp):
         if parameter.numel() or len(memory) > -(-whole[name].numel() // layout.replica_size):
             result["whole"].append(name)
         held += len(memory)
-    state = Engine(built, config, layout).training_state(lambda _: True)
-    result["wrong_in_engine"] = [name for name in whole if not torch.equal(state[f"weight/{name}"], whole[name])]
+    state = Engine(built, config, layout).training_state()
+    owned = [name for name in whole if layout.replica_rank == 0]
+    result["wrong_in_engine"] = [name for name in owned if not torch.equal(state[f"weight/{name}"], whole[name])]
     result["fraction"] = held / sum(weight.numel() for weight in whole.values())
     return result

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+from collections import Counter
 from unittest import mock
 
 SMALL = """
@@ -110,7 +111,10 @@ def described(outcome, processes):
 
     rows = {row.name: (row.rehearsed, row.estimated, row.agrees) for row in compared(outcome, processes)}
     backend, start = outcome.config.model.attention_backend, outcome.start
-    return {"rows": rows, "faults": outcome.faults, "backend": backend, "start": start}
+    waits = Counter()
+    for (phase, reason, _), count in outcome.record.waits.items():
+        waits[f"{phase}: {reason}"] += count
+    return {"rows": rows, "faults": outcome.faults, "backend": backend, "start": start, "waits": waits}
 
 
 def main(which, recipe):

@@ -76,6 +76,9 @@ def zero(stage):
     return option("deepspeed.zero_stage", stage)
 
 
+OFFLOAD = option("deepspeed.offload_optimizer", "true")
+
+
 def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     """The same steps under every layout this many processes allow."""
     prefix = option("data.prefix", f"{data}/a")
@@ -91,6 +94,7 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
         rows["blend"] = run(folder, "blend", blend, tp(last))
         rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
+    rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
@@ -131,6 +135,11 @@ def context_runs(folder, data, size):
 def many_samples():
     """More than one pass over the data, 330 sequences of 16 tokens: 96 in each step."""
     return [option("train.global_batch_size", 96), option("train.micro_batch_size", 16)]
+
+
+def ramp():
+    """Steps of 4, 4, 8 and 12 sequences."""
+    return [option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
 
 
 def generated():
@@ -209,12 +218,14 @@ def main(folder, data, what):
     bf16 = [prefix, zero(2), option("train.precision", "bf16")]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
-    offload = [prefix, zero(2), option("deepspeed.offload_optimizer", "true")]
-    results["offload"] = resumed_run(folder, "offload", *offload)
+    results["offload"] = resumed_run(folder, "offload", prefix, zero(2), OFFLOAD)
     workers = [prefix, option("data.num_workers", 2)]
     results["workers"] = resumed_run(folder, "workers", *workers)
     before, after = [*generated(), tp(1), zero(1)], [*generated(), tp(2), zero(3)]
     results["generated"] = resumed_run(folder, "generated", *before, then=after)
+    before, after = ([*one, *ramp()] for one in (before, after))
+    results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
+    results["ramp_offload"] = resumed_run(folder, "ramp-offload", prefix, zero(2), OFFLOAD, *ramp())
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)

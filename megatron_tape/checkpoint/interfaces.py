@@ -21,8 +21,8 @@ class EngineState(Protocol):
     def state_sizes(self, frozen: bool) -> dict[str, int]:
         """Return the bytes of every tensor of this rank's shard, with the `frozen` parameters or without them."""
 
-    def training_state(self, wanted: Callable[[str], bool], frozen: bool) -> dict[str, Tensor]:
-        """Return the wanted tensors; all ranks call it together."""
+    def training_state(self, owner: Callable[[str], int], frozen: bool) -> dict[str, Tensor]:
+        """Return each tensor on its owner, one of the ranks with the same weights; all call it together."""
 
     def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
         """Restore the state from what `read` returns for each key."""

@@ -26,10 +26,11 @@ ORDER_KEYS = (
     "train.seed",
     "train.steps",
     "train.global_batch_size",
+    "train.batch_ramp",
     "model.seq_length",
 )
 """Settings that determine the order of the tokens."""
-ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size")
+ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size", "train.batch_ramp")
 """Those of them that other sources of samples do not depend on."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of a context extension that describe its LoRA layers."""
@@ -41,6 +42,9 @@ WITHOUT_EFFECT = (
     "data.cache_directory",
     "data.num_workers",
     "train.hang_timeout",
+    "train.device",
+    "train.allow_slow_attention",
+    "train.garbage_interval",
 )
 """Settings, or prefixes of settings, that do not affect what a run computes."""
 

@@ -123,7 +123,7 @@ class Save:
         sizes = engine.state_sizes(frozen)
         limit = self._config.checkpoint.writers
         chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, limit)
-        self._tensors = engine.training_state(lambda key: chosen[key] == layout.replica_rank, frozen)
+        self._tensors = engine.training_state(chosen.__getitem__, frozen)
         numbers = {rank: number for number, rank in enumerate(sorted(set(chosen.values())))}
         self._number = numbers.get(layout.replica_rank)
         self._state = _state(writer, self._step, samples, progress)

@@ -105,13 +105,14 @@ def _validate_batches(config: RunConfig, world_size: int) -> None:
     why = f"and at most {LARGEST_RUN:,} sequences can be indexed"
     sequences = train.steps * train.global_batch_size
     _clash(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
-    refuse(
-        train.global_batch_size % (train.micro_batch_size * data_size) != 0,
-        ("train.global_batch_size", "train.micro_batch_size"),
-        f"{train.global_batch_size} is not divisible by train.micro_batch_size {train.micro_batch_size} times "
-        f"{data_size} data-parallel processes",
-        "change either",
-    )
+    for key, size in train.batch_size_keys().items():
+        refuse(
+            size % (train.micro_batch_size * data_size) != 0,
+            (key, "train.micro_batch_size"),
+            f"{size} is not divisible by train.micro_batch_size {train.micro_batch_size} times "
+            f"{data_size} data-parallel processes",
+            "change either",
+        )
 
 
 def _validate_checkpoint(config: RunConfig) -> None:

@@ -8,14 +8,14 @@ checks the files. Nothing here imports torch.
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, Positive
+from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, Positive, shown
 from megatron_tape.errors import ConfigError, refuse
 
 PARAMETER_KINDS = ("matrices", "embeddings", "norms", "biases", "position", "lora")
@@ -254,10 +254,18 @@ class TrainConfig:
     """Sequences per GPU and forward pass."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
     """Sequences per optimizer step over all GPUs."""
+    batch_ramp: dict[str, int] | None = None
+    """Begin with smaller steps: {from: 32, over_samples: 100000} grows from 32 sequences to global_batch_size, in
+    multiples of 32, over the first 100,000 sequences; null does not. The learning rate does not depend on it."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Arithmetic of the forward and backward pass."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights and of the order of the data."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to compute: auto is the GPUs, and the CPU on a machine without any. With auto or cuda, every GPU that a
+    process sees on its node must get one."""
+    allow_slow_attention: bool = False
+    """Train with attention in plain torch on GPUs where the kernels do not work, instead of ending with the reason."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, at some cost in speed: a run that is repeated on the
     same GPUs then gives the same losses. On a CPU, runs do so in any case."""
@@ -273,9 +281,42 @@ class TrainConfig:
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    garbage_interval: Count = 100
+    """Steps between two collections of Python's garbage, which all ranks make together."""
     hang_timeout: Positive | None = 1800.0
     """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
     the attempt; the start-up may take at least an hour. null means never."""
+
+    def batch_size_keys(self) -> dict[str, int]:
+        """Return the sizes of steps that settings give, by key; raises ConfigError if `batch_ramp` cannot work."""
+        ramp, size, key = self.batch_ramp, self.global_batch_size, "train.batch_ramp"
+        if ramp is None:
+            return {"train.global_batch_size": size}
+        refuse(ramp.keys() != {"from", "over_samples"}, key, f"is {shown(ramp)}", "give it from and over_samples")
+        refuse(min(ramp.values()) < 1, key, f"is {shown(ramp)}", "give it numbers of at least 1")
+        problem = f"is {ramp['from']}, which does not divide train.global_batch_size {size}"
+        refuse(bool(size % ramp["from"]), (f"{key}.from", "train.global_batch_size"), problem, "change either")
+        return {"train.global_batch_size": size, f"{key}.from": ramp["from"]}
+
+    def batch_size(self, samples: int) -> int:
+        """Return how many sequences the step takes that follows the first `samples`."""
+        if self.batch_ramp is None or samples >= self.batch_ramp["over_samples"]:
+            return self.global_batch_size
+        first = self.batch_ramp["from"]
+        grown = first + (self.global_batch_size - first) * samples // self.batch_ramp["over_samples"]
+        return grown - grown % first
+
+    def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
+        """Yield how many sequences each of the `steps` steps takes that follow the first `samples`."""
+        for _ in range(steps):
+            yield (size := self.batch_size(samples))
+            samples += size
+
+    def samples_after(self, steps: int, samples: int = 0) -> int:
+        """Return how many sequences the run has seen `steps` steps after the first `samples`."""
+        if self.batch_ramp is None:
+            return samples + steps * self.global_batch_size
+        return samples + sum(self.batch_sizes(samples, steps))
 
 
 @dataclass(frozen=True, kw_only=True)

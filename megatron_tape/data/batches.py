@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.schema import ON_VALIDATION_DATA, SAMPLE_SOURCES, RunConfig, split_shares
-from megatron_tape.data.mixing import AllDocuments, DatasetSettings, build_split, mix_with_long_documents
-from megatron_tape.data.plan import plan_for_all
+from megatron_tape.data.index_cache import build_on_rank_0
+from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
+from megatron_tape.data.plan import Plan, plan_for_all
 from megatron_tape.data.samples import SampleSource, sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -53,23 +54,28 @@ class Batches:
     eod: int | None
     samples: range
     """The training samples that the run's remaining steps consume."""
+    steps: int
+    """How many steps remain."""
 
     def training(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the remaining steps, in order, without end marks.
 
         The `data.num_workers` loader processes start here and begin to load.
         """
-        return self._load(self.train, self.samples, self.config.data.num_workers, self.config.train.global_batch_size)
+        sizes = self.config.train.batch_sizes(self.samples.start, self.steps)
+        return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the validation data, which are the same at every evaluation."""
         # Loaded in the training process: the same few sequences are used every time and stay in the page cache. Workers
         # would either be forked while NCCL threads are running, or be idle between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
-        return self._load(self.validation, samples, 0, len(samples))
+        return self._load(self.validation, samples, 0, iter([len(samples)]))
 
-    def _load(self, dataset: Dataset, samples: range, num_workers: int, mean_over: int) -> Iterator[dict[str, Tensor]]:
-        """Load `samples`; a masked loss is the mean over every `mean_over` consecutive ones."""
+    def _load(
+        self, dataset: Dataset, samples: range, num_workers: int, sizes: Iterator[int]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Load `samples`; a masked loss is the mean over so many consecutive ones, one size after another."""
         train, tokens = self.config.train, self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
@@ -83,16 +89,16 @@ class Batches:
             generator=torch.Generator(),  # otherwise each loader would draw a number from the run's random stream
         )
         batches = self._on_device(_start_workers(loader))
-        return (
-            self._weighted(batches, mean_over // (train.micro_batch_size * tokens.data_shards)) if masked else batches
-        )
+        return self._weighted(batches, sizes) if masked else batches
 
-    def _weighted(self, batches: Iterator[dict[str, Tensor]], together: int) -> Iterator[dict[str, Tensor]]:
-        """Turn the `loss_mask` of each `together` micro-batches into `loss_weights`.
+    def _weighted(self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]) -> Iterator[dict[str, Tensor]]:
+        """Turn the `loss_mask` of the micro-batches of each of `sizes` sequences into `loss_weights`.
 
         With these, the mean of the losses of all ranks' micro-batches is the mean over the tokens in all their masks.
         """
-        while group := list(itertools.islice(batches, together)):
+        for size in sizes:
+            together = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
+            group = list(itertools.islice(batches, together))
             in_loss = self.layout.tokens.total(torch.stack([batch["loss_mask"].sum() for batch in group]).sum())
             weight = together * self.layout.tokens.data_shards / in_loss.clamp(min=1)
             for batch in group:
@@ -167,14 +173,19 @@ def _obey_only_the_parent(worker: int) -> None:
 
 
 def build_batches(
-    config: RunConfig, layout: ParallelLayout, eod: int | None = None, step: int = 0, consumed: int = 0
+    config: RunConfig,
+    layout: ParallelLayout,
+    eod: int | None = None,
+    step: int = 0,
+    consumed: int = 0,
+    moved: Callable[[], None] = lambda: None,
 ) -> Batches:
     """Open the source of samples, or the datasets with their shuffled indices, built or from `data.cache_directory`.
 
     All ranks call it together. The run has done `step` steps, which consumed the first samples. `eod` is the
-    end-of-document id, needed with `data.reset_attention_mask`. A dataset of a blend that is too small for a split is
-    left out of that split, and the others keep their proportions. Raises ConfigError if a split that is needed does not
-    contain a whole sequence.
+    end-of-document id, needed with `data.reset_attention_mask`. `moved` is called while an index grows. A dataset of a
+    blend that is too small for a split is left out of that split, and the others keep their proportions. Raises
+    ConfigError if a split that is needed does not contain a whole sequence, or the index cannot be kept.
     """
     if config.data.reset_attention_mask and eod is None:
         problem = "needs a tokenizer with an end-of-document token, and data.tokenizer has none"
@@ -182,23 +193,33 @@ def build_batches(
             ("data.reset_attention_mask", "data.tokenizer"), problem, "set it to false, or choose another"
         )
     train = config.train
-    samples = range(consumed, consumed + (train.steps - step) * train.global_batch_size)
+    remaining = train.steps - step
+    samples = range(consumed, train.samples_after(remaining, consumed))
     evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
-        return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples)
+        return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)
     evaluates = evaluates and split_shares(config.data.split)[1] > 0
     speaks = layout.rank == 0
     if speaks:
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
-    plan = plan_for_all(config, evaluates)
+    plan, cache = plan_for_all(config, evaluates), config.data.resolved_cache_directory
+    build_on_rank_0(cache, lambda directory: _open(config, plan, samples.stop, directory, build=True), moved)
+    datasets = _open(config, plan, samples.stop, cache, build=False)
+    if speaks:
+        logger.info("index ready after %.1f s", time.monotonic() - started)
+    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod, samples, remaining)
+
+
+def _open(config: RunConfig, plan: Plan, size: int, cache: str, build: bool) -> list[Dataset]:
+    """Open the datasets of each split, of which training takes `size` samples; `build` indexes what is not cached."""
     settings = DatasetSettings(
-        random_seed=train.seed,
+        random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
         blend=plan.whole,
         split=config.data.split,
-        path_to_cache=config.data.resolved_cache_directory,
+        path_to_cache=cache,
         tokenizer=NoTokenizer(plan.identity),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -210,10 +231,8 @@ def build_batches(
     # documents, so splits that are not needed and datasets that are too small are left out.
     for i, members in enumerate(plan.splits):
         if members is None:
-            datasets.append(mix_with_long_documents(config, settings, plan.pools, samples.stop, speaks))
+            datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
             continue
-        wanted = samples.stop if i == 0 else train.eval_steps * train.global_batch_size
-        datasets.append(build_split(AllDocuments, replace(settings, blend=members), i, wanted))
-    if speaks:
-        logger.info("index ready after %.1f s", time.monotonic() - started)
-    return Batches(datasets[0], datasets[1] if evaluates else None, config, layout, eod, samples)
+        wanted = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
+        datasets.append(open_split(AllDocuments, replace(settings, blend=members), i, wanted, build))
+    return datasets

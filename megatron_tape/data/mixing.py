@@ -1,8 +1,13 @@
-"""Megatron's datasets, built once by rank 0, and training data of which a share comes from long documents."""
+"""Megatron's datasets, indexed once by rank 0, and training data of which a share comes from long documents.
 
+Both are opened with `build` by rank 0 alone, in the directory that `index_cache` gives it, and then by all ranks from
+the cache.
+"""
+
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.data.index_cache import cached
 from megatron_tape.data.long_documents import (
     Pools,
     numbers_of_long,
@@ -22,7 +28,7 @@ from megatron_tape.data.long_documents import (
     share_past_in_mix,
     training_lengths,
 )
-from megatron_tape.data.windows import DocumentWindows
+from megatron_tape.data.windows import DocumentWindows, cut_documents
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +69,21 @@ class ShorterDocuments(AllDocuments):
 class Mixed(Dataset):
     """`size` samples of several datasets in fixed proportions, spread evenly by Megatron's rule for blends.
 
-    `counts` says how many samples come from each; add `datasets` in the order of `weights`.
+    Which sample is which dataset's is mapped from `directory`, a cache. `counts` says how many come from each; add
+    `datasets` in the order of `weights`.
     """
 
-    def __init__(self, weights: Sequence[float], size: int):
+    def __init__(self, directory: str, weights: Sequence[float], size: int):
         self.datasets: list[Dataset] = []
-        self._dataset, self._sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
         shares = [weight / sum(weights) for weight in weights]
-        helpers.build_blending_indices(self._dataset, self._sample, shares, len(shares), size, False)
-        self.counts = np.bincount(self._dataset, minlength=len(shares)).tolist()
+
+        def make() -> dict[str, np.ndarray]:
+            dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+            helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
+            return {"counts": np.bincount(dataset, minlength=len(shares)), "dataset": dataset, "sample": sample}
+
+        index = cached(directory, "Mixed", {"shares": shares, "size": size}, make)
+        self.counts, self._dataset, self._sample = index["counts"].tolist(), index["dataset"], index["sample"]
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -80,43 +92,62 @@ class Mixed(Dataset):
         return self.datasets[self._dataset[index]][int(self._sample[index])]
 
 
-def build_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int) -> Dataset:
-    """Return at least `size` samples of one split: 0 for training, 1 for validation; all ranks call it together.
+def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool) -> Dataset:
+    """Return at least `size` samples of one split: 0 for training, 1 for validation.
 
-    Rank 0 builds the indices, unless they are cached. Then every rank opens the datasets without reading an index, of
-    which it maps what a sample needs when the first one is drawn.
+    `build` indexes what is not cached. Without it, all ranks call this together, and none reads an index: of one, a
+    sample maps what it needs.
     """
     threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
     alone = replace(settings, num_dataset_builder_threads=threads)
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
-    BlendedMegatronDatasetBuilder(kind, sizes, lambda: dist.get_rank() == 0, alone).build()
+    if build:
+        with _barriers_left_out():
+            return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
     alone.fast_cache_load = alone.defer_npy_index_mmap = True
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
 
 
+@contextlib.contextmanager
+def _barriers_left_out() -> Iterator[None]:
+    """Keep Megatron's builder on rank 0 from waiting for the other ranks, which build nothing."""
+    barrier = dist.barrier
+    dist.barrier = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        dist.barrier = barrier
+
+
 def mix_with_long_documents(
-    config: RunConfig, settings: DatasetSettings, pools: Pools, size: int, speaks: bool
+    config: RunConfig, settings: DatasetSettings, pools: Pools, size: int, build: bool
 ) -> Mixed:
     """Return `size` training samples of `settings.blend`, a share of them windows of long documents.
 
-    All ranks call it together, with the same `pools`. `speaks` logs what is drawn.
+    All ranks have the same `pools`. `build` indexes what is not cached, and logs what is drawn.
     """
     minimum, share = config.data.long_documents["minimum"], config.data.long_documents["share"]
-    mix = Mixed([share, 1 - share] if pools.others else [1.0], size)
-    long = Mixed([member.weight for member in pools.long], mix.counts[0])
+    cache, seq_length = settings.path_to_cache, config.model.seq_length
+    mix = Mixed(cache, [share, 1 - share] if pools.others else [1.0], size)
+    long = Mixed(cache, [member.weight for member in pools.long], mix.counts[0])
     for member in pools.long:
-        documents = numbers_of_long(training_lengths(member.prefix, config.data.split), minimum)
-        windows = DocumentWindows(IndexedDataset(member.prefix), documents, config.model.seq_length, config.train.seed)
-        long.datasets.append(windows)
+
+        def make(prefix: str = member.prefix) -> dict[str, np.ndarray]:
+            lengths = training_lengths(prefix, config.data.split)
+            return cut_documents(lengths, numbers_of_long(lengths, minimum), seq_length)
+
+        key = [member.prefix, settings.tokenizer.unique_identifiers, config.data.split, minimum, seq_length]
+        cut = cached(cache, "DocumentWindows", key, make)
+        long.datasets.append(DocumentWindows(IndexedDataset(member.prefix), cut, seq_length, config.train.seed))
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
         of_others = [member.weight for member in pools.others] if len(pools.others) > 1 else None
         blend_of_others = ([member.prefix for member in pools.others], of_others)
         shorter = replace(settings, blend=blend_of_others, documents_below=minimum)
-        mix.datasets.append(build_split(ShorterDocuments, shorter, 0, mix.counts[1]))
-    if speaks:
+        mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
+    if build:
         for sentence, warning in passes_in_words(pools, minimum, share, size * config.model.seq_length):
             logger.info(sentence)
             if warning:

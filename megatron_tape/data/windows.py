@@ -9,20 +9,28 @@ from torch.utils.data import Dataset
 from megatron_tape.data.long_documents import windows_of
 
 
+def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
+    """Return where the windows of `documents` (D,) lie, indices into the `lengths` of a dataset: arrays (D,), int64.
+
+    `ends_of_whole` counts the whole windows up to and with each document, and `left` the tokens that fill none.
+    """
+    whole, left = windows_of(lengths[documents], seq_length)
+    return {"documents": documents, "ends_of_whole": np.cumsum(whole), "left": left}
+
+
 class DocumentWindows(Dataset):
     """Endless epochs over documents of a dataset, each in an order of its own.
 
     Megatron's `GPTDataset` cuts its stream of documents anywhere, so that a document of one and a half windows rarely
     fills one. Here a document gives as many whole windows as it can, from its start; what is left of all documents
     is shuffled, joined and cut into windows as `GPTDataset` does. An epoch has every token once, but for the last
-    incomplete window. `documents` are indices of the dataset's sequences with more than `seq_length` tokens in all.
+    incomplete window. `cut` is what `cut_documents` returned, of documents with more than `seq_length` tokens in all.
     """
 
-    def __init__(self, dataset: IndexedDataset, documents: np.ndarray, seq_length: int, seed: int):
-        self._dataset, self._documents, self._seq_length, self._seed = dataset, documents, seq_length, seed
-        self._whole, self._left = windows_of(dataset.sequence_lengths[documents], seq_length)
-        self._ends_of_whole = np.cumsum(self._whole)
-        self.samples_per_epoch = int(self._whole.sum()) + max(0, int(self._left.sum()) - 1) // seq_length
+    def __init__(self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int):
+        self._dataset, self._seq_length, self._seed = dataset, seq_length, seed
+        self._documents, self._ends_of_whole, self._left = cut["documents"], cut["ends_of_whole"], cut["left"]
+        self.samples_per_epoch = int(self._ends_of_whole[-1]) + max(0, int(self._left.sum()) - 1) // seq_length
         self._epoch = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -43,9 +51,13 @@ class DocumentWindows(Dataset):
         self._ends_of_rests = np.cumsum(self._left[self._order])
         self._epoch = epoch
 
+    def _first_whole(self, place: int) -> int:
+        """Return the number of a document's first whole window."""
+        return int(self._ends_of_whole[place - 1]) if place else 0
+
     def _whole_window(self, index: int) -> np.ndarray:
         place = int(np.searchsorted(self._ends_of_whole, index, side="right"))
-        window = index - int(self._ends_of_whole[place] - self._whole[place])
+        window = index - self._first_whole(place)
         return self._dataset.get(
             int(self._documents[place]), offset=window * self._seq_length, length=self._seq_length + 1
         )
@@ -59,7 +71,7 @@ class DocumentWindows(Dataset):
             left, begun = int(self._left[place]), int(self._ends_of_rests[number]) - int(self._left[place])
             skipped = max(0, start - begun)
             length = min(missing, left - skipped)
-            offset = int(self._whole[place]) * self._seq_length + skipped
+            offset = (int(self._ends_of_whole[place]) - self._first_whole(place)) * self._seq_length + skipped
             parts.append(self._dataset.get(int(self._documents[place]), offset=offset, length=length))
             missing -= length
             number += 1

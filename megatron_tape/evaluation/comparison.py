@@ -193,7 +193,7 @@ def training_scores(
 ) -> list[Score]:
     """Return the figures of a training, given the rows of its metrics: loss, time, size and arithmetic."""
     tokens = config.train.global_batch_size * config.model.seq_length
-    teraflops = flops_per_token * tokens * config.train.steps / 1e12
+    teraflops = flops_per_token * config.train.samples_after(config.train.steps) * config.model.seq_length / 1e12
     speeds = [row["tokens_per_second"] for row in metrics_rows if row.get("tokens_per_second")]
     last = [row.get("validation_loss") for row in metrics_rows if row["step"] == config.train.steps]
     found = [

@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib.metadata
+import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,9 +24,26 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+def toolchain() -> dict[str, str]:
+    """Return what kernels are compiled with on this node: the C compiler that Triton calls, and NVIDIA's driver."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    said = _output([compiler, "-dumpfullversion"]) if compiler else None
+    found = {"C compiler": f"{Path(compiler).name} {said}" if said else "none that runs"}
+    driver = Path("/sys/module/nvidia/version")
+    return found | ({"driver": driver.read_text().strip()} if driver.is_file() else {})
+
+
+def node_name() -> str:
+    """Return what the scheduler, or else the node itself, calls this node."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
 def commit(source: Path = ROOT) -> str | None:
     """Return the commit of a directory, None where git does not know it."""
-    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
+    return _output(["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"])
+
+
+def _output(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):

@@ -5,9 +5,10 @@ import logging
 import torch
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import AVERAGE, REFLECTIONS
-from megatron_tape.ops.backends.choice import Choice, choose_backend
+from megatron_tape.errors import ConfigError, NodeError, UserError
+from megatron_tape.io.versions import node_name
+from megatron_tape.ops.backends import AVERAGE, REFLECTIONS, lacks
+from megatron_tape.ops.backends.choice import Choice, choose_backend, unsupported
 from megatron_tape.ops.parity import Shapes, check_fused_kernels, loss_disagrees
 from megatron_tape.position import encoding_of
 
@@ -43,15 +44,19 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_par
     )
 
 
-def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False) -> str:
+def verified_backend(
+    model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False, allow_slow: bool = False
+) -> str:
     """Return the backend that all ranks of `layout` train with, and log why; all call this together.
 
     Kernels that are compiled here are first compared with plain torch: on one rank of each node before the others,
-    which then find the compiled kernels in the node's cache. If they are not exact or do not compile, `auto` becomes
-    plain torch with a warning, and a backend that was named raises `ConfigError`.
+    which then find the compiled kernels in the node's cache. If they are not exact, do not compile or cannot run on a
+    GPU, and kernels exist for what the model needs, this raises ConfigError, or NodeError if only some ranks are
+    concerned. With `allow_slow`, `auto` then becomes plain torch on all ranks, with a warning.
     """
     device = torch.device(layout.device)
-    chosen, error = choice(model, dtype, device, shifted_sparse), None
+    chosen = choice(model, dtype, device, shifted_sparse)
+    problem = _why_slow(model, chosen.backend, dtype, device)
     fused = chosen.backend in _INSTEAD
     # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
     if layout.any_rank(fused):
@@ -60,14 +65,43 @@ def verified_backend(model: ModelConfig, layout, dtype: torch.dtype, shifted_spa
                 if fused:
                     shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
                     check_fused_kernels(shapes, dtype, device, chosen.backend)
-            except ConfigError as caught:
-                error = caught
-        if layout.any_rank(error is not None) and fused:
-            chosen = _instead(model, chosen.backend, error)
-        elif fused:
-            logger.info("the kernels of %s agree with plain torch here", chosen.backend)
+            except ConfigError as error:
+                problem = error.problem
+    answers = layout.gather(None if problem is None else (node_name(), layout.rank, problem))
+    if bad := [answer for answer in answers if answer is not None]:
+        error = _unfit(bad, layout.world_size)
+        if not allow_slow or model.attention_backend != "auto":
+            raise error
+        logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
+        chosen = Choice(_INSTEAD.get(chosen.backend, chosen.backend), "as train.allow_slow_attention allows")
+    elif fused:
+        logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention runs as %s, %s", *chosen)
     return chosen.backend
+
+
+def _why_slow(model: ModelConfig, backend: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why a GPU does without kernels that exist for a model, as the predicate of a sentence, or None."""
+    needs = encoding_of(model).needs
+    plain = backend in ("tiled", "naive") or (backend == "torch" and AVERAGE in needs)
+    able = [name for name in _INSTEAD if not lacks(name, needs)]
+    if device.type != "cuda" or model.attention_backend != "auto" or not plain or not able:
+        return None
+    reasons = [f"{name} {unsupported(name, device, dtype, model.head_dim, needs)}" for name in able]
+    return f"is auto, but no kernels can run here ({'; '.join(reasons)})"
+
+
+def _unfit(bad: list[tuple[str, int, str]], world_size: int) -> UserError:
+    """Return the error about ranks whose kernels do not work, given as node, rank and the problem."""
+    node, rank, problem = bad[0]
+    ranks = f"rank {rank}" if len(bad) == 1 else f"ranks {', '.join(str(rank) for _, rank, _ in bad[:8])}"
+    allowed = "train.allow_slow_attention trains in plain torch instead"
+    if len(bad) == world_size:
+        key = ("model.attention_backend", "model.position_encoding")
+        return ConfigError(key, f"{problem} ({ranks}, {node})", f"mend that, or choose another; {allowed}")
+    nodes = tuple(dict.fromkeys(node for node, _, _ in bad))
+    said = f"({ranks} of {world_size}) cannot train with the others: model.attention_backend {problem}"
+    return NodeError(nodes, said, f"mend or leave out the node; {allowed}")
 
 
 def verified_loss(model: ModelConfig, layout, dtype: torch.dtype) -> bool:
@@ -86,18 +120,3 @@ def verified_loss(model: ModelConfig, layout, dtype: torch.dtype) -> bool:
         return False
     logger.info("the loss runs with Liger's kernels, which agree with plain torch here")
     return True
-
-
-def _instead(model: ModelConfig, backend: str, error: ConfigError | None) -> Choice:
-    """Return plain torch if any backend may run, with a warning; otherwise raise `error`, or that another rank has one.
-
-    All ranks then compute alike.
-    """
-    plain = _INSTEAD[backend]
-    if error is None:
-        problem = f"is {backend}, whose kernels do not work on another rank"
-        error = ConfigError("model.attention_backend", problem, f"set it to {plain}")
-    if model.attention_backend != "auto":
-        raise error
-    logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
-    return Choice(plain, f"as the kernels of {backend} do not work")

@@ -1,13 +1,16 @@
 """Process groups, seeds, and what DeepSpeed needs to know of them."""
 
 import contextlib
+import logging
 import math
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,10 @@ from megatron_tape.parallel.token_layout import TokenLayout
 MARGIN = timedelta(minutes=10)
 """How much longer than the watch, which writes every rank's stack, the process groups wait for a rank."""
 WITHOUT_LIMIT = timedelta(days=365)
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver has found a GPU."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,12 @@ class ParallelLayout:
         found = torch.tensor([flag], dtype=torch.int32, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in order, on every rank; all call it together."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
@@ -148,6 +161,36 @@ def _own_device() -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def check_devices(wanted: str) -> None:
+    """Raise ConfigError if `train.device` cannot be had, or if GPUs that are there would not be used.
+
+    That is, if torch is built for GPUs and finds none on a node that has some, or if this node's processes see more
+    GPUs than there are processes.
+    """
+    key, said = "train.device", f"is {wanted}, but torch {torch.__version__}"
+    if wanted == "cpu":
+        return
+    if torch.cuda.is_available():
+        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        problem = f"is {wanted}, but only {processes} of the {devices} GPUs that are visible here would be used"
+        fix = f"start {devices} processes, or say in CUDA_VISIBLE_DEVICES which to use"
+        refuse(processes < devices, key, problem, fix)
+        return
+    fix = "see what nvidia-smi says, or set it to cpu"
+    refuse(wanted == "cuda", key, f"{said} finds no GPU here ({_cuda_error()})", fix)
+    if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        refuse(torch.version.cuda is not None, key, f"{said} cannot use this node's GPUs ({_cuda_error()})", fix)
+        logger.warning("WARNING: training on the CPU, as this torch is built without CUDA; see requirements-gpu.txt")
+
+
+def _cuda_error() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "it counts none"
 
 
 def _join_processes(backend: str, timeout: timedelta) -> None:

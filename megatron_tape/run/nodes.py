@@ -11,9 +11,9 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import RunConfig, blend
 from megatron_tape.io.files import BLOCKS, fingerprint
-from megatron_tape.io.versions import versions
+from megatron_tape.io.versions import toolchain, versions
 
-PACKAGES = ("torch", "megatron-core", "deepspeed")
+PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 BLOCKS_OF_ALL = 4096
 """About how many blocks of 64 KiB each node reads of its large inputs, but at least three of each."""
 GIB = 2**30
@@ -51,7 +51,11 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
 
     `home` is where the attempt writes checkpoints; `code` is the digest of the code that runs here.
     """
-    facts: dict[str, Any] = {"versions": versions(PACKAGES) | {"code": code}, "data": {}, "directory": None}
+    facts: dict[str, Any] = {
+        "versions": versions(PACKAGES) | toolchain() | {"code": code},
+        "data": {},
+        "directory": None,
+    }
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
     for path in files:

@@ -40,7 +40,8 @@ class Watch:
 
     SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
     After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
-    `stacks-NODE.txt` in the attempt's directory and the process ends. Before `begin_training` the timeout is at least
+    `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
+    process ends. Before `begin_training` the timeout is at least
     an hour.
     """
 
@@ -94,11 +95,14 @@ class Watch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def record_end(self, outcome: str, message: str, error: BaseException | None = None) -> None:
+    def record_end(
+        self, outcome: str, message: str, error: BaseException | None = None, bad_nodes: Iterable[str] = ()
+    ) -> None:
+        """Record how this rank ended; `bad_nodes` should be left out of the next attempt."""
         detail = "" if error is None else "".join(traceback.format_exception(error))
         if self._attempt is not None:
             with contextlib.suppress(OSError):
-                self._attempt.record_end(self._rank, outcome, message, detail)
+                self._attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
                 if self._rank == 0:
                     self._beat()
 
@@ -141,14 +145,25 @@ class Watch:
             with open(path, "ab", buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
+        self._dump_collectives()
         # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
             HUNG,
             EXIT_HUNG,
             f"nothing happened for {self._hang_timeout:g} s (train.hang_timeout) while {where}; every rank's Python "
-            f"stack is in {self._attempt.directory}",
+            f"stack and last collectives are in {self._attempt.directory}",
         )
+
+    def _dump_collectives(self) -> None:
+        """Write the last collectives of this rank, as torch's flight recorder has them, beside the stacks."""
+        module = sys.modules.get("torch._C._distributed_c10d")
+        names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first only where there is NCCL
+        dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        if dump is not None and (trace := dump()):
+            path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
+            with contextlib.suppress(OSError), open(path, "wb") as file:
+                file.write(trace)
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ partitions: a run saved under one ZeRO stage and number of ranks continues under
 """
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,17 +16,13 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.training import zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients
 from megatron_tape.training.optimizer import build_optimizer
 
@@ -148,6 +145,13 @@ class Engine:
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
 
+    def set_batch_size(self, sequences: int) -> None:
+        """Take so many sequences over all ranks from the next step on."""
+        if sequences * self.layout.context_parallel_size != self.deepspeed_engine.train_batch_size():
+            self.deepspeed_engine.set_train_batch_size(sequences * self.layout.context_parallel_size)
+            self.deepspeed_engine.micro_steps = 0  # DeepSpeed finds the last micro-batch of a step by dividing it
+            self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+
     def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
         """Update once from `micro_batches` batches, each the keyword arguments of the model's forward.
 
@@ -197,23 +201,37 @@ class Engine:
         """How many updates Adam has made; skipped steps do not count."""
         return int(next(iter(self.adam.state.values()), {}).get("step", 0))
 
-    def training_state(self, wanted: Callable[[str], bool], frozen: bool = True) -> dict[str, Tensor]:
-        """Return a copy, on the CPU, of this tensor-parallel rank's fp32 weights and Adam moments.
+    def training_state(self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True) -> dict[str, Tensor]:
+        """Return a copy, on the CPU, of fp32 weights and Adam moments of this tensor-parallel rank.
 
-        The keys are `weight/NAME`, `exp_avg/NAME` and so on; a tensor is kept if `wanted(key)`, and all ranks take part
-        in gathering each. Frozen parameters are included only if `frozen`; their weights are only as precise as
-        training's arithmetic, and they have no moments. Before the first update, no parameter has moments.
+        The keys are `weight/NAME`, `exp_avg/NAME` and so on. Of the ranks with the same weights, `owner(key)` returns a
+        tensor, to which the others send their shares. Frozen parameters are included only if `frozen`; their weights
+        are only as precise as training's arithmetic, and they have no moments. Before the first update, no parameter
+        has moments.
         """
-        state = {}
         self._show_moments()
+        me, state, shares = self.layout.replica_rank, {}, []
+        cut = zero_shares.cuts(self.deepspeed_engine.optimizer, self._cut_parameters()) if self.zero_stage else {}
         for key, parameter in self._state_keys(frozen):
-            tensor = self._get(parameter, key.partition("/")[0])
-            if wanted(key):
-                state[key] = tensor.detach().to("cpu", torch.float32).clone().contiguous()
+            kind, _, name = key.partition("/")
+            if name in cut:
+                trained = functools.partial(zero_shares.held_by_zero, parameter, kind)
+                held = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shares.append(zero_shares.Share(key, shape, cut[name], owner(key), held))
+            elif owner(key) == me:
+                whole = self.adam.state[parameter][kind] if kind in MOMENTS else parameter
+                state[key] = whole.detach().to("cpu", torch.float32).clone().contiguous()
+        for key, tensor in zero_shares.to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
+            state[key] = tensor.to("cpu").contiguous()
         return state
 
+    def _cut_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of which every rank holds a part: with ZeRO 3 all, otherwise the trained ones."""
+        return self.names if self.zero_stage == 3 else self.trained
+
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
-        """Return the bytes of each tensor that `training_state` gathers."""
+        """Return the bytes of each tensor of `training_state`."""
         return {key: 4 * getattr(p, "ds_numel", p.numel()) for key, p in self._state_keys(frozen)}
 
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -237,22 +255,11 @@ class Engine:
             for key in self.keys_of(name, optimizer_steps):
                 self._set(parameter, key, read(f"{key}/{name}"))
 
-    def _get(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
-        if not parameter.requires_grad:
-            # ZeRO 3 partitions these, too, but keeps no fp32 copies of them; other stages leave them whole.
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
-                return parameter.detach().clone()
-        if self.zero_stage == 0:
-            return parameter if key == "weight" else self.adam.state[parameter][key]
-        if key == "weight":
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, key)
-
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
         if self.zero_stage == 0:
             with torch.no_grad():
-                self._get(parameter, key).copy_(value)
+                (parameter if key == "weight" else self.adam.state[parameter][key]).copy_(value)
         elif key == "weight":
             safe_set_full_fp32_param(parameter, value)
         else:

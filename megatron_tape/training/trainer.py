@@ -1,9 +1,12 @@
 """Trains all or some parameters of a model, from the newest checkpoint or from the start to the last step."""
 
+import contextlib
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
-from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, seed_everything
+from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.run.attempts import INTERRUPTED, Attempt
@@ -59,6 +62,7 @@ class Trainer:
         cannot be used.
         """
         self.config, self.watch, self.trains, self._more_hooks = config, watch, trains, more_hooks
+        check_devices(config.train.device)
         watch.progress("joining the other ranks")
         parallel, timeout = config.parallel, longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
@@ -98,7 +102,8 @@ class Trainer:
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
         self._build()
         try:
-            stopped = self._train()
+            with garbage_kept():
+                stopped = self._train()
         except TrainingStopped:  # on every rank alike
             self.saves.finish()
             raise
@@ -131,7 +136,8 @@ class Trainer:
         config, layout = self.config, self.layout
         self.watch.progress("indexing the data", self.step)
         eod = None if self.tokenizer is None else self.tokenizer.eod
-        self.batches = build_batches(config, layout, eod, self.step, self.samples)
+        moved = partial(self.watch.progress, "indexing the data")
+        self.batches = build_batches(config, layout, eod, self.step, self.samples, moved)
         # Started early: forked later, from a larger process, the loader processes would delay the first step.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
@@ -200,22 +206,24 @@ class Trainer:
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
         watch.begin_training(self.step)
-        seconds, timed_steps = 0.0, 0
+        seconds, timed_samples = 0.0, 0
         for step in range(self.step + 1, config.train.steps + 1):
+            if (step - 1) % config.train.garbage_interval == 0:
+                gc.collect()
             for hook in self.hooks.values():
                 hook.before_step(self, step)
             rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
-            started = time.perf_counter()
+            started, size = time.perf_counter(), config.train.batch_size(self.samples)
+            self.engine.set_batch_size(size)
             result = self.engine.train_step(self.micro_batches, rate, step)
-            seconds, timed_steps = seconds + time.perf_counter() - started, timed_steps + 1
-            self.step, self.samples = step, self.samples + config.train.global_batch_size
+            seconds, timed_samples = seconds + time.perf_counter() - started, timed_samples + size
+            self.step, self.samples = step, self.samples + size
             watch.progress("training", step)
             self._count_bad_steps(result)
             found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
             if self.logs(step):
-                speed = timed_steps * config.train.global_batch_size * config.model.seq_length / seconds
-                self._log(result, rate, speed, found)
-                seconds, timed_steps = 0.0, 0
+                self._log(result, rate, timed_samples * config.model.seq_length / seconds, found)
+                seconds, timed_samples = 0.0, 0
             self.saves.look()
             stopping = layout.any_rank(watch.stop is not None)
             last, saved = step == config.train.steps, False
@@ -266,6 +274,19 @@ class Trainer:
             self.writer.text(tag, text, self.step)
         for tag, png in whole.pictures.items():
             self.writer.picture(tag, png, self.step)
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Keep Python from collecting garbage, which each rank would do at a moment of its own while all others wait."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:

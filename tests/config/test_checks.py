@@ -100,6 +100,12 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE}),
         ("parallel.sequence_parallel", {"processes": 4, TENSOR: 2, CONTEXT: 2, **SEQUENCE, **ROPE}),
         ("train.global_batch_size", {"processes": 3}),
+        ("train.batch_ramp", {"train__batch_ramp": {"from": 2}}),
+        ("train.batch_ramp", {"train__batch_ramp": {"from": 0, "over_samples": 10}}),
+        ("train.batch_ramp.from",
+         {"train__batch_ramp": {"from": 3, "over_samples": 10}, "train__global_batch_size": 8}),
+        ("train.batch_ramp.from",
+         {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
         # The model.
         ("model.hidden_size", {"model__hidden_size": 60}),

@@ -14,7 +14,7 @@ from megatron_tape.data import long_documents
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.long_documents import Pools, share_past_in_mix, share_past_in_stream
-from megatron_tape.data.windows import DocumentWindows
+from megatron_tape.data.windows import DocumentWindows, cut_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.position import replaced
@@ -144,7 +144,8 @@ def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
 def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(folder, lengths):
     dataset = IndexedDataset(str(folder / "books"))
     documents = np.flatnonzero(np.array(lengths["books"]) >= 30)
-    windows = DocumentWindows(dataset, documents, LENGTH, seed=5)
+    cut = cut_documents(np.array(lengths["books"]), documents, LENGTH)
+    windows = DocumentWindows(dataset, cut, LENGTH, seed=5)
     starts = np.cumsum(lengths["books"]) - lengths["books"] + 1
     used = np.concatenate([np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents])
     orders = []
@@ -165,14 +166,15 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         assert full <= {int(tokens[0]) for tokens in whole}
         orders.append([int(sample["tokens"][0]) for sample in samples])
     assert orders[0] != orders[1]
-    again = DocumentWindows(dataset, documents, LENGTH, seed=5)
+    again = DocumentWindows(dataset, cut, LENGTH, seed=5)
     assert torch.equal(again[windows.samples_per_epoch + 3]["labels"], windows[windows.samples_per_epoch + 3]["labels"])
 
 
 @pytest.mark.parametrize("sizes, expected", [([33], 1), ([65], 2), ([64, 20], 2), ([20, 13], 1), ([33, 33], 2)])
 def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected):
     write(tmp_path / "data", sizes, 1)
-    windows = DocumentWindows(IndexedDataset(str(tmp_path / "data")), np.arange(len(sizes)), LENGTH, seed=0)
+    cut = cut_documents(np.array(sizes), np.arange(len(sizes)), LENGTH)
+    windows = DocumentWindows(IndexedDataset(str(tmp_path / "data")), cut, LENGTH, seed=0)
     assert windows.samples_per_epoch == expected
     for index in range(2 * expected):
         assert len(windows[index]["tokens"]) == LENGTH

@@ -11,7 +11,7 @@ from models import build, small_model
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import logsigmoid
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, NodeError
 from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import kernel_shapes, verified_backend
 from megatron_tape.ops import parity
@@ -123,11 +123,15 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     with pytest.raises(ConfigError, match="the flex kernel of the attention with gates does not work here .* to tiled"):
         parity.check_fused_kernels(shapes, torch.float32, CPU, "flex")
 
+    others = []
     layout = SimpleNamespace(
         device="cuda",
+        rank=0,
+        world_size=1,
         tensor_parallel_size=1,
         context_parallel_size=1,
         any_rank=lambda value: value,
+        gather=lambda value: [value, *others],
         first_on_node=nullcontext,
     )
     check = parity.check_fused_kernels
@@ -136,10 +140,46 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     )
     model = dict(position_encoding="alibi", kv_channels=16)
     with caplog.at_level(logging.INFO):
-        assert verified_backend(small_model(**model), layout, torch.float32) == "tiled"
+        assert verified_backend(small_model(**model), layout, torch.float32, allow_slow=True) == "tiled"
         assert "training continues with slower attention in plain torch: model.attention_backend is flex" in caplog.text
-        with pytest.raises(ConfigError, match="the flex kernel of the attention with gates does not work here"):
-            verified_backend(small_model(**model, attention_backend="flex"), layout, torch.float32)
+        named = small_model(**model, attention_backend="flex")
+        for settings, allowed in ((named, True), (small_model(**model), False)):
+            with pytest.raises(
+                ConfigError, match=r"the flex kernel .* not work here .*\(rank 0, .*allow_slow"
+            ) as error:
+                verified_backend(settings, layout, torch.float32, allow_slow=allowed)
+            assert error.value.key == "model.attention_backend"
+        layout.world_size, others[:] = 4, [None, None, ("nodeB", 3, "is flex, but it does not compile")]
+        with pytest.raises(NodeError, match=r"\(ranks 0, 3 of 4\) cannot train with the others: .*leave out") as error:
+            verified_backend(small_model(**model), layout, torch.float32)
+        assert error.value.subjects[1:] == ("nodeB",)
+        layout.world_size, others[:] = 1, []
         monkeypatch.setattr(flex, "attend", exact)
         assert verified_backend(small_model(**model), layout, torch.float32) == "flex"
         assert "the kernels of flex agree with plain torch here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "encoding, head_dim, why",
+    [
+        ("tape", 48, "triton supports heads of 32, 64, 80, 96, 128, not 48"),
+        ("fox", 512, "fla is not installed"),
+        ("rope", 48, None),
+        ("cope", 48, None),
+    ],
+)
+def test_a_gpu_without_kernels_that_exist_elsewhere_is_no_reason_to_train_slowly(monkeypatch, encoding, head_dim, why):
+    """RoPE has torch's own kernels there, and CoPE none anywhere."""
+    missing = "is not installed"
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name == "triton" else missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    one = dict(rank=0, world_size=1, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
+    layout = SimpleNamespace(device="cuda", any_rank=bool, gather=lambda value: [value], **one)
+    model = small_model(position_encoding=encoding, kv_channels=head_dim)
+    if why is None:
+        assert verified_backend(model, layout, torch.bfloat16) in ("torch", "tiled")
+        return
+    with pytest.raises(ConfigError) as error:
+        verified_backend(model, layout, torch.bfloat16)
+    assert why in error.value.problem and "allow_slow_attention" in error.value.fix
+    assert verified_backend(model, layout, torch.bfloat16, allow_slow=True) in ("torch", "tiled")

@@ -1,6 +1,7 @@
 """Process groups: how many there are, how long they wait, how they are aborted; deterministic kernels."""
 
 import os
+import pathlib
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_tape.parallel.layout import abort_process_groups, deterministic_kernels, initialize_distributed
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel import layout as layouts
+from megatron_tape.parallel.layout import (
+    abort_process_groups,
+    check_devices,
+    deterministic_kernels,
+    initialize_distributed,
+)
 
 
 def timeouts():
@@ -61,3 +69,45 @@ def test_deterministic_kernels_leave_everything_as_it_was():
         assert state() == (True, False, True, False, ":4096:8")
         raise ZeroDivisionError
     assert state() == before
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Make this one look like a machine with so many GPUs, of which torch sees some, and so many processes."""
+
+    def change(gpus, seen, processes=1, cuda="13.0"):
+        monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "wanted, case, problem",
+    [
+        ("auto", dict(gpus=8, seen=8, processes=8), None),
+        ("auto", dict(gpus=0, seen=0), None),
+        ("cpu", dict(gpus=8, seen=8), None),
+        ("cpu", dict(gpus=8, seen=0), None),
+        ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 GPUs that are visible here would be"),
+        ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 GPUs"),
+        ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (Torch not compiled with CUDA enabled)"),
+        ("cuda", dict(gpus=0, seen=0), "finds no GPU here"),
+        ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU here"),
+        ("auto", dict(gpus=8, seen=0, cuda=None), None),
+    ],
+)
+def test_gpus_that_are_there_are_used_or_missed(machine, caplog, wanted, case, problem):
+    machine(**case)
+    if problem is None:
+        check_devices(wanted)
+        warned = wanted == "auto" and case["gpus"] > case["seen"]
+        assert ("built without CUDA" in caplog.text) == warned
+        return
+    with pytest.raises(ConfigError) as error:
+        check_devices(wanted)
+    assert error.value.key == "train.device" and problem in error.value.problem

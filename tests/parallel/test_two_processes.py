@@ -155,6 +155,13 @@ def test_what_each_process_holds_and_saves_of_an_encoding_is_counted(group, name
     assert on_cpu(model, 2, "fp32", parallel__tensor_model_parallel_size=2) == pytest.approx(saved, rel=0.02)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_save_sends_each_rank_no_more_than_what_it_writes(group, stage):
+    state = group["saves"]["states"][stage]
+    # Of a rank's half, about half belongs to the other one.
+    assert state["right"] and 0.1 < state["share"] < 0.4
+
+
 def test_resuming_reads_each_file_once_by_the_rank_that_the_plan_says(group):
     result = group["saves"]["resumed"]
     assert result["same"] and result["changed"]

@@ -50,10 +50,30 @@ def test_memory_and_collectives_are_those_estimated(quick, name):
     assert all(quick[name]["rows"][row][0] > 0 for row in ("weights", "kept by a forward pass", "peak"))
 
 
+WAITS_OF_A_STEP = {
+    "zero_1": {"update: item": 6, "update: copy from pageable memory": 3},
+    "zero_3": {"update: item": 3, "update: copy from pageable memory": 3, "update: synchronize": 1},
+}
+"""How often the host waits for the GPU in two micro-batches and the update: for the loss, the norm and whether they are
+finite, and for small tables of DeepSpeed's."""
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_a_step_waits_for_the_gpu_no_more_often_than_is_known(quick, name):
+    assert quick[name]["waits"] == WAITS_OF_A_STEP[name]
+
+
 @pytest.mark.parametrize("name", ZERO)
 def test_gradients_of_replicated_parameters_take_one_collective_a_step(quick, name):
     """In each of two micro-batches, the softmax takes two."""
     assert quick[name]["rows"]["tensor parallel: all-reduce calls"] == [2 * 2 + 1, 2 * 2 + 1, True]
+
+
+def test_a_save_gathers_this_ranks_share_and_reduces_nothing(quick):
+    for name in ZERO:
+        gathered = {row for row in quick[name]["rows"] if row.endswith("in a save")}
+        assert gathered == {"data parallel: all-to-all in a save"}
+        assert 0 < quick[name]["rows"][gathered.pop()][0] < quick[name]["rows"]["optimizer state"][0] * 2.1
 
 
 def test_making_the_weights_takes_their_partitions_and_one_parameter(quick):

@@ -329,10 +329,13 @@ def test_a_kernel_that_computes_incorrectly_ends_the_run_before_training(run, wr
     assert not steps_saved(run.folder)
 
 
-def test_the_automatic_choice_becomes_torch_if_a_kernel_computes_incorrectly(run, wrong_kernel, monkeypatch, capfd):
+def test_the_automatic_choice_becomes_torch_only_if_the_user_allows_it(run, wrong_kernel, monkeypatch, capfd):
     monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
     short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
-    assert run("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1", *short) == 0
+    short += ("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1")
+    assert run(*short) == 1
+    assert "mend that, or choose another; train.allow_slow_attention trains in plain torch" in capfd.readouterr().err
+    assert run(*short, "--train.allow_slow_attention=true") == 0
     log = capfd.readouterr().err
     assert "WARNING: training continues with slower attention in plain torch: model.attention_backend is triton" in log
     assert "attention runs as torch" in log

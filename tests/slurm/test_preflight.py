@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -26,7 +27,13 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
     checkpoints, local = cluster.work / "checkpoints", cluster.work / "local"
     for directory in (checkpoints, local):
         directory.mkdir()
-    for source, target in ((changed, original), (other, metadata), (local, checkpoints)):
+    differing = [(changed, original), (other, metadata), (local, checkpoints)]
+    if compiler := shutil.which("gcc"):
+        broken = cluster.work / "gcc"
+        broken.write_text("#!/bin/sh\nexit 1\n")
+        broken.chmod(0o755)
+        differing.append((broken, Path(compiler).resolve()))
+    for source, target in differing:
         cluster.control("sh-node", "nodeB", "mount", "--bind", str(source), str(target))
     job = start(overrides={"checkpoint.directory": str(checkpoints)})
     wait_until(lambda: "preflight: passed in " in cluster.log(job), 180, lambda: cluster.story(job))
@@ -35,6 +42,7 @@ def test_a_node_with_other_data_versions_and_directories_is_named_and_left_out(c
     assert "nodeB: deepspeed is 0.0.1, but " in named and "on nodeA" in named
     assert re.search(r"nodeB: data/a.bin is \d+ bytes, sha256 \w+, but", named)
     assert "nodeB: checkpoint.directory" in named
+    assert not compiler or "nodeB: C compiler is none that runs, but gcc " in named
     assert "requeueing without nodeB" in log
     first, second = read_attempts(start.run)
     assert (first.outcome, first.facts["nodes"]) == ("unready", ["nodeA", "nodeB"])

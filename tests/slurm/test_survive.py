@@ -77,8 +77,13 @@ def test_a_two_node_run_equals_one_without_slurm_and_is_not_delayed_by_a_step_th
 ):
     # Like the preflight step may: without --overlap, srun waits for Slurm to report its end, or for two minutes.
     held = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
-    job = start(inject={"sleep": 0}, site=(held, "sleep 2"))
+    container, inside = cluster.work / "container", cluster.work / "inside"
+    container.write_text(f'#!/bin/sh\necho "$@" | tr "\\n" " " >>{inside}\necho >>{inside}\nexec "$@"\n')
+    container.chmod(0o755)
+    job = start(inject={"sleep": 0}, site=(held, "sleep 2", f"TAPE_CONTAINER={container}"))
     finish(cluster, job)
+    for module in ("pretrain.attempt begin", "pretrain.preflight", "pretrain.train", "pretrain.attempt decide"):
+        assert f" {module} " in inside.read_text(), module
     (attempt,) = check_equal(start.run, whole, attempts=1)
     assert attempt.facts["nodes"] == ["nodeA", "nodeB"]
     assert re.search(r"all-reduce of 16 MiB over 2 ranks: [0-9.]+ GB/s", cluster.log(job))

@@ -14,7 +14,7 @@ def resumed(tmp_path_factory):
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "context_parallel", "bf16", "offload", "workers", *FROZEN])
+@pytest.mark.parametrize("case", [*LAYOUTS, "context_parallel", "bf16", "offload", "ramp_offload", "workers", *FROZEN])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]
@@ -34,6 +34,12 @@ def test_saving_changes_nothing(resumed):
 OTHER_LAYOUTS = ["another_layout", "from_context_to_tensor_parallel", "from_tensor_to_context_parallel"]
 
 
-@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated"])
+@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp"])
 def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)
+
+
+def test_a_ramp_counts_what_it_has_seen(resumed):
+    for rows in resumed["ramp"].values():
+        if isinstance(rows, list):
+            assert [row["tokens"] // 16 for row in rows] == [4, 8, 16, 28]

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
+from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from megatron_tape.training.schedule import learning_rate
 
 OPTIMIZER = OptimizerConfig(lr=1.0, min_lr=0.1)
@@ -59,3 +59,20 @@ def test_wsd_holds_the_peak_until_its_decay_and_falls_linearly():
 def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
     rate = rates(100, kind="wsd")
     assert rate[89] == 1.0 and rate[90] == pytest.approx(0.91)
+
+
+def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
+    train = TrainConfig(steps=100, global_batch_size=32, batch_ramp={"from": 4, "over_samples": 100})
+    sizes = list(train.batch_sizes(0, 16))
+    assert sizes[0] == 4 and sizes[-1] == 32 and sizes == sorted(sizes) and {size % 4 for size in sizes} == {0}
+    assert sum(size < 32 for size in sizes) == len([total for total in accumulated(sizes) if total < 100])
+    for step in range(16):
+        seen = sum(sizes[:step])
+        assert train.samples_after(step) == seen and list(train.batch_sizes(seen, 16 - step)) == sizes[step:]
+    plain = TrainConfig(steps=100, global_batch_size=32)
+    assert list(plain.batch_sizes(0, 3)) == [32] * 3 and plain.samples_after(3, 7) == 103
+
+
+def accumulated(sizes):
+    """What was seen before each step."""
+    return [sum(sizes[:step]) for step in range(len(sizes))]

@@ -1,6 +1,7 @@
 """Signals, hangs and failing disks in one training process; tests/slurm shows them on a cluster."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -225,6 +226,8 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     assert "in step" in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
     (attempt,) = read_attempts(folder)
     assert attempt.outcome == "hung" and "while training" in attempt.message
+    collectives = json.loads((folder / "attempts" / "000001" / "collectives-00000.json").read_text())
+    assert any("all_reduce" in entry["profiling_name"] for entry in collectives["entries"])
 
 
 @pytest.fixture

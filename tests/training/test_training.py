@@ -9,8 +9,8 @@ from launch import run_group
 from tensor_parallel_cases import assert_equal
 from training_cases import CONTEXT_LAYOUTS, EVALUATED, LAYOUTS, assert_close
 
-VARIANTS = ["blend", "accumulation", "packed", "sampled", "epochs", "generated", "generated_zero3"]
-OF_TWO_PROCESSES = ["accumulation", "packed", "generated_zero3", "recompute", "tied", "rope"]
+VARIANTS = ["blend", "accumulation", "ramp", "packed", "sampled", "epochs", "generated", "generated_zero3"]
+OF_TWO_PROCESSES = ["accumulation", "ramp", "packed", "generated_zero3", "recompute", "tied", "rope"]
 
 
 @pytest.fixture(scope="module")

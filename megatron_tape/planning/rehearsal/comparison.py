@@ -66,3 +66,5 @@ def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
         yield Row(f"{group}: {kind}", here.bytes, there.bytes, None if small else TOLERANCE)
     for (group, kind), here, there in both:
         yield Row(f"{group}: {kind} calls", here.calls, there.calls, 0.0, unit=1)
+    for (group, kind), here in sorted(outcome.save.traffic.items()):
+        yield Row(f"{group}: {kind} in a save", here.bytes, None, None)

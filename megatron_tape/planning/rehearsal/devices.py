@@ -41,7 +41,12 @@ def install_fake_world(world_size: int, rank: int) -> None:
 
     Raises `ConfigError` if that is not possible with this version of torch.
     """
-    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
+    os.environ |= {
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(PER_NODE),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cuda"}
     os.environ.pop("TRITON_INTERPRET", None)  # launches are checked; nothing is interpreted
     fill_cuda_hooks()

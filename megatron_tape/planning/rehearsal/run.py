@@ -1,4 +1,4 @@
-"""A rehearsal: the Trainer's own run of three steps on fake tensors. The second step is measured."""
+"""A rehearsal: the Trainer's own run of five steps on fake tensors. The fourth step is measured."""
 
 import dataclasses
 import itertools
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
+from megatron_tape.checkpoint.index import writers
 from megatron_tape.config.schema import EvaluationConfig, RunConfig
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
@@ -33,8 +34,9 @@ from megatron_tape.training.trained_parameters import trained_by
 
 logger = logging.getLogger(__name__)
 
-STEPS, MEASURED = 3, 2
-"""The first step creates what later steps find, such as Adam's moments. The last is logged, evaluated and saved."""
+STEPS, MEASURED = 5, 4
+"""The first steps create what later ones find, such as Adam's moments; DeepSpeed begins some of its timers only after
+the second. The last is logged, evaluated and saved."""
 MICRO_BATCHES = 2
 """The most micro-batches in a step; any further ones would only repeat the second."""
 
@@ -46,25 +48,27 @@ class Rehearsal:
     config: RunConfig
     """The settings of the short run, with the attention backend that was chosen."""
     record: Record = field(default_factory=Record)
-    """The second step's."""
+    """The fourth step's."""
+    save: Record = field(default_factory=Record)
+    """What it took to gather the state for a checkpoint."""
     start: int = 0
     """The most memory while the weights were made, before DeepSpeed copied them."""
     peak: int = 0
     """The most memory at any time, including setup and the last step's evaluation and save."""
     weights: int = 0
-    """The model's weights, before the second step."""
+    """The model's weights, before the fourth step."""
     optimizer: int = 0
     """Adam's moments and the weights that it updates."""
     replicated_share: int = 0
     """How many elements of parameters that every tensor-parallel rank holds whole this rank's optimizer updates."""
     activations: int = 0
-    """What the last forward pass of the second step keeps for its backward pass."""
+    """What the last forward pass of the fourth step keeps for its backward pass."""
     faults: dict[str, int] = field(default_factory=dict)
     """What would fail or stall on a GPU, and how often it occurred."""
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
-    """Run three short steps of `config` as the rank that `install_fake_world`, called before, has made of this process.
+    """Run five short steps of `config` as the rank that `install_fake_world`, called before, has made of this process.
 
     `validate` has accepted `config`. No data and no checkpoint is read, and only a temporary directory is written.
     """
@@ -79,7 +83,7 @@ def rehearse(config: RunConfig) -> Rehearsal:
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with three steps of at most two micro-batches; it reads nothing and writes only into `home`."""
+    """Return `config` with five steps of at most two micro-batches; it reads nothing and writes only into `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule = config.train, config.schedule
     changed = {
@@ -118,11 +122,16 @@ class _RandomTokens(Dataset):
 class _GatheredState:
     """Gathers what the Trainer would save, and writes none of it."""
 
-    def __init__(self, engine: Engine, *_: object):
-        self._engine = engine
+    def __init__(self, engine: Engine, begin: Callable[[], Record], outcome: Rehearsal):
+        self._engine, self._begin, self._outcome = engine, begin, outcome
 
     def save(self, *_: object, **__: object) -> bool:
-        return bool(self._engine.training_state(lambda key: True))
+        self._begin()
+        sizes, layout = self._engine.state_sizes(), self._engine.layout
+        chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, None)
+        self._engine.training_state(chosen.__getitem__)
+        self._outcome.save = self._begin()
+        return True
 
     def look(self) -> None:
         pass
@@ -152,7 +161,7 @@ class _ObservedRun:
                     training,
                     build_batches=_random_batches,
                     Engine=self._engine,
-                    CheckpointSaver=_GatheredState,
+                    CheckpointSaver=lambda engine, *_: _GatheredState(engine, self._end_record, self.outcome),
                 ),
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(allow_non_fake_inputs=True),
@@ -243,7 +252,7 @@ def _first_chunk(chunks: Callable) -> Callable:
 
 def _random_batches(config: RunConfig, layout: ParallelLayout, *_: object) -> Batches:
     samples = range(config.train.steps * config.train.global_batch_size)
-    return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, 0, samples)
+    return Batches(_RandomTokens(config), _RandomTokens(config), config, layout, 0, samples, config.train.steps)
 
 
 def _share_of(parameter: torch.nn.Parameter) -> int:

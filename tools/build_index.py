@@ -1,0 +1,44 @@
+"""Index a run's data before a job holds GPUs: the shuffled order of its sequences, in data.cache_directory.
+
+    python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
+
+Takes the settings of the run, which then finds the index instead of building it while its GPUs wait. The index depends
+on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of sequences, train.steps
+times train.global_batch_size.
+"""
+
+import logging
+import os
+
+from megatron_tape import command_line
+from megatron_tape.checks import Level, check
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.config.schema import SAMPLE_SOURCES
+from megatron_tape.data.inputs import check_datasets
+from megatron_tape.data.tokenizer import load_run_tokenizer
+from megatron_tape.extension.base import with_base_settings
+
+
+def main() -> None:
+    """Parse the settings, check the datasets and index them."""
+    config = parse_run_config(None, with_base_settings, __doc__)
+    check(config, Level.FILES)
+    check_datasets(config)
+    if config.data.source in SAMPLE_SOURCES:
+        command_line.say(f"data.{config.data.source} needs no index; nothing to do")
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for noisy in ("DeepSpeed", "megatron", "torch"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    command_line.say("loading torch and megatron-core")
+    from megatron_tape.data.batches import build_batches
+    from megatron_tape.parallel.layout import initialize_distributed
+
+    tokenizer = load_run_tokenizer(config)
+    build_batches(config, initialize_distributed(), None if tokenizer is None else tokenizer.eod)
+    command_line.say(f"the index is in {config.data.resolved_cache_directory}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
