@@ -30,5 +30,6 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     elif schedule.kind == "polynomial":
         height = (1.0 - done) ** schedule.power
     else:
+        assert schedule.kind == "wsd"
         height = 1.0 - done
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height

@@ -19,7 +19,7 @@ from megatron_tape.evaluation.report.models import Model, clean, read_models
 from megatron_tape.evaluation.report.page import embedded, page
 from megatron_tape.evaluation.report.published import SHAPE, entries, published_tables
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
-from megatron_tape.evaluation.report.training import evaluation_seconds
+from megatron_tape.evaluation.report.training_curves import evaluation_seconds
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 from pretrain import report

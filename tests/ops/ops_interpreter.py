@@ -55,6 +55,10 @@ def rounding_to_nearest():
         yield
 
 
+SHARED_MEMORY = {86: 99, 80: 163, 90: 227}
+"""KiB, by compute capability."""
+
+
 def compiled(dim, capability, form=None):
     """Compile what attention and the update launch on a GPU; (name, bytes of shared memory) of each kernel.
 
@@ -79,7 +83,7 @@ def compiled(dim, capability, form=None):
 
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
-        mock.patch.object(triton_attention, "large_shared_memory", lambda device: capability >= 90),
+        mock.patch.object(triton_attention, "shared_memory", lambda device: SHARED_MEMORY[capability]),
         mock.patch.object(triton_attention, "sums_in_one_order") as repeatable,
     ):
         # Triton compiles lengths and strides of 1, and those that 16 divides, apart.

@@ -23,7 +23,7 @@ from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
-from megatron_tape.evaluation.report.training import curves, evaluation_seconds, runs_table, training_speeds
+from megatron_tape.evaluation.report.training_curves import curves, evaluation_seconds, runs_table, training_speeds
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
 

@@ -9,13 +9,17 @@ pass: q, k, v, z, both outputs and one log-sum-exp for each query. The plain for
 `ops.backends.naive`.
 """
 
+import logging
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.runtime.errors import OutOfResources
 
 from megatron_tape.ops.kernels.triton_rotation import (
     last_contiguous,
@@ -25,6 +29,8 @@ from megatron_tape.ops.kernels.triton_rotation import (
     store_rows,
     strides,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADS = 65535
 """Heads of all sequences together: the limit of the second axis of a CUDA grid."""
@@ -260,12 +266,13 @@ def _backward_queries(
     store_rows(DQ, base, queries, o_row, columns, S, dq * (scale * 0.6931471805599453), D)
 
 
-# (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for wider ones, with and without much
-# shared memory; the tuples that are keys say what the backward kernel computes. Chosen by looking at the binaries for
+_SMALLEST = 99
+# (queries of a tile, keys of a tile, warps, stages) for heads of up to 64 and for wider ones, by KiB of shared
+# memory; the tuples that are keys say what the backward kernel computes. Chosen by looking at the binaries for
 # capabilities 9.0 and 8.6 (not measured): no kernel used in training serializes its matrix instructions or spills more
 # than a few registers.
 _TILES = {
-    True: {
+    227: {
         "forward": ((128, 64, 8, 3), (128, 64, 8, 3)),
         (True, True, True): ((64, 128, 8, 2), None),
         (True, False, False): (None, (64, 128, 8, 2)),
@@ -273,7 +280,7 @@ _TILES = {
         (True, True, False): ((64, 128, 8, 2), (32, 128, 8, 2)),
         "queries": ((128, 64, 8, 2), (128, 64, 8, 2)),
     },
-    False: {
+    _SMALLEST: {
         "forward": ((128, 64, 8, 3), (64, 64, 8, 2)),
         (True, True, True): ((32, 64, 4, 2), None),
         (True, False, False): (None, (64, 64, 8, 2)),
@@ -282,22 +289,43 @@ _TILES = {
         "queries": ((128, 64, 8, 2), (32, 64, 8, 2)),
     },
 }
+_TILES[163] = _TILES[227]  # capability 8.0 needs less of it for them: at most 160.8 KiB
+_too_large: set[tuple] = set()
+"""Keys of `_TILES`, and whether heads are wide: kernels that took more shared memory than this process's GPU has."""
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
 
-def large_shared_memory(device: torch.device) -> bool:
-    """Return whether a program can use 227 KiB of shared memory instead of 99: compute capability 9 and 10."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+def shared_memory(device: torch.device) -> int:
+    """Return how many KiB of shared memory a program can use: 227 on an H100, 163 on an A100, 99 on smaller cards."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
 
 
 def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
-    fp32 = any(x.dtype is torch.float32 for x in tensors)
-    queries, keys, warps, stages = (_TILE_FP32 if fp32 else _TILES[large_shared_memory(tensors[0].device)][kernel])[
-        D > 64
-    ]
+    memory = _SMALLEST if (kernel, D > 64) in _too_large else shared_memory(tensors[0].device)
+    of_kernel = _TILE_FP32 if any(x.dtype is torch.float32 for x in tensors) else _TILES[memory][kernel]
+    queries, keys, warps, stages = of_kernel[D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
     return queries, keys, {"num_warps": warps, "num_stages": stages}
+
+
+def _in_tiles(kernel: str | tuple, D: int, S: int, tensors: tuple[Tensor, ...], launch: Callable[..., None]) -> None:
+    """Call `launch` with what `_tile` returns for this GPU.
+
+    Some kernels take nearly all of its shared memory here. If another version of Triton makes one that does not fit,
+    smaller tiles are taken from then on.
+    """
+    try:
+        launch(*_tile(kernel, D, S, *tensors))
+        return
+    except OutOfResources as error:
+        if (kernel, D > 64) in _too_large or shared_memory(tensors[0].device) == _SMALLEST:
+            raise
+        sizes = error.required / 1024, error.limit / 1024
+        logger.warning("a kernel of attention takes %.1f KiB of the %.1f there are; it runs in smaller tiles", *sizes)
+    _too_large.add((kernel, D > 64))
+    launch(*_tile(kernel, D, S, *tensors))
 
 
 class _Attention(torch.autograd.Function):
@@ -340,13 +368,17 @@ def attend(
     o = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
     u = None if z is None else torch.empty(S, B, H, D, dtype=z.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    block_s, block_t, launch = _tile("forward", D, S, q, v if z is None else z)
-    _forward[(triton.cdiv(S, block_s), B * H)](
-        q, k, v, v if z is None else z, o, o if u is None else u, lse, lse if starts is None else starts,
-        D**-0.5 / math.log(2), *strides(q), *strides(k), *strides(v), *strides(v if z is None else z), *strides(o),
-        S, T, H, H // G, D, max(16, triton.next_power_of_2(D)), block_s, block_t,
-        z is not None, starts is not None, _precision(q), **launch,
-    )  # fmt: skip
+    value = v if z is None else z
+
+    def launch(block_s: int, block_t: int, options: dict[str, int]) -> None:
+        _forward[(triton.cdiv(S, block_s), B * H)](
+            q, k, v, value, o, o if u is None else u, lse, lse if starts is None else starts,
+            D**-0.5 / math.log(2), *strides(q), *strides(k), *strides(v), *strides(value), *strides(o),
+            S, T, H, H // G, D, max(16, triton.next_power_of_2(D)), block_s, block_t,
+            z is not None, starts is not None, _precision(q), **options,
+        )  # fmt: skip
+
+    _in_tiles("forward", D, S, (q, value), launch)
     return o, u, lse
 
 
@@ -378,19 +410,25 @@ def attend_backward(inputs, outputs, gradients, bounds, needed: bool) -> tuple[T
     )
     of_inputs = (*strides(q), *strides(k), *strides(v), *strides(z), *strides(o))
     scale = D**-0.5 / math.log(2)
-    for values, keys, queries in _backward_passes(D, repeatable):
-        block_s, block_t, launch = _tile((values, keys, queries), D, S, q, z)
+
+    def of_keys(computed: tuple[bool, bool, bool], block_s: int, block_t: int, options: dict[str, int]) -> None:
+        values, keys, queries = computed
         _backward_keys[(triton.cdiv(T, block_t), B * G)](
             q, k, v, z, do, du, lse, delta, starts, ends, dk, dv, dz, dq, scale, *of_inputs, *strides(dk), S, T, H, G,
             BLOCK_S=block_s, BLOCK_T=block_t, VALUES=values, STATE=needed, KEYS=keys, QUERIES=queries,
-            **common, **launch,
+            **common, **options,
         )  # fmt: skip
-    if repeatable:
-        block_s, block_t, launch = _tile("queries", D, S, q, z)
+
+    def of_queries(block_s: int, block_t: int, options: dict[str, int]) -> None:
         _backward_queries[(triton.cdiv(S, block_s), B * H)](
             q, k, v, z, do, du, lse, delta, starts, dq, scale, *of_inputs, S, T, H,
-            BLOCK_S=block_s, BLOCK_T=block_t, **common, **launch,
+            BLOCK_S=block_s, BLOCK_T=block_t, **common, **options,
         )  # fmt: skip
+
+    for computed in _backward_passes(D, repeatable):
+        _in_tiles(computed, D, S, (q, z), partial(of_keys, computed))
+    if repeatable:
+        _in_tiles("queries", D, S, (q, z), of_queries)
     return dq, dk, dv, dz if needed else None
 
 
