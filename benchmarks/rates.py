@@ -3,10 +3,10 @@
     python -m benchmarks.rates --output rates.json
     torchrun --nproc-per-node 8 ... -m benchmarks.rates --output rates.json
 
-One process measures its GPU: a large matrix product, attention (torch's, causal, forward and backward), an addition of
-large tensors, and how long the host needs to start a small one. Several measure the links, too: all-gathers among the
-GPUs of the first node and, on several nodes, between the first GPUs of all. Without a GPU the same code measures the
-CPU, at small sizes.
+One process measures its GPU: a large matrix product, attention (torch's, and ours, which also averages the position
+state; causal, forward and backward), an addition of large tensors, and how long the host needs to start a small one.
+Several measure the links, too: all-gathers among the GPUs of the first node and, on several nodes, between the first
+GPUs of all. Without a GPU the same code measures the CPU, at small sizes.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from benchmarks.environment import describe
 from benchmarks.timing import matmul_peak, seconds, timed
 from megatron_tape.io.records import write_record
+from megatron_tape.ops.attention import attention as attend
+from megatron_tape.planning.flops import WIDE_HEADS
 from megatron_tape.planning.hardware import Rates
 
 
@@ -38,9 +40,18 @@ def of_one(device: torch.device) -> dict[str, float]:
     def attention() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
 
-    found = timed({"attention": attention, "addition": lambda: large.add_(other)}, 10, device)[0]
-    # Two products forward, five backward, of which the causal mask leaves half.
-    flops = 7 * heads * length**2 * dim
+    own = [torch.randn(length, 1, heads, dim, dtype=dtype, device=device, requires_grad=True) for _ in range(4)]
+    backend = "triton" if on_gpu else "tiled"
+
+    def state_attention() -> None:
+        torch.autograd.backward(attend(*own, True, None, backend), [gradient.permute(2, 0, 1, 3)] * 2)
+
+    candidates = {"attention": attention, "state_attention": state_attention, "addition": lambda: large.add_(other)}
+    found = timed(candidates, 10, device)[0]
+    # Matrix products, of which the causal mask leaves half: two forward and five backward; three and, as the planner
+    # counts them for these heads, eight or seven with the average of the state.
+    product = heads * length**2 * dim
+    products = {"attention": 7, "state_attention": 11 if dim > WIDE_HEADS else 10}
     starts = 1000
     started = time.perf_counter()
     for _ in range(starts):
@@ -48,7 +59,7 @@ def of_one(device: torch.device) -> dict[str, float]:
     taken = time.perf_counter() - started
     return {
         "matmul": matmul_peak(dtype, device),
-        "attention": flops / found["attention"]["seconds"],
+        **{name: count * product / found[name]["seconds"] for name, count in products.items()},
         "memory_bandwidth": 3 * large.nbytes / found["addition"]["seconds"],
         "operation_start": taken / starts,
     }

@@ -18,6 +18,8 @@ NORMS, ACTIVATION, HEADS = 10, 5, 2
 """Elements that the elementwise operations of a layer's forward pass read and write for each token: per hidden unit
 (two norms, two residuals), per unit of the MLP (its activation), and per unit of queries, keys and values
 (rotation)."""
+WIDE_HEADS = 64
+"""Wider ones take our kernel two launches backward (`ops.kernels.triton_attention`)."""
 LOGIT_BYTES = 40
 """Bytes read and written for each logit, forward and backward: in bf16 and, several times, in fp32."""
 
@@ -97,7 +99,8 @@ def loads(plan: Plan) -> dict[str, Load]:
     multiplied = layers * tokens * (4 * hidden + (projected + heads + 3 * inner) / plan.tensor_size)
 
     # Forward: scores and every average. Backward: scores again, their gradient for every average, and the gradients of
-    # queries, keys and everything averaged.
+    # queries, keys and everything averaged. Our kernel computes the scores twice there if heads are wide.
+    again = 1 if AVERAGE in plan.encoding.needs and model.head_dim > WIDE_HEADS else 0
     scores = sum(work.scores for work in works)
     averages = scores + sum(work.state_average for work in works)
     averaging = sum(work.state_average > 0 for work in works)
@@ -115,7 +118,9 @@ def loads(plan: Plan) -> dict[str, Load]:
             of_multiply_add * matrices, products * of_multiply_add * matrices, plan.width * (read + multiplied)
         ),
         "attention": Load(
-            of_multiply_add * (scores + averages), of_multiply_add * (3 * scores + 2 * averages), plan.width * attended
+            of_multiply_add * (scores + averages),
+            of_multiply_add * ((3 + again) * scores + 2 * averages),
+            plan.width * attended,
         ),
         "position": Load(of_multiply_add * position, 2 * of_multiply_add * position, of_encoding),
         "elementwise": Load(0, 0, plan.width * elementwise),

@@ -2,8 +2,9 @@
 
 A computing phase takes the larger of its FLOPs over the GPU's rate and its bytes over the bandwidth of the GPU's memory
 (a roofline). A backward pass takes twice the FLOPs and bytes of a forward pass; attention's takes 2.5 times the FLOPs,
-as it computes the scores again. Phases follow each other; only with `deepspeed.overlap_comm` do averages of gradients,
-and ZeRO 3's gathering of weights, run beside computation. Packs and shifted sparse attention count as full attention.
+as it computes the scores again, and our kernel of attention has a rate of its own. Phases follow each other; only with
+`deepspeed.overlap_comm` do averages of gradients, and ZeRO 3's gathering of weights, run beside computation. Packs and
+shifted sparse attention count as full attention.
 
 Not predicted: contention between groups or jobs, slower GPUs among many, saves, evaluation, data that comes too late.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from megatron_tape.errors import refuse
+from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.communication import (
     ALL_GATHER,
@@ -85,7 +87,10 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
         "is true",
         "step times are not predicted with the optimizer on the host, so set it to false",
     )
-    seconds = {phase: _seconds(phase, load, hardware) for phase, load in loads(plan).items()}
+    attention = hardware.state_attention if AVERAGE in plan.encoding.needs else hardware.attention
+    rates = {"attention": attention}
+    bandwidth = hardware.memory_bandwidth
+    seconds = {p: _seconds(load, rates.get(p, hardware.matmul), bandwidth) for p, load in loads(plan).items()}
     seconds["loss"] = seconds["loss"][0], seconds["loss"][1] + _bytes_of_chunks(plan) / hardware.memory_bandwidth
     repeated = sum(seconds[phase][0] for phase in recomputed_phases(plan))
     forward, backward = map(sum, zip(*seconds.values()))
@@ -105,13 +110,9 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     )
 
 
-def _seconds(phase: str, load: Load, hardware: Hardware) -> tuple[float, float]:
+def _seconds(load: Load, rate: float, bandwidth: float) -> tuple[float, float]:
     """Return the time of a phase's forward and backward pass."""
-    rate = hardware.attention if phase == "attention" else hardware.matmul
-    return (
-        max(load.forward / rate, load.moved / hardware.memory_bandwidth),
-        max(load.backward / rate, 2 * load.moved / hardware.memory_bandwidth),
-    )
+    return max(load.forward / rate, load.moved / bandwidth), max(load.backward / rate, 2 * load.moved / bandwidth)
 
 
 def _bytes_of_chunks(plan: Plan) -> float:

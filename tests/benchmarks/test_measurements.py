@@ -229,7 +229,7 @@ def test_a_state_in_bf16_loses_small_updates_and_one_in_fp32_does_not():
 def test_rates_of_this_device_are_written_for_the_estimate(tmp_path):
     rates.main([f"--output={tmp_path / 'rates.json'}"])
     assert set(json.loads((tmp_path / "rates.json").read_text())["rates"]) == {
-        "matmul", "attention", "memory_bandwidth", "operation_start",
+        "matmul", "attention", "state_attention", "memory_bandwidth", "operation_start",
     }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from megatron_tape.planning.step_time import step_time
 
 H100 = KINDS["H100"]
 ROUND = Hardware(
-    "round", memory=80, peak=2e12, matmul=1e12, attention=5e11, memory_bandwidth=1e11, intra_node_bandwidth=1e10,
-    inter_node_bandwidth=1e9, intra_node_latency=1e-3, inter_node_latency=1e-2, operation_start=1e-9,
+    "round", memory=80, peak=2e12, matmul=1e12, attention=5e11, state_attention=4e11, memory_bandwidth=1e11,
+    intra_node_bandwidth=1e10, inter_node_bandwidth=1e9, intra_node_latency=1e-3, inter_node_latency=1e-2,
+    operation_start=1e-9,
 )  # fmt: skip
 ONE = "--parallel.tensor_model_parallel_size=1"
 
@@ -71,6 +72,17 @@ def test_a_step_takes_its_flops_and_bytes_at_the_rates():
     assert found.total == pytest.approx(sum(dataclasses.astuple(found))) and plan.model.num_layers == 16
 
 
+@pytest.mark.parametrize("heads, products", [(32, 7), (16, 8)])
+def test_heads_wider_than_64_take_our_kernel_a_product_more(heads, products):
+    settings = [f"--model.num_attention_heads={heads}", "--model.num_query_groups=8", ONE, "--deepspeed.zero_stage=1"]
+    # The last layer averages no state.
+    plan, two = (of_recipe(4, *settings, f"--model.num_layers={layers}") for layers in (1, 2))
+    one, both = loads(plan)["attention"], loads(two)["attention"]
+    product = (both.forward - one.forward) / 3
+    assert both.backward - one.backward == pytest.approx(products * product)
+    assert step_time(plan, ROUND).attention == pytest.approx((one.forward + one.backward) * plan.micro_batches / 4e11)
+
+
 def test_settings_change_the_phases_that_they_should():
     def found(*overrides, processes=16, hardware=H100, name="tape_1b"):
         return step_time(of_recipe(processes, *overrides, name=name), hardware)
@@ -81,7 +93,7 @@ def test_settings_change_the_phases_that_they_should():
     assert full.projections == plain.projections and full.tensor_parallel > plain.tensor_parallel
     # Attention is not computed again, but what is sent in a layer is sent again.
     selective, attention = found("--train.recompute=selective"), of_phases["attention"]
-    spared = 16 * max(attention.forward / H100.attention, attention.moved / H100.memory_bandwidth)
+    spared = 16 * max(attention.forward / H100.state_attention, attention.moved / H100.memory_bandwidth)
     assert full.recomputation - selective.recomputation == pytest.approx(spared)
     assert selective.tensor_parallel == full.tensor_parallel and selective.attention == full.attention
     by_rows = "--model.position_encoding=cope"
@@ -89,7 +101,9 @@ def test_settings_change_the_phases_that_they_should():
     overlapping = found("--deepspeed.overlap_comm=true")
     assert overlapping.zero < plain.zero and overlapping.projections == plain.projections
     rope = found("--model.position_encoding=rope")
-    assert rope.position == 0 and 1.2 < plain.attention / rope.attention < 1.5 and plain.projections == rope.projections
+    slower = H100.attention / H100.state_attention
+    assert 1.2 < plain.attention / rope.attention / slower < 1.5
+    assert rope.position == 0 and plain.projections == rope.projections
     assert plain.total < found(hardware=KINDS["A100-80GB"]).total
     # ZeRO 3 costs the host something for every parameter and rank.
     many = ["--train.global_batch_size=4096", ONE, "--train.micro_batch_size=1"]
