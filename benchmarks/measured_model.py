@@ -181,7 +181,7 @@ def training_backend(model: ModelConfig, layout: ParallelLayout, dtype: torch.dt
     call this.
     """
     wanted = chosen_backend(model, dtype, layout.device)
-    backend = verified_backend(model, layout, dtype)
+    backend = verified_backend(model, layout, dtype, allow_slow=True)
     averages = AVERAGE in encoding_of(model).needs
     if model.attention_backend != "auto" or layout.device.type != "cuda" or backend == "triton" or not averages:
         return backend, None
