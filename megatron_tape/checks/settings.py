@@ -10,7 +10,6 @@ from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
-    ON_VALIDATION_DATA,
     PARAMETER_KINDS,
     SAMPLE_SOURCES,
     TRAINABLE,
@@ -163,17 +162,12 @@ def _validate_precision(config: RunConfig) -> None:
     clash(offloads, "deepspeed.offload_optimizer deepspeed.zero_stage", "set zero_stage to 1, 2 or 3")
 
 
-def _validates(config: RunConfig) -> bool:
-    """Return whether the run computes something on the validation split."""
-    return config.train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(config.train.evaluations))
-
-
 def _validate_data(config: RunConfig) -> None:
     data, interval, clash = config.data, config.train.eval_interval, functools.partial(_clash, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     blend(data.prefix)
-    nothing = data.source == "prefix" and _validates(config) and split_shares(data.split)[1] == 0
+    nothing = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
     fix, why = "raise its second share, or set eval_interval to null", "which leaves nothing for validation"
     clash(nothing, "train.eval_interval data.split", fix, why)
     without = data.tokenizer is None
@@ -217,7 +211,8 @@ def _validate_examples(config: RunConfig) -> None:
         f"is {examples.target_tokens}, but model.seq_length is {length}",
         "set target_tokens to less",
     )
-    without, fix = _validates(config) and examples.validation is None, "add validation, or set eval_interval to null"
+    fix = "add validation, or set eval_interval to null"
+    without = config.train.validates and examples.validation is None
     clash(without, "train.eval_interval data.examples", fix, "which names no validation file")
 
 

@@ -312,6 +312,11 @@ class TrainConfig:
             yield (size := self.batch_size(samples))
             samples += size
 
+    @property
+    def validates(self) -> bool:
+        """Whether the run computes something on the validation split."""
+        return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
+
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return how many sequences the run has seen `steps` steps after the first `samples`."""
         if self.batch_ramp is None:

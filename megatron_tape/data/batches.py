@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_tape.config.schema import ON_VALIDATION_DATA, SAMPLE_SOURCES, RunConfig, split_shares
+from megatron_tape.config.schema import SAMPLE_SOURCES, RunConfig, split_shares
 from megatron_tape.data.index_cache import build_on_rank_0
 from megatron_tape.data.mixing import AllDocuments, DatasetSettings, mix_with_long_documents, open_split
 from megatron_tape.data.plan import Plan, plan_for_all
@@ -195,7 +195,7 @@ def build_batches(
     train = config.train
     remaining = train.steps - step
     samples = range(consumed, train.samples_after(remaining, consumed))
-    evaluates = train.eval_interval is not None and bool(ON_VALIDATION_DATA & set(train.evaluations))
+    evaluates = train.validates
     if config.data.source in SAMPLE_SOURCES:
         validation = sample_source(config, validation=True) if evaluates else None
         return Batches(sample_source(config, validation=False), validation, config, layout, eod, samples, remaining)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from megatron_tape import command_line
 from megatron_tape.config.examples import examples_of
-from megatron_tape.config.schema import RunConfig, blend
+from megatron_tape.config.schema import RunConfig, blend, split_shares
 from megatron_tape.config.values import shown
 from megatron_tape.data.examples import cutter_of, read_examples
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
@@ -20,6 +22,8 @@ from megatron_tape.errors import ConfigError, FileError, refuse
 
 _LARGE_INDEX = 1 << 30
 """Bytes of an index that takes seconds to check."""
+_BLOCK = 1 << 20
+"""How many documents are counted at once."""
 
 
 def check_data_files(config: RunConfig) -> None:
@@ -76,7 +80,7 @@ def naming_the_setting(key: str, path: str | None) -> Iterator[None]:
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Raise ConfigError if a dataset is damaged, or lacks the document ends or lengths that the run needs.
+    """Raise ConfigError if a dataset is damaged, or data lacks the document ends, lengths or size that the run needs.
 
     Indices and examples that passed are not read again before they change (see `check_once`).
     """
@@ -99,8 +103,42 @@ def check_datasets(config: RunConfig) -> None:
         )
     if config.data.long_documents is not None:
         find_pools(config)
+    elif config.data.source == "prefix":
+        large_enough(config, "training")
+    if config.data.source == "prefix" and config.train.validates:
+        large_enough(config, "validation")
     if config.data.examples is not None:
         _check_examples(config, tokenizer)
+
+
+def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
+    """Return the numbers of the datasets that give a split a whole sequence, and what is wrong with each of the others.
+
+    `split` is training or validation. Of a large dataset only the first documents are looked at. Raises ConfigError if
+    no dataset is left, FileError if one cannot be read.
+    """
+    prefixes, seq_length = blend(config.data.prefix)[0], config.model.seq_length
+    train, validation, _ = split_shares(config.data.split)
+    bounds = {"training": (0.0, train), "validation": (train, train + validation)}[split]
+    kept, problems = [], []
+    for number, prefix in enumerate(prefixes):
+        lengths = IndexedDatasetReader(prefix).lengths
+        first, last = (round(bound * len(lengths)) for bound in bounds)
+        tokens = 0
+        for start in range(first, last, _BLOCK):
+            tokens += int(lengths[start : min(start + _BLOCK, last)].sum(dtype=np.int64))
+            if tokens > seq_length:
+                kept.append(number)
+                break
+        else:
+            problems.append(
+                f"is {config.data.split}, whose {split} share gives {tokens:,} tokens of {prefix}, less than one "
+                f"sequence of model.seq_length {seq_length}"
+            )
+    alone = "" if len(prefixes) == 1 else f", and no other of the {len(prefixes)} datasets gives more"
+    keys = ("data.split", "data.prefix", "model.seq_length")
+    refuse(not kept, keys, f"{problems and problems[-1]}{alone}", "raise the share, or use more data")
+    return kept, problems
 
 
 def _first_problem(dataset: IndexedDatasetReader) -> str | None:

@@ -127,7 +127,7 @@ def test_only_rank_0_decides_what_the_splits_are_drawn_from(folder, build, monke
     with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
         build([f"{folder}/small", f"{folder}/a"], seq_length=512)
     monkeypatch.setattr(plan.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(plan, "lengths_of", lambda prefix: pytest.fail("another rank reads an index"))
+    monkeypatch.setattr(plan, "_plan", lambda *given: pytest.fail("another rank reads an index"))
     with pytest.raises(ConfigError, match="no other of the 2 datasets gives more"):
         plan.plan_for_all(config, True)
     del planned[1:]

@@ -227,7 +227,7 @@ def test_resume_none_does_not_overwrite_a_run_and_a_path_is_followed(run, capfd)
 @pytest.mark.parametrize(
     "override, status, reported",
     [
-        ("data.split=999,1,0", 1, "validation share gives"),
+        ("data.split=999,1,0", 2, "validation share gives"),
         ("model.vocab_size=60", 2, "model.vocab_size is 60"),  # smaller than the tokenizer's
         ("data.tokenizer=null --data.reset_attention_mask=false --model.vocab_size=32", 1, "model.vocab_size is 32"),
         ("logging.directory={data}/a.bin/x", 2, "logging.directory"),
@@ -239,6 +239,7 @@ def test_what_does_not_fit_the_data_is_refused(run, data, capfd, override, statu
     assert run(*packed(data), *f"--{override.format(data=data)}".split()) == status
     error = capfd.readouterr().err
     assert reported in error and (status == 1 or error.count("\n") == 1)
+    assert run.folder.exists() == (status == 1)
 
 
 def test_kills_during_saves_cost_only_the_steps_since_the_last_whole_checkpoint(run, data):
