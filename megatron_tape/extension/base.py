@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import FREE_IN_A_MODEL, model_differences
@@ -180,9 +181,9 @@ def begins_with_base(config: RunConfig) -> bool:
 
 
 def check_base(config: RunConfig, base: Base | None = None) -> None:
-    """Raise ConfigError if a run's model, tokenizer or trained parts do not fit the model that it extends.
+    """Raise ConfigError if a run's model, lengths, tokenizer or trained parts do not fit the model that it extends.
 
-    By default, that is what `extension.from` says.
+    By default, that is what `extension.from` says. Warns if positions are scaled from a length below the model's.
     """
     base = base or find_base(config.extension.from_, config.logging.directory)
     was, now = base.model.position_encoding, config.model.position_encoding
@@ -211,6 +212,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         f"is not read by {now}{''.join(f', nor is {key}' for key in unread[1:])}, so that this would change nothing",
         "remove it from the recipe or the command line",
     )
+    _check_lengths(config.model, base)
     trains, new = config.extension.trains, f"model.position_encoding is {now}"
     if not added and _of_encoding(config.model) > _of_encoding(base.model):
         added, new = True, f"model.position_increments is {config.model.position.position_increments}"
@@ -221,6 +223,32 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
         "add tape, or leave that out",
     )
     _check_tokenizer(config, base)
+
+
+def _check_lengths(model: ModelConfig, base: Base) -> None:
+    """Raise ConfigError if positions are scaled although contexts become shorter, or from a longer one than the base's.
+
+    A shorter one may be meant, as some models state more tokens than they were trained on; it is warned about.
+    """
+    position, was = model.position, base.model.position
+    factor, before = (getattr(settings, "rope_scaling_factor", 1.0) for settings in (position, was))
+    refuse(
+        factor > before and model.seq_length < base.model.seq_length,
+        ("model.seq_length", "model.rope_scaling_factor", KEY),
+        f"is {model.seq_length}, but {KEY} {base.path} has {base.model.seq_length}, and model.rope_scaling_factor "
+        f"{factor:g} is for longer contexts",
+        f"set it to more than that, or, to train on shorter contexts, model.rope_scaling_factor to {before:g}",
+    )
+    if factor == 1 or position.rope_scaling_type == "linear":
+        return
+    scaling = was.rope_scaling_type if before != 1 else None
+    own = was.rope_original_seq_length if scaling in ("llama3", "yarn") else base.model.seq_length
+    key, given = "model.rope_original_seq_length", position.rope_original_seq_length
+    problem, fix = f"is {given}, but contexts of {KEY} {base.path} have {own} tokens", f"set it to {own}"
+    refuse(given > own, (key, KEY), problem, fix)
+    # With linear scaling, the length before it is not recorded.
+    if given < own and scaling != "linear":
+        command_line.say(f"warning: {key} {problem}; {fix}, unless this is meant")
 
 
 def _of_encoding(model: ModelConfig) -> set[str]:

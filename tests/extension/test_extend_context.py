@@ -387,6 +387,8 @@ def damaged(folder, bases, name):
         ("llama", ["--model.vocab_size=60"], "model.vocab_size"),
         ("rope", ["--extension.trains=[lora,tape]", "--extension.lora_rank=17"], "leave k out of extension.lora"),
         ("rope", ["--extension.attention=shifted_sparse", "--model.seq_length=36"], "not divisible by 8"),
+        ("rope", ["--model.seq_length=8"], "model.seq_length is 8, but extension.from"),
+        ("llama", [*YARN[:2], "--model.rope_original_seq_length=17"], "model.rope_original_seq_length is 17, but"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_in_one_sentence_before_torch(
@@ -509,6 +511,14 @@ def test_the_length_before_the_extension_is_the_models_own_unless_it_is_given():
     assert found["model.rope_original_seq_length"] == model.seq_length
     given = scaled | {"model.rope_original_seq_length": 7}
     assert with_base_settings(given, Base(Path("somewhere"), model, None))["model.rope_original_seq_length"] == 7
+
+
+def test_a_length_before_the_extension_that_is_below_the_models_is_warned_about(capsys):
+    base = Base(Path("somewhere"), make(model__position_encoding="rope", model__seq_length=16).model, None)
+    for length, warnings in ((16, 0), (15, 1)):
+        scaled = {"model__rope_scaling_type": "yarn", "model__rope_scaling_factor": 2.0, "data__tokenizer": None}
+        check_base(make(model__position_encoding="rope", model__rope_original_seq_length=length, **scaled), base)
+        assert capsys.readouterr().err.count("warning: model.rope_original_seq_length is 15, but") == warnings
 
 
 def test_an_extension_changes_no_setting_that_its_encoding_does_not_read():
