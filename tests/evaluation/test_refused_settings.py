@@ -120,6 +120,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(task, settings, key)
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
         ("perplexity", {"data": "odd.bin"}, "odd.bin", "3 bytes"),
         ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "none has the 101 tokens"),
+        ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
         ("ruler", {"haystack": "hay"}, "hay:2", "UTF-8"),
         ("ruler", {"haystack": "few"}, "few", "9 words"),

@@ -21,6 +21,8 @@ RAW_TYPE = np.dtype("<u2")
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
 """Kinds of models, by `model_type` of their config.json, that cannot read more tokens than they were trained on."""
 
+_NEED, _LONGER = "lengths and minimum_length need", "shorten them, or give longer documents"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -91,13 +93,21 @@ def _find_source(name: str, path: str, key: str) -> Source:
 def check_sources(
     sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None, key: str
 ) -> None:
-    """Raise UserError, by file and line, for bad data among that which `long_documents` would return."""
+    """Raise UserError, by file and line, for bad data among that which `long_documents` would return.
+
+    Texts are not tokenized: only those that are too short even with a token for every byte are refused here.
+    """
     for source in sources:
         if source.kind == "text":
             problem = f"is the text {source.path}, but {info.label} has no tokenizer"
             refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
-            texts = sum(bool(text) for text, _ in read_texts([source.path], text_key, keep_empty=True))
-            refuse(not texts, key, f"is {source.path}, which holds no text", "give another file")
+            texts = read_texts([source.path], text_key, keep_empty=True)
+            longest = max((len(text.encode()) for text, _ in texts), default=0)
+            refuse(not longest, key, f"is {source.path}, which holds no text", "give another file")
+            # A tokenizer may put a mark before a text.
+            if longest + 1 < minimum:
+                problem = f"lacks a document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
+                raise FileError(source.path, problem, _LONGER)
         else:
             _long_documents(source, _token_documents(source), minimum, most, info.vocab_size)
 
@@ -131,9 +141,9 @@ def _long_documents(
         if len(found) == most:
             break
     if not found:
-        needed = f"none has the {minimum:,} tokens that lengths and minimum_length need"
+        needed = f"none has the {minimum:,} tokens that {_NEED}"
         problem = f"has {short:,} documents, of which {needed}, and the longest has {longest:,}"
-        raise FileError(source.path, problem, "shorten them, or give longer documents")
+        raise FileError(source.path, problem, _LONGER)
     return found, short
 
 
