@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.schema import ModelConfig, RunConfig, build_model, default_of, key_of, keys_of
-from megatron_tape.config.values import accept, describe, shown
+from megatron_tape.config.values import accept, describe, shown, takes_mapping
 from megatron_tape.errors import ConfigError, refuse
 from megatron_tape.io.strict_yaml import Given, parse_value, read_recipe
 
@@ -106,6 +106,9 @@ def read_settings(
         if key != "config":
             # Text is taken as it stands: YAML would end it at a #, or take its quotes and spaces away.
             readings = [*(value for value in _as_yaml(text) if not isinstance(value, str)), text]
+            # Without braces, what YAML takes for a mapping may be a path with a colon.
+            if isinstance(readings[0], dict) and text.lstrip().startswith("{") and takes_mapping(kinds[key]):
+                readings = readings[:1]
             values[key] = _first_accepted(key, readings, kinds[key])
             places.pop(key, None)
             continue
@@ -197,7 +200,10 @@ def read_section(name: str, section: type, given: dict[str, Any]) -> Any:
 
 
 def _unknown_key(key: str, kinds: dict[str, Any]) -> ConfigError:
-    """Return the error for a key that does not exist, with the existing key that is spelled most similarly."""
+    """Return the error for a key that does not exist, with the existing key that it is a part of or most similar to."""
+    whole, _, part = key.rpartition(".")
+    if whole in kinds and takes_mapping(kinds[whole]):
+        return ConfigError(key, "is an unknown key", f"give {whole} a mapping, such as {{{part}: ...}}")
     tasks = [known.partition(".")[2] for known in kinds if known.startswith("evaluation.")]
     if key.startswith("evaluation.") and tasks:
         others = "python -m pretrain.evaluate does the other tasks, such as those that generate text"

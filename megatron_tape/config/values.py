@@ -17,6 +17,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to", "lt": "below"}
 _SHOWN_CHARACTERS = 200
+_UNIONS = (Union, types.UnionType)
 
 
 def accept(key: str, value: Any, kind: Any) -> Any:
@@ -49,11 +50,22 @@ def _accepted(key: str, value: Any, kind: Any, adapter: TypeAdapter) -> Any:
         if origin is list and isinstance(value, list):
             for i, item in enumerate(value):
                 accept(f"{key}[{i}]", item, arguments[0])
-        if origin is dict and isinstance(value, dict):
+        for mapping in _mappings(kind) if isinstance(value, dict) else ():
             for name, item in value.items():
-                accept(f"{key}.{name}", item, arguments[1])
+                accept(f"{key}.{name}", item, get_args(mapping)[1])
     fix = f"{'choose' if origin is Literal else 'set it to'} {describe(kind)}"
     raise ConfigError(key, f"is {shown(value)}", fix)
+
+
+def takes_mapping(kind: Any) -> bool:
+    """Return whether a setting of type `kind` may be a mapping."""
+    return bool(_mappings(kind))
+
+
+def _mappings(kind: Any) -> list[Any]:
+    """Return the types of the mappings that a setting of type `kind` may be."""
+    options = get_args(kind) if get_origin(kind) in _UNIONS else (kind,)
+    return [option for option in options if get_origin(option) is dict]
 
 
 def describe(kind: Any) -> str:
@@ -64,7 +76,7 @@ def describe(kind: Any) -> str:
             name: getattr(item, name) for item in arguments[1].metadata for name in _BOUNDS if hasattr(item, name)
         }
         return " ".join([describe(arguments[0]), *(f"{_BOUNDS[name]} {bound:,}" for name, bound in bounds.items())])
-    if origin in (Union, types.UnionType):
+    if origin in _UNIONS:
         words = [describe(option) for option in arguments]
         return " or ".join([", ".join(words[:-1]), words[-1]])
     if origin is Literal:

@@ -118,6 +118,8 @@ def test_help_shows_every_key_with_its_explanation(capsys):
         (["--print-config"], "print-config is an unknown key; did you mean print_config?"),
         (["--train.evaluations=[1]"], "train.evaluations[0] is 1; set it to text"),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'; set it to a number"),
+        (["--data.prefix={stdlib: a}"], "data.prefix.stdlib is 'a'; set it to a number"),
+        (["--evaluation.recall.samples=20"], "give evaluation.recall a mapping, such as {samples: ...}"),
         (["--train.steps"], "--train.steps: expected one argument"),
         (["--train.steps=5.0"], "train.steps is 5.0; set it to a whole number"),
         (["--train.steps=true"], "train.steps is true; set it to a whole number"),
@@ -170,7 +172,7 @@ NESTED_ALIASES = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}']) if n else
         (b"model:\n  - &itself [*itself]", ":2 cannot be read: anchors and aliases (& and *) are not supported"),
         (b"model: " + 5000 * b"[", " is nested too deeply for a recipe"),
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes, so it is not a recipe"),
-        (b"data: {prefix: {a: b}}", ":1: data.prefix is {'a': 'b'}; set it to a mapping of names to numbers, "),
+        (b"data: {prefix: {a: b}}", ":1: data.prefix.a is 'b'; set it to a number"),
         (b"data: {prefix: []}", ":1: data.prefix is []; give a path"),
     ],
 )
