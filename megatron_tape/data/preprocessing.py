@@ -104,7 +104,7 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
     if isinstance(pending, Future):
         return pending.result()
     problems = Problems()
-    problems.add(f"the rest of a file that {pending.problem}", pending.subject)
+    problems.add(f"the file {pending.problem}, so its rest was not read", pending.subject)
     return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
 
 

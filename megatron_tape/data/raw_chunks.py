@@ -169,7 +169,8 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
             try:
                 block = stream.decompress(data)
             except broken as error:
-                raise UnreadableFile(path, f"has damaged compressed data ({error})") from error
+                # zlib says what failed after a number and what it was doing.
+                raise UnreadableFile(path, f"has damaged compressed data ({str(error).rpartition(': ')[2]})") from error
             if block:
                 yield block
             unfinished = not stream.eof

@@ -154,10 +154,11 @@ def test_unreadable_file_stops_or_is_skipped_with_its_whole_lines_kept(
     path.write_bytes(write(corpus.read_bytes()))
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
-    assert re.search(rf"error: {path} cannot be used: the rest of a file that .*--on-error skip", error)
+    assert re.search(rf"error: {path} cannot be used: the file .*, so its rest was not read; .*--on-error skip", error)
+    assert "Error -3" not in error
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
-    assert re.search(rf"skipped 1: the rest of a file that .* \({path}\)", report)
+    assert re.search(rf"skipped 1: the file .*, so its rest was not read \({path}\)", report)
     assert least <= len(IndexedDataset(str(tmp_path / "out"))) < len(texts)
 
 
