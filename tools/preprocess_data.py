@@ -21,6 +21,7 @@ from megatron_tape import command_line
 from megatron_tape.data import shards
 from megatron_tape.data.documents import FORMATS, Problems, find_inputs
 from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix
+from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.raw_chunks import FilePart
 from megatron_tape.data.tokenizer import load_tokenizer
@@ -31,6 +32,7 @@ def main() -> None:
     """Parse the command line, check it, and write the dataset."""
     arguments = parser().parse_args()
     check_output_prefix("--output-prefix", arguments.output_prefix)
+    check_writable("--output-prefix", os.path.dirname(os.path.abspath(arguments.output_prefix)))
     paths = find_inputs(arguments.input)
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:

@@ -192,7 +192,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
     }.items():
         lines = preprocess(*arguments, code=2).stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]
-    assert "error: " in preprocess(corpus, prefix="a.csv/out", code=1).stderr
+    assert "error: --output-prefix is " in preprocess(corpus, prefix="a.csv/out", code=2).stderr
     assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder", "tokenizer.json"]
 
 
