@@ -39,7 +39,7 @@ class Row(TypedDict):
 
     step: int
     time: NotRequired[float]
-    loss: NotRequired[float | None]
+    loss: float | None
     tokens_per_second: NotRequired[float | None]
     validation_loss: NotRequired[float | None]
 
@@ -134,7 +134,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     lines.append(f"step        {step:,}{share}")
     if rows:
         row = rows[-1]
-        loss = f"loss        {_number(row.get('loss'))} at step {row['step']:,}"
+        loss = f"loss        {_number(row['loss'])} at step {row['step']:,}"
         evaluated = next((r for r in reversed(rows) if "validation_loss" in r), None)
         if evaluated:
             loss += f"; validation {_number(evaluated['validation_loss'])} at step {evaluated['step']:,}"
