@@ -170,12 +170,14 @@ def test_the_card_of_a_base_describes_what_it_holds(exported):
     assert tables[0] == tables[1]
 
 
-def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected):
+def test_an_adapter_of_a_model_that_exists(exported, trained, tmp_path, expected, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     name = "rope_biased"
-    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", tmp_path / "base"]
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", "base"]
     for output in ("first", "second"):  # the base is written at first, and compared with the run then
         assert convert(*to_hf, "--output", tmp_path / output).returncode == 0
         assert not (tmp_path / output / "base").exists()
+        assert json.loads((tmp_path / output / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
         model = with_adapter(load(tmp_path / "base"), tmp_path / output)
         torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
     change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})

@@ -51,8 +51,9 @@ def export_adapter(
     """Write what a run trained into the new directory `output`, for `PeftModel.from_pretrained`.
 
     The model that it adds to is `base`, a directory in the format of transformers, which is written if it does not
-    exist; None means `output`/base. The other arguments are those of `export.export`. Raises UserError or OSError
-    if the run trained what an adapter cannot hold, or if an existing `base` is another model.
+    exist; None means `output`/base. The adapter names it by the path given here, as peft does. The other arguments are
+    those of `export.export`. Raises UserError or OSError if the run trained what an adapter cannot hold, or if an
+    existing `base` is another model.
     """
     with atomic_directory(output) as directory:
         saved = open_exportable(checkpoint)
@@ -147,7 +148,7 @@ def _adapter_config(saved: SavedWeights, base: Path) -> dict:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base.resolve()),
+        "base_model_name_or_path": str(base),
         "inference_mode": True,
         "r": extension.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
