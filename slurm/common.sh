@@ -169,10 +169,15 @@ run_task() {
   fail "the run has failed; see above, and submit the same command to continue"
 }
 
-# may_start_again: succeed unless a job without attempts, which has crashed, has been started as often as a run may crash.
+# may_start_again: count a crash of a job without attempts, and succeed unless that is as many as a run may have. Other
+# restarts of the job, such as those after preemption, are not counted.
 may_start_again() {
-  local limit
-  patiently limit run_module pretrain.attempt crash-limit && [ "${SLURM_RESTART_COUNT:-0}" -lt "$limit" ]
+  local limit crashes=$PWD/runs/.jobs/$SLURM_JOB_ID.crashes
+  patiently limit run_module pretrain.attempt crash-limit || return
+  mkdir -p "$PWD/runs/.jobs"
+  # Slurm may have given this number to another job before.
+  [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$crashes"
+  echo "$STEP_STATUS" >>"$crashes" && [ "$(wc -l <"$crashes")" -lt "$limit" ]
 }
 
 # patiently VARIABLE COMMAND...: put the command's output into VARIABLE; retry after status 75, which means that the

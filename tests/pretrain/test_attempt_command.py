@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from datasets_for_tests import write_all
@@ -17,6 +18,8 @@ from megatron_tape.io.files import digest
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -135,6 +138,15 @@ def test_a_crash_loop_is_found_even_if_the_batch_script_was_killed_before_the_ve
     status, _, err = job(requeued=True)
     assert status == 2 and "3 attempts in a row crashed" in err
     assert job(job="8")[0] == 0
+
+
+def test_a_job_without_attempts_starts_again_until_its_third_crash_however_often_it_was_preempted(tmp_path):
+    script = f"source {REPOSITORY}/slurm/common.sh; run_module() {{ echo 3; }}; SLURM_JOB_ID=7 STEP_STATUS=139\n"
+    script += "for SLURM_RESTART_COUNT in 0 5 9; do may_start_again && echo again || echo stop; done"
+    (tmp_path / "runs" / ".jobs").mkdir(parents=True)
+    (tmp_path / "runs" / ".jobs" / "7.crashes").write_text("1\n" * 5)  # of an earlier job with this number
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["again", "again", "stop"], done.stderr
 
 
 def test_a_failing_file_system_and_a_mistake_have_different_exit_statuses(job, monkeypatch):
