@@ -133,6 +133,11 @@ class Attempt:
         if not self.is_owner():
             raise StaleAttempt(f"attempt {self.number} ends: a newer attempt has taken over this run")
 
+    def leave(self) -> None:
+        """Remove the directory through which checkpoints were written, once no rank writes any more."""
+        with contextlib.suppress(OSError):  # it holds something
+            self.home.rmdir()
+
     def request_stop(self, reason: str) -> None:
         """Ask the attempt, from any process, to save a checkpoint and end after its current step."""
         (self.directory / "stop").write_text(reason + "\n", encoding="utf-8")

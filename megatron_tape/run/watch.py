@@ -47,6 +47,8 @@ class Watch:
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
+        self.done = False
+        """Whether no rank will write anything more."""
         self._hang_timeout = longest_wait(hang_timeout)
         self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
@@ -115,7 +117,7 @@ class Watch:
             # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
                 if now - owner_seen >= owner_seconds:
-                    if not self._attempt.is_owner():
+                    if not self._attempt.is_owner() and not self.done:
                         self._leave(STALE, EXIT_STALE, "a newer attempt has taken over this run")
                     owner_seen = now
                 if self._rank == 0:

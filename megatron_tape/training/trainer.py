@@ -121,7 +121,10 @@ class Trainer:
 
     def _leave_together(self) -> None:
         """Wait for the other ranks: a process that ends closes connections that they may still be using."""
+        self.watch.done = True  # before the attempt's directory goes, whose absence means a newer attempt
         self.layout.any_rank(False)
+        if self.layout.rank == 0:
+            self.watch.attempt.leave()
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""

@@ -1,0 +1,151 @@
+"""Write the tables and figures of docs/reproductions.md from the records in benchmarks/results/comparisons/.
+
+    python -m benchmarks.reproductions --write
+
+A table has one row a variant: how many of its seeds learned the task where it was trained, then mean and standard
+deviation over all seeds, with the p of a paired t test against the first variant (corrected by Holm's method for the
+number of variants), and the arithmetic of a training. In a figure every run is a point.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.comparison import Comparison, Row, read_comparison, rows
+from megatron_tape.evaluation.figures import legend, new_figure, save, styles
+from megatron_tape.evaluation.results import Score
+from megatron_tape.io.files import write_whole
+from megatron_tape.planning.flops import flops_per_token
+from pretrain.comparison.variants import parse_variants
+
+ROOT = Path(__file__).parents[1]
+RECORDS, RECIPES = ROOT / "benchmarks" / "results" / "comparisons", ROOT / "pretrain" / "recipes" / "compare"
+PAGE = ROOT / "docs" / "reproductions.md"
+BEGINNING, END = "<!-- {}: written by python -m benchmarks.reproductions --write -->\n", "<!-- end of {} -->\n"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One task's record, and which of its figures the page shows."""
+
+    record: str
+    columns: dict[str, tuple[str, str]]
+    """By heading, the metric and the group of a score; the first is what was trained."""
+    learned: float | None = None
+    """What the first column must reach for a run to have learned the task; None where that cannot be said."""
+    digits: int = 3
+
+
+TASKS = {
+    "selective_copy": Shown(
+        "selective_copy",
+        {name: ("accuracy", group) for name, group in (("16 blanks", "IID"), ("8", "dense"), ("32", "sparse"))},
+        0.95,
+    ),
+    "grid_navigation": Shown(
+        "grid_navigation_1d", {name: ("accuracy", name) for name in ("IID", "dense", "sparse")}, 0.8
+    ),
+    "recall": Shown(
+        "recall", {f"{length} tokens": ("accuracy", f"{length} tokens") for length in (256, 64, 128, 512, 1024)}, 0.95
+    ),
+    "addition_hints": Shown(
+        "addition_hints",
+        {
+            "to 5 digits": ("exact match", "up to 5 digits"),
+            "beyond": ("exact match", "beyond 5 digits"),
+            "to 10": ("exact match", "up to 10 digits"),
+        },
+        0.95,
+    ),
+    "addition": Shown("addition", {"loss, nats a token": ("validation loss", "")}),
+    "language": Shown("language", {"loss, nats a token": ("validation loss", "")}),
+}
+
+
+def table(shown: Shown, comparison: Comparison) -> Iterator[str]:
+    """Yield the lines of a task's table."""
+    headings = ["variant", "seeds", *(["learned"] if shown.learned else []), *shown.columns, "TFLOP"]
+    yield f"| {' | '.join(headings)} |"
+    yield "|---|" + "--:|" * (len(headings) - 1)
+    by_column = [
+        {row.variant: row for row in rows(comparison, _metric(comparison, *c))} for c in shown.columns.values()
+    ]
+    for variant in comparison.variants:
+        found = [column[variant] for column in by_column]
+        seeds = len(found[0].values)
+        cells = [f"`{variant}`", f"{seeds}"]
+        if shown.learned:
+            cells.append(f"{sum(value >= shown.learned for value in found[0].values.values())}")
+        cells += [_described(row, shown.digits) for row in found]
+        yield f"| {' | '.join([*cells, f'{_teraflops(shown.record, variant):,.0f}'])} |"
+
+
+def _teraflops(recipe: str, variant: str) -> float:
+    """Return the arithmetic of a training, in 10^12 FLOPs."""
+    changes = parse_variants(variant)[0].arguments
+    config = parse_run_config(["--config", str(RECIPES / f"{recipe}.yaml"), *changes])
+    tokens = config.train.samples_after(config.train.steps) * config.model.seq_length
+    return flops_per_token(config.model) * tokens / 1e12
+
+
+def _described(row: Row, digits: int) -> str:
+    spread = "" if row.spread is None else f" ± {row.spread:.{digits}f}"
+    test = row.difference
+    p = "" if test is None or test.p is None else " (p < 0.001)" if test.p < 0.001 else f" (p {test.p:.3f})"
+    return f"{row.mean:.{digits}f}{spread}{p}"
+
+
+def _metric(comparison: Comparison, metric: str, group: str) -> Score | None:
+    return next((one for one in comparison.metrics if (one.metric, one.group) == (metric, group)), None)
+
+
+def figure(shown: Shown, comparison: Comparison):
+    """Draw a column for each of the table's, in which every run is a point."""
+    drawn, axes = new_figure(1, len(shown.columns), width=2.6 if len(shown.columns) > 1 else 5, height=3.6)
+    looks = styles(comparison.variants)
+    for one, (heading, column) in zip(axes, shown.columns.items()):
+        for place, row in enumerate(rows(comparison, _metric(comparison, *column))):
+            look = looks[row.variant] | {"linestyle": "none"}
+            one.plot([place] * len(row.values), list(row.values.values()), **look)
+        one.set_xticks([])
+        one.set_title(heading, fontsize=10)
+    axes[0].set_ylabel(next(iter(shown.columns.values()))[0])
+    legend(drawn)
+    return drawn
+
+
+def written(page: str) -> tuple[str, dict[str, Picture]]:
+    """Return the page with its tables, and its figures by name; tasks without a record are left out."""
+    pictures = {}
+    for name, shown in TASKS.items():
+        path = RECORDS / f"{shown.record}.json"
+        before, begins, rest = page.partition(BEGINNING.format(name))
+        if not begins or not path.exists():
+            continue
+        comparison = read_comparison(path)
+        lines = "\n".join(table(shown, comparison))
+        picture = f"![{name}](reproductions/{name}.png)"
+        page = f"{before}{begins}\n{lines}\n\n{picture}\n\n{END.format(name)}{rest.partition(END.format(name))[2]}"
+        pictures[name] = Picture(name, name, figure(shown, comparison))
+    return page, pictures
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the page, or write it and its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the page and its figures")
+    page, pictures = written(PAGE.read_text(encoding="utf-8"))
+    if not parser.parse_args(argv).write:
+        print(page, end="")
+        return
+    write_whole(PAGE, [page.encode()])
+    PAGE.with_suffix("").mkdir(exist_ok=True)
+    for name, picture in pictures.items():
+        save(picture, PAGE.with_suffix("") / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
