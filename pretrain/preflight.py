@@ -187,7 +187,8 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
         for path in home.glob("preflight*"):
             path.unlink(missing_ok=True)
     unused = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
-    if not options.gpus and unused and config.train.device != "cpu":
+    seen = any(facts["gpu"] for facts in gathered)
+    if not options.gpus and unused and not seen and config.train.device != "cpu":
         sentence = f"{', '.join(unused)}: there are GPUs, but the job was given none"
         fix = "ask for them with --gpus-per-node, or set train.device to cpu"
         problems.append(nodes.Problem(f"{sentence}; {fix}", mistake=True))
@@ -259,7 +260,8 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
         dist.gather_object((node_name(), speed.measure(rank, size)), measured)
         verdict: list[Any] = [None]
         if rank == 0:
-            least = 0.0 if options.least_speed is None and not on_gpu else options.least_speed or LEAST_SPEED
+            default = LEAST_SPEED if on_gpu else 0.0
+            least = default if options.least_speed is None else options.least_speed
             names, speeds = zip(*measured)
             verdict[0] = list(speed.judge(speeds, names, least))
         dist.broadcast_object_list(verdict)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
+from pretrain.comparison.programs import find_gpus
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ def launcher(processes: int) -> list[str]:
     """Return the beginning of a command that starts a module in several processes."""
     torchrun = str(Path(sys.executable).parent / "torchrun")
     return [torchrun, "--standalone", "--nproc-per-node", str(processes), "-m"]
+
+
+def leave_gpus_out(processes: int) -> None:
+    """Hide the GPUs beyond so many from the stages: a training must use all that it sees."""
+    if gpus := find_gpus()[0]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:processes])
 
 
 def shortened(steps: int | None) -> list[str]:

@@ -3,8 +3,7 @@
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
 Takes the settings of the run, which then finds the index instead of building it while its GPUs wait. The index depends
-on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of sequences, train.steps
-times train.global_batch_size.
+on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of sequences of the run.
 """
 
 import logging

@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
         "--sequences",
         type=whole_number,
         metavar="N",
-        help="say how often a run of N sequences, train.steps times train.global_batch_size, repeats the documents",
+        help="say how often a run of N sequences (train.steps times train.global_batch_size) repeats the documents",
     )
     add("--weights", nargs="+", type=positive, metavar="W", help="one per dataset (default: their tokens)")
     add("--plot", metavar="F", help="also draw it for all distances; F ends in .png, .pdf or .svg")

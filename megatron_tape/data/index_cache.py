@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -38,6 +39,10 @@ _PARTS_OF_OTHERS = ("document_index", "sample_index", "shuffle_index")
 """Those of Megatron's GPTDataset, whatever its subclass is called."""
 _STAGING = ".building-"
 _ABANDONED_SECONDS = 86_400.0
+_BUSY_SECONDS = 1.0
+"""Of computing between two heartbeats, which show that rank 0 is at work."""
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors of a cache that cannot hold the index."""
 
 
 def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -57,67 +62,75 @@ def cached(directory: str, kind: str, key: Any, make: Callable[[], dict[str, np.
 def build_on_rank_0(cache: str, build: Callable[[str], None], moved: Callable[[], None]) -> None:
     """Have rank 0 call `build(directory)`, and move what it writes there to the cache; all ranks call this together.
 
-    The directory shows `build` what the cache holds. While it fills, every rank calls `moved`: an index that takes
-    hours is no hang. Raises ConfigError, on all ranks, if the cache cannot be read or written.
+    The directory shows `build` what the cache holds. As long as files grow there or rank 0 computes, every rank calls
+    `moved`: an index that takes hours is no hang. Raises ConfigError, on all ranks, if the cache cannot hold it.
     """
-    future: Future = Future()
+    future, staging = Future(), []
     if is_rank_0 := dist.get_rank() == 0:
-        # A daemon, so that Ctrl-C does not wait for it.
-        Thread(target=_finish, args=(future, Path(cache), build), name="index", daemon=True).start()
-    done, written, logged = False, 0, time.monotonic()
-    while not done:
-        state: list[tuple | None] = [None]
-        if is_rank_0:
-            wait([future], HEARTBEAT_SECONDS)
-            error = future.exception() if future.done() else None
-            state[0] = (future.done(), _bytes_written(Path(cache)), error and _refusal(error, cache))
-            if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
-                logged = time.monotonic()
-                logger.info("the index has %s MB so far", f"{state[0][1] / 1e6:,.0f}")
-        dist.broadcast_object_list(state, src=0)
-        before = written
-        done, written, refusal = state[0]
-        if written != before:
-            moved()
-        if refusal is not None:
-            raise refusal
-
-
-def _finish(future: Future, cache: Path, build: Callable[[str], None]) -> None:
+        arguments = future, staging, Path(cache), build
+        Thread(target=_finish, args=arguments, name="index", daemon=True).start()
+    state, logged, error = (False, 0, math.inf, None), time.monotonic(), None
     try:
-        _build_aside(cache, build)
+        while not state[0]:
+            sent: list[tuple | None] = [None]
+            if is_rank_0:
+                wait([future], HEARTBEAT_SECONDS)
+                error = future.exception() if future.done() else None
+                size = _bytes_in(staging)
+                sent = [(future.done(), size, time.process_time(), error and _refusal(error, cache))]
+                if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
+                    logged = time.monotonic()
+                    logger.info("indexing the data: %s MB are written", f"{size / 1e6:,.0f}")
+            dist.broadcast_object_list(sent, src=0)
+            before, state = state, sent[0]
+            if state[1] != before[1] or state[2] - before[2] > _BUSY_SECONDS:
+                moved()
+            if state[3] is not None:
+                raise state[3] from error
+    except BaseException:  # also Ctrl-C: Megatron's threads may still be at work
+        for directory in staging:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _finish(future: Future, staging: list[Path], cache: Path, build: Callable[[str], None]) -> None:
+    try:
+        _build_aside(staging, cache, build)
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(None)
 
 
-def _build_aside(cache: Path, build: Callable[[str], None]) -> None:
+def _build_aside(staging: list[Path], cache: Path, build: Callable[[str], None]) -> None:
+    """Build in a directory of its own, which is added to `staging`, and move what is new to the cache."""
     cache.mkdir(parents=True, exist_ok=True)
-    whole, cut = _entries(cache)
-    if not os.access(cache, os.W_OK):  # all that is needed may be there
-        if cut:
-            raise PermissionError(errno.EACCES, f"{cut[0]} is cut short and cannot be replaced", str(cache))
-        build(str(cache))
-        return
-    for path in cut:
-        logger.warning("warning: %s is cut short; what it belongs to is built again when it is needed", path)
-    for left in cache.glob(f"{_STAGING}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(left)
-    staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
+    writable, (whole, cut) = os.access(cache, os.W_OK), _entries(cache)
+    if writable:
+        for path in cut:
+            logger.warning("warning: %s is cut short; what it belongs to is built again when it is needed", path)
+        for left in cache.glob(f"{_STAGING}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(left)
+    prefix, parent = f"{_STAGING}{os.uname().nodename}-", cache if writable else None
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    staging.append(directory)
     try:
         for path in whole:
-            (staging / path.name).symlink_to(path.resolve())
-        build(str(staging))
-        made = [path for path in staging.iterdir() if not path.is_symlink()]
+            (directory / path.name).symlink_to(path.resolve())
+        build(str(directory))
+        made = [path for path in directory.iterdir() if not path.is_symlink()]
+        if made and not writable:
+            lacks = f"{cut[0]} is cut short" if cut else "it lacks a part of the index"
+            raise PermissionError(errno.EACCES, f"{lacks}, and it is not writable", str(cache))
         for path in sorted(made, key=lambda path: path.name.endswith(_DESCRIPTION)):
             sync_directory(path)
             os.replace(path, cache / path.name)
-        sync_directory(cache)
+        if made:
+            sync_directory(cache)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _entries(cache: Path) -> tuple[list[Path], list[Path]]:
@@ -140,17 +153,19 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _bytes_written(cache: Path) -> int:
+def _bytes_in(directories: list[Path]) -> int:
     found = 0
     with contextlib.suppress(OSError):  # a file that has just been moved
-        for path in cache.glob(f"{_STAGING}*/*"):
+        for path in (path for directory in directories for path in directory.iterdir()):
             found += 0 if path.is_symlink() else path.stat().st_size
     return found
 
 
 def _refusal(error: BaseException, cache: str) -> Exception:
+    """Return what to raise on all ranks; another start may help after errors of a file system that may pass."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    if isinstance(cause, OSError):
-        problem = f"is {cache}, where the index of the data cannot be kept ({cause.strerror or cause})"
+    if isinstance(cause, OSError) and cause.errno in _LASTING:
+        problem = f"is {cache}, where the index of the data cannot be kept ({cause.strerror})"
         return ConfigError("data.cache_directory", problem, "make room there, or choose another")
-    return error if isinstance(error, ConfigError) else RuntimeError(f"rank 0 could not index the data: {error}")
+    kind = f"{type(cause).__name__}: {cause}"
+    return error if isinstance(error, ConfigError) else RuntimeError(f"rank 0 could not index the data ({kind})")

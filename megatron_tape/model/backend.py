@@ -69,7 +69,7 @@ def verified_backend(
                 problem = error.problem
     answers = layout.gather(None if problem is None else (node_name(), layout.rank, problem))
     if bad := [answer for answer in answers if answer is not None]:
-        error = _unfit(bad, layout.world_size)
+        error = _unfit(bad, layout.world_size, model.attention_backend == "auto")
         if not allow_slow or model.attention_backend != "auto":
             raise error
         logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
@@ -91,17 +91,17 @@ def _why_slow(model: ModelConfig, backend: str, dtype: torch.dtype, device: torc
     return f"is auto, but no kernels can run here ({'; '.join(reasons)})"
 
 
-def _unfit(bad: list[tuple[str, int, str]], world_size: int) -> UserError:
+def _unfit(bad: list[tuple[str, int, str]], world_size: int, auto: bool) -> UserError:
     """Return the error about ranks whose kernels do not work, given as node, rank and the problem."""
     node, rank, problem = bad[0]
     ranks = f"rank {rank}" if len(bad) == 1 else f"ranks {', '.join(str(rank) for _, rank, _ in bad[:8])}"
-    allowed = "train.allow_slow_attention trains in plain torch instead"
+    allowed = "; train.allow_slow_attention trains in plain torch instead" if auto else ""
     if len(bad) == world_size:
         key = ("model.attention_backend", "model.position_encoding")
-        return ConfigError(key, f"{problem} ({ranks}, {node})", f"mend that, or choose another; {allowed}")
+        return ConfigError(key, f"{problem} ({ranks}, {node})", f"mend that, or choose another{allowed}")
     nodes = tuple(dict.fromkeys(node for node, _, _ in bad))
     said = f"({ranks} of {world_size}) cannot train with the others: model.attention_backend {problem}"
-    return NodeError(nodes, said, f"mend or leave out the node; {allowed}")
+    return NodeError(nodes, said, f"mend or leave out the node{allowed}")
 
 
 def verified_loss(model: ModelConfig, layout, dtype: torch.dtype) -> bool:

@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return self.tokens_per_step * self.config.train.steps
+        return self.config.train.samples_after(self.config.train.steps) * self.model.seq_length
 
     @cached_property
     def batch(self) -> MicroBatch:

@@ -12,6 +12,10 @@ from typing import TypedDict
 
 from megatron_tape.run.nodes import Problem
 
+FEW = 3
+"""The fewest links that can be said to agree on what is usual."""
+_TFLOPS, _GBS = ("TFLOP/s", 1e12), ("GB/s", 1e9)
+
 
 class Speed(TypedDict):
     """What a rank measured."""
@@ -75,33 +79,46 @@ class _Measured:
 def judge(speeds: Sequence[Speed], nodes: Sequence[str], least: float) -> Iterator[tuple[str, list[Problem]]]:
     """Yield, for products and for each kind of links, a line for the log, and what is below `least` of the median.
 
-    `speeds` and `nodes` are those of all ranks, in order.
+    `speeds` and `nodes` are those of all ranks, in order. Links inside nodes are compared with those at the same place
+    of other nodes, as some pairs of GPUs are linked better than others, and judged if there are FEW or more.
     """
     ranks = range(len(speeds))
     products = [_Measured(f"rank {r} on {nodes[r]}", (nodes[r],), speeds[r]["matmul"]) for r in ranks]
-    yield _judged("matrix products", "TFLOP/s", 1e12, products, least)
-    for kind, inside in (("links in a node", True), ("links between nodes", False)):
-        links = [
-            _Measured(f"ranks {r} and {other} on {' and '.join(dict.fromkeys(pair))}", pair, rate)
-            for r in ranks
-            for other, rate in ((int(name), rate) for name, rate in speeds[r]["links"].items())
-            if r < other and ((pair := (nodes[r], nodes[other]))[0] == pair[1]) == inside
-        ]
-        if links:
-            yield _judged(kind, "GB/s", 1e9, links, least)
+    yield _line("matrix products", _TFLOPS, products), _slow("matrix products", _TFLOPS, products, least)
+    inside: dict[tuple[int, ...], list[_Measured]] = {}
+    between = []
+    for r in ranks:
+        for other, rate in ((int(name), rate) for name, rate in speeds[r]["links"].items() if r < int(name)):
+            pair = (nodes[r], nodes[other])
+            name = f"ranks {r} and {other} on {' and '.join(dict.fromkeys(pair))}"
+            if pair[0] == pair[1]:
+                place = tuple(one - nodes.index(pair[0]) for one in (r, other))
+                inside.setdefault(place, []).append(_Measured(name, pair, rate))
+            else:
+                between.append(_Measured(name, pair, rate))
+    if inside:
+        alike = [_slow("links in a node", _GBS, links, least) for links in inside.values() if len(links) >= FEW]
+        yield _line("links in a node", _GBS, sum(inside.values(), [])), sum(alike, [])
+    if between:
+        found = _slow("links between nodes", _GBS, between, least) if len(between) >= FEW else []
+        yield _line("links between nodes", _GBS, between), found
 
 
-def _judged(what: str, unit: str, size: float, found: list[_Measured], least: float) -> tuple[str, list[Problem]]:
-    rates = [one.rate / size for one in found]
-    median = statistics.median(rates)
-    line = f"{what}: {median:.3g} {unit} ({min(rates):.3g} to {max(rates):.3g})"
-    slow = [one for one in found if one.rate / size < least * median]
+def _line(what: str, unit: tuple[str, float], found: list[_Measured]) -> str:
+    rates = [one.rate / unit[1] for one in found]
+    return f"{what}: {statistics.median(rates):.3g} {unit[0]} ({min(rates):.3g} to {max(rates):.3g})"
+
+
+def _slow(what: str, unit: tuple[str, float], found: list[_Measured], least: float) -> list[Problem]:
+    median = statistics.median([one.rate for one in found])
+    slow = [one for one in found if one.rate < least * median]
     # A node whose links are all slow has more of them than the nodes at their other ends.
     counts = Counter(node for one in slow for node in dict.fromkeys(one.nodes))
     problems = []
     for one in slow:
         most = max(counts[node] for node in one.nodes)
         culprits = tuple(dict.fromkeys(node for node in one.nodes if counts[node] == most))
-        sentence = f"{one.name}: {what} reach {one.rate / size:.3g} {unit}, and {median:.3g} is the median"
+        name, size = unit
+        sentence = f"{one.name}: {what} reach {one.rate / size:.3g} {name}, and {median / size:.3g} is the median"
         problems.append(Problem(sentence, culprits))
-    return line, problems
+    return problems

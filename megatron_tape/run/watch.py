@@ -147,7 +147,8 @@ class Watch:
             with open(path, "ab", buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
-        self._dump_collectives()
+        with contextlib.suppress(Exception):  # whatever torch meets there, the rank has to end
+            self._dump_collectives()
         # When one rank ends, its launcher ends the others: give each of them time to write its stacks.
         time.sleep(GRACE_SECONDS)
         self._leave(
@@ -164,8 +165,7 @@ class Watch:
         dump = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if dump is not None and (trace := dump()):
             path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
-            with contextlib.suppress(OSError), open(path, "wb") as file:
-                file.write(trace)
+            path.write_bytes(trace)
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):

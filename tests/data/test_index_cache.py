@@ -106,8 +106,22 @@ def test_a_whole_cache_need_not_be_writable_and_a_cut_one_is_refused(tokens, mon
     assert tokens(BLEND) == expected
     path = next(tokens.cache.glob("*shuffle_index.npy"))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"is cut short and cannot be replaced"):
+    with pytest.raises(ConfigError, match=r"shuffle_index.npy is cut short, and it is not writable"):
         tokens(BLEND)
+    # Another run's index does not matter.
+    path.with_name(path.name.replace("shuffle_index.npy", "description.txt")).rename(tokens.cache / "x-GPTDataset-d")
+    monkeypatch.undo()
+    assert tokens(PLAIN)
+
+
+def test_an_error_that_may_pass_is_no_mistake_in_the_settings(tokens, monkeypatch):
+    def save(path, array, **options):
+        raise OSError(errno.ESTALE, "Stale file handle", path)
+
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(RuntimeError, match="could not index the data .*Stale file handle") as error:
+        tokens(BLEND)
+    assert not isinstance(error.value, ConfigError) and list(tokens.cache.iterdir()) == []
 
 
 def test_what_a_killed_job_left_is_removed_after_a_day(tokens):

@@ -144,11 +144,10 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         assert "training continues with slower attention in plain torch: model.attention_backend is flex" in caplog.text
         named = small_model(**model, attention_backend="flex")
         for settings, allowed in ((named, True), (small_model(**model), False)):
-            with pytest.raises(
-                ConfigError, match=r"the flex kernel .* not work here .*\(rank 0, .*allow_slow"
-            ) as error:
+            with pytest.raises(ConfigError, match=r"the flex kernel .* not work here .*\(rank 0, ") as error:
                 verified_backend(settings, layout, torch.float32, allow_slow=allowed)
             assert error.value.key == "model.attention_backend"
+            assert ("allow_slow_attention" in error.value.fix) == (settings is not named)
         layout.world_size, others[:] = 4, [None, None, ("nodeB", 3, "is flex, but it does not compile")]
         with pytest.raises(NodeError, match=r"\(ranks 0, 3 of 4\) cannot train with the others: .*leave out") as error:
             verified_backend(small_model(**model), layout, torch.float32)

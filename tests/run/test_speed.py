@@ -58,3 +58,17 @@ def test_every_rank_measures_itself_and_the_links_to_its_neighbours():
         pairs = {(rank, int(other)) for rank, speed in enumerate(found) for other in speed["links"]}
         assert pairs == {(other, rank) for rank, other in pairs} and {0, 1} <= {rank for rank, _ in pairs}
         assert all(rate > 0 for speed in found for rate in speed["links"].values())
+
+
+def test_pairs_of_gpus_that_are_linked_worse_than_others_in_every_node_are_healthy():
+    nodes = [node for node in "abc" for _ in range(4)]
+    rates = {(0, 1): 100e9, (1, 2): 20e9, (2, 3): 100e9}
+    links = {(4 * node + a, 4 * node + b): rate for node in range(3) for (a, b), rate in rates.items()}
+    found = [{"matmul": 1e12, "links": {str(b): rate for (a, b), rate in links.items() if a == r}} for r in range(12)]
+    assert [problems for _, problems in judge(found, nodes, 0.7)] == [[], []]
+    found[8]["links"]["9"] = 20e9
+    (problem,) = list(judge(found, nodes, 0.7))[1][1]
+    assert problem.nodes == ("c",) and "100 is the median" in problem.sentence
+    # Of one node, nobody can say what is usual.
+    found[0]["links"]["1"] = 1e9
+    assert [problems for _, problems in judge(found[:4], nodes[:4], 0.7)] == [[], []]

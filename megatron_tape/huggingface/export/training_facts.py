@@ -118,13 +118,15 @@ def _trained(saved: SavedWeights, without: Collection[str]) -> dict[str, object]
 def _settings(state: dict, config: dict) -> dict[str, object]:
     train, optimizer, schedule = config["train"], config["optimizer"], config["schedule"]
     samples, length = state["consumed_samples"], config["model"]["seq_length"]
+    ramp = train.get("batch_ramp")
+    begins = f"{ramp['from']} to " if ramp else ""
     tensor, replicas = state["tensor_model_parallel_size"], state["data_parallel_size"]
     processes = "1 process" if tensor * replicas == 1 else f"{tensor * replicas} processes"
     context = config.get("parallel", {}).get("context_parallel_size", 1)
     shared = f"context parallel {context}, " if context > 1 else ""
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
-        "Tokens": f"{samples * length:,} ({train['global_batch_size']} sequences of {length:,} a step)",
+        "Tokens": f"{samples * length:,} ({begins}{train['global_batch_size']} sequences of {length:,} a step)",
         "Data": _data(config["data"]),
         "Optimizer": f"AdamW, weight decay {optimizer['weight_decay']:g}, "
         f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}",

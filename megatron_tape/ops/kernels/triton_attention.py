@@ -316,11 +316,13 @@ def _in_tiles(kernel: str | tuple, D: int, S: int, tensors: tuple[Tensor, ...], 
     Some kernels take nearly all of its shared memory here. If another version of Triton makes one that does not fit,
     smaller tiles are taken from then on.
     """
+    tile = _tile(kernel, D, S, *tensors)
     try:
-        launch(*_tile(kernel, D, S, *tensors))
+        launch(*tile)
         return
     except OutOfResources as error:
-        if (kernel, D > 64) in _too_large or shared_memory(tensors[0].device) == _SMALLEST:
+        of_fp32 = any(x.dtype is torch.float32 for x in tensors)
+        if of_fp32 or (kernel, D > 64) in _too_large or shared_memory(tensors[0].device) == _SMALLEST:
             raise
         sizes = error.required / 1024, error.limit / 1024
         logger.warning("a kernel of attention takes %.1f KiB of the %.1f there are; it runs in smaller tiles", *sizes)

@@ -88,6 +88,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
     train, schedule = config.train, config.schedule
     changed = {
         "train.global_batch_size": min(train.global_batch_size, MICRO_BATCHES * train.micro_batch_size * data_size),
+        "train.batch_ramp": None,
         "train.steps": STEPS,
         "train.eval_steps": 1,
         "train.hang_timeout": None,
