@@ -61,7 +61,7 @@ def main() -> int:
     }
     copied = copied_symbols(directory, steps)
     write_picture(rows, by_position, copied, directory / "demo.png")
-    write_summary(rows, by_position, copied, directory / "summary.md")
+    write_summary(rows, by_position, copied, steps, directory / "summary.md")
     minutes = (time.monotonic() - started) / 60
     print(f"\n{(directory / 'summary.md').read_text()}")
     print(f"The TAPE model for transformers: {exported_from(run_of(directory, 'TAPE', CONTEXT))}")
