@@ -290,7 +290,7 @@ _TILES = {
     },
 }
 _TILES[163] = _TILES[227]  # capability 8.0 needs less of it for them: at most 160.8 KiB
-_too_large: set[tuple] = set()
+too_large: set[tuple] = set()
 """Keys of `_TILES`, and whether heads are wide: kernels that took more shared memory than this process's GPU has."""
 _TILE_FP32 = ((32, 32, 4, 1), (16, 32, 4, 1))
 
@@ -303,7 +303,7 @@ def shared_memory(device: torch.device) -> int:
 
 def _tile(kernel: str | tuple, D: int, S: int, *tensors: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return a tile's queries and keys, and how to launch."""
-    memory = _SMALLEST if (kernel, D > 64) in _too_large else shared_memory(tensors[0].device)
+    memory = _SMALLEST if (kernel, D > 64) in too_large else shared_memory(tensors[0].device)
     of_kernel = _TILE_FP32 if any(x.dtype is torch.float32 for x in tensors) else _TILES[memory][kernel]
     queries, keys, warps, stages = of_kernel[D > 64]
     queries = min(queries, max(16, triton.next_power_of_2(S)))
@@ -322,11 +322,11 @@ def _in_tiles(kernel: str | tuple, D: int, S: int, tensors: tuple[Tensor, ...], 
         return
     except OutOfResources as error:
         of_fp32 = any(x.dtype is torch.float32 for x in tensors)
-        if of_fp32 or (kernel, D > 64) in _too_large or shared_memory(tensors[0].device) == _SMALLEST:
+        if of_fp32 or (kernel, D > 64) in too_large or shared_memory(tensors[0].device) == _SMALLEST:
             raise
         sizes = error.required / 1024, error.limit / 1024
         logger.warning("a kernel of attention takes %.1f KiB of the %.1f there are; it runs in smaller tiles", *sizes)
-    _too_large.add((kernel, D > 64))
+    too_large.add((kernel, D > 64))
     launch(*_tile(kernel, D, S, *tensors))
 
 
