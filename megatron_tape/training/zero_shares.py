@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import Tensor
 from torch.nn import Parameter
 
-BATCH_BYTES = 1 << 28
+BATCH_BYTES = 1 << 22
 """Bytes of whole tensors that a rank receives at once, unless a single tensor has more."""
 
 
@@ -24,9 +25,13 @@ class Cut:
     first: int
     numel: int
     part: int
+    alone: bool = False
+    """Whether the flat tensor is this parameter's own, with zeros behind it, so that every rank has as much of it."""
 
     def of(self, rank: int) -> int:
-        """Return how many of the elements a rank holds; ranks hold them in order."""
+        """Return how many elements of it a rank sends; ranks hold them in order."""
+        if self.alone:
+            return self.part
         begin, end = max(self.first, rank * self.part), min(self.first + self.numel, (rank + 1) * self.part)
         return max(0, end - begin)
 
@@ -46,7 +51,7 @@ class Share:
 def cuts(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Cut]:
     """Return how DeepSpeed's optimizer has cut each parameter, by its name in `parameters`."""
     if not isinstance(zero_optimizer, DeepSpeedZeroOptimizer):  # ZeRO 3
-        return {name: Cut(0, p.ds_numel, p.partition_numel()) for name, p in parameters.items()}
+        return {name: Cut(0, p.ds_numel, p.partition_numel(), True) for name, p in parameters.items()}
     names, found = {parameter: name for name, parameter in parameters.items()}, {}
     for group, size in zip(zero_optimizer.bit16_groups, zero_optimizer.partition_size):
         first = 0
@@ -59,7 +64,7 @@ def cuts(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Cut]:
 def held_by_zero(parameter: Parameter, key: str) -> Tensor:
     """Return this rank's fp32 elements, flat, of a trained parameter's `weight` or of Adam's `exp_avg` and so on.
 
-    With ZeRO 3 zeros may follow them.
+    With ZeRO 3 zeros may follow them or be left out.
     """
     if hasattr(parameter, "ds_id"):
         local = safe_get_local_fp32_param if key == "weight" else safe_get_local_optimizer_state
@@ -77,16 +82,33 @@ def to_owners(shares: list[Share], group: dist.ProcessGroup, device: torch.devic
         sent: list[list[Tensor]] = [[] for _ in ranks]
         for share in batch:
             if count := share.cut.of(me):
-                sent[share.owner].append(share.held().flatten()[:count].to(device, torch.float32))
+                held = share.held().flatten().to(device, torch.float32)
+                sent[share.owner].append(F.pad(held, (0, count - len(held))))
         mine = [share for share in batch if share.owner == me]
         counts = [[share.cut.of(rank) for share in mine] for rank in ranks]
         received = torch.empty(sum(map(sum, counts)), device=device)
         given = torch.cat([torch.empty(0, device=device), *(part for parts in sent for part in parts)])
         sizes = [sum(map(len, parts)) for parts in sent]
         dist.all_to_all_single(received, given, [sum(row) for row in counts], sizes, group=group)
-        parts = received.split([count for row in counts for count in row])
-        for number, share in enumerate(mine):
-            yield share.key, torch.cat(parts[number :: len(mine)]).view(share.shape)
+        yield from zip((share.key for share in mine), _joined(mine, received, counts))
+
+
+def _joined(mine: list[Share], received: Tensor, counts: list[list[int]]) -> Iterator[Tensor]:
+    """Yield the whole tensor of each share; every rank has sent `counts` elements of each, in their order."""
+    if mine and mine[0].cut.alone:
+        table = received.view(len(counts), -1)
+        for share, columns in zip(mine, table.split([share.cut.part for share in mine], dim=1)):
+            yield columns.reshape(-1)[: share.cut.numel].view(share.shape)
+        return
+    pieces: list[list[Tensor]] = [[] for _ in mine]
+    begin = 0
+    for row in counts:
+        for piece, count in zip(pieces, row):
+            if count:  # of few ranks; empty pieces of thousands would be many
+                piece.append(received[begin : begin + count])
+            begin += count
+    for share, piece in zip(mine, pieces):
+        yield torch.cat(piece).view(share.shape)
 
 
 def _batches(shares: list[Share]) -> list[list[Share]]:
