@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -94,21 +95,7 @@ class MeasuredModel:
 
     def activation_bytes(self) -> int:
         """Return the bytes that the forward pass of a micro-batch keeps for the backward pass, without the weights."""
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            # The result of an operation that saves it would otherwise refer to itself, and never be freed.
-            return tensor.detach()
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
-            loss = self.model(**self.batches[0])
-        del loss
-        return sum(kept.values())
+        return bytes_kept(self.model, lambda: self.model(**self.batches[0]))
 
     def memory(self) -> dict[str, int]:
         """Return peaks in bytes: the estimate's and, on a GPU, those since the last reset, otherwise the tensors' sum.
@@ -152,6 +139,25 @@ class MeasuredModel:
     def _synchronize(self) -> None:
         if self.layout.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def bytes_kept(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Return the bytes that `forward()` keeps for its backward pass, without the model's weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        # The result of an operation that saves it would otherwise refer to itself, and never be freed.
+        return tensor.detach()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, mock.patch.object(AttentionRecorder, "observer", pack):
+        loss = forward()
+    del loss
+    return sum(kept.values())
 
 
 def free_memory() -> None:

@@ -47,19 +47,10 @@ class PlainSteps:
 
     def activation_bytes(self) -> int:
         """Return the bytes that the forward pass of a micro-batch keeps for the backward pass, without the weights."""
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
-        kept: dict[int, int] = {}
+        from benchmarks.measured_model import bytes_kept
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self._loss(self._batches[0]["tokens"], self._batches[0]["labels"])
-        del loss
-        return sum(kept.values())
+        first = self._batches[0]
+        return bytes_kept(self.module, lambda: self._loss(first["tokens"], first["labels"]))
 
 
 def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, batches: list) -> PlainSteps:

@@ -281,7 +281,8 @@ def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, sa
     for line, _ in verdict[0]:
         say(line)
     if problems := [problem for _, slow in verdict[0] for problem in slow]:
-        raise Unready(_in_words(problems), dict.fromkeys(node for problem in problems for node in problem.nodes))
+        said = f"{_in_words(problems)}; --least-speed lowers what is asked of them"
+        raise Unready(said, dict.fromkeys(node for problem in problems for node in problem.nodes))
 
 
 if __name__ == "__main__":

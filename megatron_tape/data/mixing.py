@@ -102,12 +102,10 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
     alone = replace(settings, num_dataset_builder_threads=threads)
     alone.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
     sizes = [size if i == split else 0 for i in range(len(alone.split_matrix))]
-    if build:
-        with _barriers_left_out():
-            return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
     # Megatron's constructor refuses these beside a split, which the cached indices already follow.
-    alone.fast_cache_load = alone.defer_npy_index_mmap = True
-    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
+    alone.fast_cache_load = alone.defer_npy_index_mmap = not build
+    with _barriers_left_out() if build else contextlib.nullcontext():
+        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, alone).build()[split]
 
 
 @contextlib.contextmanager
