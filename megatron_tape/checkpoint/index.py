@@ -77,20 +77,23 @@ def writer_count(size: int, tensor_size: int, limit: int | None) -> int:
     return max(1, limit // tensor_size)
 
 
-def readers(sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int) -> dict[str, int]:
-    """Return which of `tensor_size` * `replicas` ranks reads each file of a checkpoint; `sizes` are the files' bytes.
+def readers(
+    sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int, stages: int = 1
+) -> dict[str, int]:
+    """Return which of `tensor_size` * `replicas` * `stages` ranks reads each file of a checkpoint of files of `sizes`.
 
-    `saved_size` tensor-parallel ranks saved it. If that has not changed, the file is read by a rank that needs its
-    tensors and hands them to the ranks with the same weights; otherwise by any, which hands them to all.
+    `saved_size` tensor-parallel ranks saved it. If that has not changed, and there are no pipeline stages, the file is
+    read by a rank that needs its tensors and hands them to the ranks with the same weights; otherwise by any, which
+    hands them to all.
     """
     groups: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():
         shard = shard_of(name)
-        groups.setdefault(shard if saved_size == tensor_size else None, {})[name] = size
+        groups.setdefault(shard if (saved_size, stages) == (tensor_size, 1) else None, {})[name] = size
     chosen = {}
     for shard, files in groups.items():
         if shard is None:
-            chosen |= share(files, tensor_size * replicas)
+            chosen |= share(files, tensor_size * replicas * stages)
         else:
             # The tensor-parallel ranks are numbered first.
             chosen |= {name: replica * tensor_size + shard for name, replica in share(files, replicas).items()}

@@ -1,6 +1,6 @@
 """What checkpoints need of the packages above: an engine whose state is saved, and the claim to write for a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +24,10 @@ class EngineState(Protocol):
     def training_state(self, owner: Callable[[str], int], frozen: bool) -> dict[str, Tensor]:
         """Return each tensor on its owner, one of the ranks with the same weights; all call it together."""
 
-    def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        """Restore the state from what `read` returns for each key."""
+    def load_training_state(
+        self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Sequence[str]
+    ) -> None:
+        """Restore the state from what `read` returns for each key of these trained parameters, those of all stages."""
 
 
 class Claim(Protocol):

@@ -77,7 +77,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
         return None, found
     sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
     saved_size = checkpoint.state["tensor_model_parallel_size"]
-    chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size)
+    chosen = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size)
     mine = [name for name, rank in chosen.items() if rank == layout.rank]
     problems: list[str] = []
     hosts = [""] * layout.world_size

@@ -6,6 +6,7 @@ opened, so that no header is read. All tensors are fp32.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,9 +106,10 @@ class Checkpoint:
 class Reader:
     """Returns this rank's share of a tensor by a key such as `exp_avg/NAME`.
 
-    All ranks create one together, and call it together for the same keys in the same order. If the tensor-parallel size
-    is the one that the checkpoint was saved with, a share goes unchanged to the ranks with the same weights; otherwise
-    all of them go to every rank, which cuts its own from the whole tensor.
+    All ranks create one together, and call it together for the same keys in the same order: those of `names`, which
+    are the parameters of all pipeline stages. If the tensor-parallel size is the one that the checkpoint was saved with,
+    and there are no stages, a share goes unchanged to the ranks with the same weights; otherwise all of them go to every
+    rank, which cuts its own from the whole tensor.
 
     If a rank cannot read a tensor, all get NaN in its place, so that none waits for it; `check` then raises an error.
     """
@@ -117,7 +119,10 @@ class Reader:
         self._checkpoint, self._parameters, self._layout = checkpoint, parameters, layout
         self._size, self._places = checkpoint.state["tensor_model_parallel_size"], checkpoint.places()
         sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
-        self._readers = readers(sizes, self._size, layout.tensor_parallel_size, layout.replica_size)
+        self._readers = readers(
+            sizes, self._size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size
+        )
+        self.names = list(itertools.chain(*layout.gather_stages(list(parameters))))
         self._error: Exception | None = None
         self._check_shapes()
         self._left_out = None if checkpoint.source is None else Reader(checkpoint.source, parameters, layout)
@@ -140,19 +145,26 @@ class Reader:
     def _unusable(self, problem: str) -> CheckpointError:
         return CheckpointError(str(self._checkpoint.path), problem, ANOTHER)
 
-    def __call__(self, key: str) -> Tensor:
-        """Return the tensor on this rank's device. Raises CheckpointError if the checkpoint does not hold it."""
+    def __call__(self, key: str) -> Tensor | None:
+        """Return the tensor on this rank's device, or None if it is of another stage's parameter.
+
+        Raises CheckpointError if the checkpoint does not hold it.
+        """
         layout = self._layout
         if key not in self._places:
             if self._left_out is None:
                 raise self._unusable(f"holds no {key}")
             return self._left_out(key)
-        shares, parameter = self._places[key], self._parameters[key.partition("/")[2]]
-        if self._size == layout.tensor_parallel_size:
+        shares, name = self._places[key], key.partition("/")[2]
+        parameter = self._parameters.get(name)
+        if self._size == layout.tensor_parallel_size and layout.pipeline_size == 1:
             return self._receive(*shares[layout.tensor_parallel_rank], layout.groups.dp_cp)
-        if not getattr(parameter, "tensor_model_parallel", False):
+        if name not in self._checkpoint.state["sharded"]:
             shares = shares[:1]
-        whole = unshard([self._receive(*share, dist.group.WORLD) for share in shares], parameter)
+        received = [self._receive(*share, dist.group.WORLD) for share in shares]
+        if parameter is None:
+            return None
+        whole = unshard(received, parameter)
         return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
     def _receive(self, file: str, place: Place, group: dist.ProcessGroup) -> Tensor:

@@ -6,6 +6,8 @@ joined and cut: a run may continue under another layout. Frozen parameters have 
 `checkpoint.frozen: false` their weights are left out too, and `state.json` says which checkpoint holds them.
 """
 
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -29,9 +31,15 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
     """Load the weights into a newly built model with memory; call this before the engine is built."""
     parameters = dict(model.named_parameters())
     read = Reader(checkpoint, parameters, layout)
-    for name, parameter in parameters.items():
-        write_share(parameter, read(f"weight/{name}"))
+    _write_weights(read, parameters, read.names)
     read.check()
+
+
+def _write_weights(read: Reader, parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]) -> None:
+    for name in names:
+        weight = read(f"weight/{name}")
+        if weight is not None:
+            write_share(parameters[name], weight)
 
 
 def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
@@ -43,19 +51,18 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     parameters, held = dict(model.named_parameters()), base.weight_names()
     settings = model_config(**base.state["config"]["model"])
     of_base = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
-    new = [name for name in parameters if name not in held]
+    of_all_stages = list(itertools.chain(*layout.gather_stages(list(parameters))))
+    new = [name for name in of_all_stages if name not in held]
     may_be_new = {
         name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in of_base)
     }
     another = "choose another model to extend"
     if missing := [name for name in new if name not in may_be_new]:
         raise CheckpointError(str(base.path), f"holds no {missing[0]}", another)
-    if extra := sorted(held - parameters.keys()):
+    if extra := sorted(held.difference(of_all_stages)):
         raise CheckpointError(str(base.path), f"holds {extra[0]}, which the model of this run does not have", another)
     read = Reader(base, parameters, layout)
-    for name, parameter in parameters.items():
-        if name in held:
-            write_share(parameter, read(f"weight/{name}"))
+    _write_weights(read, parameters, (name for name in read.names if name in held))
     read.check()
     base.release()
     return new
@@ -67,12 +74,12 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
     Raises CheckpointError if a trained parameter was frozen in a checkpoint that holds the others' moments.
     """
     updates = checkpoint.state["optimizer_steps"]
-    without = [name for name in engine.trained if name in checkpoint.state.get("frozen", ())]
+    read = Reader(checkpoint, engine.trained, engine.layout)
+    without = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and without:
         problem = f"has no moments of {without[0]}, which was frozen there and is trained now"
         raise CheckpointError(str(checkpoint.path), problem, f"train what it trained, or {ANOTHER}")
-    read = Reader(checkpoint, engine.trained, engine.layout)
-    engine.load_training_state(read, updates)
+    engine.load_training_state(read, updates, read.names)
     read.check()
     with Agreement(engine.layout) as agreement:
         restore_random_state(checkpoint.path, engine.layout.rank)

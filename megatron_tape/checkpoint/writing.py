@@ -122,10 +122,13 @@ class Save:
         layout, engine, frozen = self._layout, writer.engine, writer.frozen_from is None
         sizes = engine.state_sizes(frozen)
         limit = self._config.checkpoint.writers
-        chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, limit)
+        chosen = writers(sizes, layout.tensor_parallel_size * layout.pipeline_size, layout.replica_size, limit)
         self._tensors = engine.training_state(chosen.__getitem__, frozen)
-        numbers = {rank: number for number, rank in enumerate(sorted(set(chosen.values())))}
-        self._number = numbers.get(layout.replica_rank)
+        # The stages, one after another, number the files that they write.
+        ranks = layout.gather_stages(sorted(set(chosen.values())))
+        files = [(stage, rank) for stage, of_stage in enumerate(ranks) for rank in of_stage]
+        place = layout.pipeline_rank, layout.replica_rank
+        self._number = files.index(place) if place in files else None
         self._state = _state(writer, self._step, samples, progress)
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
@@ -164,11 +167,15 @@ class Save:
 
 def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     engine, config = writer.engine, writer.config
-    sharded = {
+    own_sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.names.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
+    own_frozen = [name for name in engine.names if name not in engine.trained]
+    sharded, frozen = {}, []
+    for of_stage in engine.layout.gather_stages((own_sharded, own_frozen)):
+        sharded, frozen = sharded | of_stage[0], frozen + of_stage[1]
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,
@@ -177,7 +184,7 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
         "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
         "data_parallel_size": engine.layout.replica_size,
         "sharded": sharded,
-        "frozen": [name for name in engine.names if name not in engine.trained],
+        "frozen": frozen,
         "frozen_from": writer.frozen_from,
         "config": config_dict(config),
     }

@@ -7,6 +7,7 @@ checks the files. Nothing here imports torch.
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -206,17 +207,42 @@ class ParallelConfig:
     context_parallel_size: Count = 1
     """Groups of tensor_model_parallel_size GPUs that share the tokens of every sequence, for long ones: each computes
     some tokens outside attention and some heads inside it."""
+    pipeline_model_parallel_size: Count = 1
+    """Groups of GPUs that hold consecutive layers (stages) and hand micro-batches on; for models too large for tensor
+    parallelism and ZeRO 1 alone, on hundreds of GPUs."""
+    virtual_pipeline_size: Count = 1
+    """Stretches of layers that each pipeline stage holds, far apart in the model. More make GPUs idle less and send
+    more; micro-batches of a step must then be a multiple of pipeline_model_parallel_size."""
+    pipeline_layers: list[int] | None = None
+    """How many layers each stretch has, from the first layer on; null divides them evenly. The first and the last
+    stage also compute the embedding and the loss."""
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """How many GPUs compute the same layers of one sequence together."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def ranks_per_sequence(self) -> int:
         """How many GPUs compute one sequence together; what remains of the GPUs is data parallel."""
-        return self.tensor_model_parallel_size * self.context_parallel_size
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
+
+    def stretches(self, num_layers: int) -> list[range]:
+        """Return the layers (from 0) of each stretch, in order; stage p of P holds the stretches p, p + P, and so on."""
+        count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
+        numbers = self.pipeline_layers or [num_layers // count] * count
+        return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]
 
     def described(self, processes: int) -> str:
         """Return how so many processes share the work, such as `2 tensor parallel x 4 data parallel`."""
-        context = f"{self.context_parallel_size} context parallel x " if self.context_parallel_size > 1 else ""
-        data = processes // self.ranks_per_sequence
-        return f"{self.tensor_model_parallel_size} tensor parallel x {context}{data} data parallel"
+        sizes = [
+            (self.tensor_model_parallel_size, "tensor"),
+            (self.context_parallel_size, "context"),
+            (self.pipeline_model_parallel_size, "pipeline"),
+            (processes // self.ranks_per_sequence, "data"),
+        ]
+        shown = [f"{size} {kind} parallel" for size, kind in sizes if size > 1 or kind in ("tensor", "data")]
+        return " x ".join(shown)
 
     @property
     def uses_sequence_parallel(self) -> bool:

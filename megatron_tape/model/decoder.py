@@ -1,7 +1,11 @@
 """Megatron-core's `GPTModel`, whose output layer and loss are one: the logits of all tokens never exist in training."""
 
+from collections.abc import Iterable
+
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
@@ -28,16 +32,47 @@ class OutputLayer(ColumnParallelLinear):
         return linear_cross_entropy(input_, weight, labels, loss_weights, self.tp_group, self.fused)
 
 
-class Decoder(GPTModel):
-    """`GPTModel`, which returns for labels (B, S) the loss, weighted by its `loss_mask`, and each token's loss."""
+class StretchOfLayers(torch.nn.ModuleList):
+    """Layers whose names have their numbers in the whole model, so that no name depends on pipeline stages."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # `GPTModel` builds Megatron's class, and takes no other.
-        self.output_layer.__class__ = OutputLayer
+    def __init__(self, layers: Iterable[torch.nn.Module], first: int):
+        super().__init__()
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, index: int) -> torch.nn.Module:
+        return list(self)[index]
+
+
+class Decoder(GPTModel):
+    """`GPTModel`, which returns for labels (B, S) the loss, weighted by its `loss_mask`, and each token's loss.
+
+    Given other `layers` than all, it is a stretch of the model: without the embedding unless they are the first, and
+    without the output layer unless they are the last.
+    """
+
+    _output_weight: Tensor | None = None
+
+    def __init__(self, config: TransformerConfig, layers: range, **kwargs):
+        first, last = layers.start == 0, layers.stop == config.num_layers
+        super().__init__(config, pre_process=first, post_process=last, **kwargs)
+        self.decoder.layers = StretchOfLayers(self.decoder.layers, layers.start)
+        if last:
+            # `GPTModel` builds Megatron's class, and takes no other.
+            self.output_layer.__class__ = OutputLayer
+            if self.share_embeddings_and_output_weights and not first:
+                self.output_layer.weight = None
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the weight of a tied output layer: the embedding's, or the copy of it that a last stage has."""
+        return super().shared_embedding_or_output_weight() if self._output_weight is None else self._output_weight
+
+    def use_output_weight(self, weight: Tensor) -> None:
+        """Compute logits with `weight` (V, C), the embedding's, in a last stage, which has none of its own."""
+        self._output_weight = weight
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, loss_mask=None, **kwargs):
-        if labels is None:
+        if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden_states, weight, labels=labels, loss_weights=loss_mask)

@@ -17,6 +17,7 @@ from megatron_tape.model.layers import LayerPosition, Shared
 from megatron_tape.model.specs import block_spec
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.stage_boundary import packed_width, unpack
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import encoding_of
@@ -75,6 +76,9 @@ class LanguageModel(torch.nn.Module):
     With `shifted_sparse`, attention in training mode is that of `ops.shifted`; in evaluation mode it is always full.
     With `selective_recompute`, layers that `config` recomputes do not compute attention again. With `fused_loss`,
     Liger's kernels compute the loss.
+
+    Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor` what
+    the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
     """
 
     def __init__(
@@ -86,8 +90,11 @@ class LanguageModel(torch.nn.Module):
         shifted_sparse: bool = False,
         selective_recompute: bool = False,
         fused_loss: bool = False,
+        layers: range | None = None,
     ):
         super().__init__()
+        self.layers = range(model.num_layers) if layers is None else layers
+        self.model = model
         self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
         """What computes attention on `device`, where the caller must place the parameters."""
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
@@ -95,20 +102,50 @@ class LanguageModel(torch.nn.Module):
         self.encoding = encoding_of(model, self.tokens, fused)
         with torch.device("meta"):
             self.gpt = Decoder(
-                config=config,
-                transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend),
+                config,
+                self.layers,
+                transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend, self.layers),
                 vocab_size=model.vocab_size,
                 max_sequence_length=model.seq_length,
                 share_embeddings_and_output_weights=model.tie_embeddings,
                 position_embedding_type="none",
                 pg_collection=groups,
             )
-        self.gpt.output_layer.fused = fused_loss
+        if self.is_last:
+            self.gpt.output_layer.fused = fused_loss
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.selective_recompute = selective_recompute
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
+        self._received: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with the embedding."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the output layer."""
+        return self.layers.stop == self.model.num_layers
+
+    @property
+    def embedding(self) -> torch.nn.Module | None:
+        """The embedding of tokens, if it begins with it."""
+        return self.gpt.embedding if self.is_first else None
+
+    def sent_width(self, layer: int) -> int:
+        """Return how many numbers of one token a stretch of layers that begins with `layer` is sent."""
+        width = self.model.hidden_size
+        if self.encoding.carries(layer):
+            shape, dtype = self.encoding.carried(layer, 1, 1, self.dtype)
+            width += packed_width(shape, dtype, 1, self.dtype)
+        return width
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """Take what the stretch of layers before this one returned; Megatron's schedules call this."""
+        (self._received,) = tensors
 
     def forward(
         self,
@@ -140,12 +177,10 @@ class LanguageModel(torch.nn.Module):
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
         records = self.selective_recompute and self.training and torch.is_grad_enabled()
-        added, embedded = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype), None
         tokens, labels, loss_weights = (
             None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
         )
-        if added is not None:
-            embedded = self.gpt.embedding(tokens, None) + added
+        embedded, state = self._entering(tokens, positions_SB)
         forward = partial(
             self.gpt,
             tokens,
@@ -153,12 +188,30 @@ class LanguageModel(torch.nn.Module):
             None,
             decoder_input=embedded,
             packed_seq_params=Shared(packing, AttentionRecorder() if records else None),
-            extra_block_kwargs={"context": self.encoding.initial_state(positions_SB, self.dtype)},
+            extra_block_kwargs={"context": state},
         )
+        if not self.is_last:
+            return forward()
         if labels is None:
             return self.tokens.gather_context(forward(runtime_gather_output=True))
         loss, losses = forward(labels=labels, loss_mask=self.tokens.loss_weights(loss_weights))
         return self.tokens.gather_context(losses) if by_token else loss
+
+    def _entering(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the hidden states (s, B, C), or None to embed the tokens, and the position state of the first layer."""
+        if self.is_first:
+            added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
+            embedded = None if added is None else self.gpt.embedding(tokens, None) + added
+            return embedded, self.encoding.initial_state(positions_SB, self.dtype)
+        hidden_sBC, first = self._received, self.layers.start
+        if self.encoding.carries(first):
+            carried = self.encoding.carried(first, len(hidden_sBC), hidden_sBC.shape[1], self.dtype)
+            hidden_sBC, state = unpack(hidden_sBC, self.model.hidden_size, *carried)
+        else:
+            state = self.encoding.initial_state(positions_SB, self.dtype)
+        self.gpt.set_input_tensor(hidden_sBC)
+        self._received = None
+        return None, state
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """Return the positions (S,) of token ids (B, S), on their device; `random` is the stream of a training step."""
@@ -168,11 +221,6 @@ class LanguageModel(torch.nn.Module):
         moved = torch.from_numpy(positions)
         # From pageable memory, the copy would make the host wait for the GPU.
         return (moved.pin_memory() if tokens.is_cuda else moved).to(tokens.device, non_blocking=True)
-
-    def record_position_norms(self, record: bool) -> None:
-        """Set whether the layers that rewrite the position state keep the norms of their next forward pass."""
-        for position in self.position_updates():
-            position.record_norms = record
 
     def position_updates(self) -> list[LayerPosition]:
         """Return the modules that rewrite the position state, in the order of the layers; none for some encodings."""

@@ -20,6 +20,7 @@ from megatron_tape.ops.attention import attend
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
+from megatron_tape.ops.stage_boundary import pack
 from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, Positions
@@ -207,7 +208,11 @@ class LayerPosition(torch.nn.Module):
 
 
 class PositionTransformerLayer(TransformerLayer):
-    """A pre-norm transformer layer that passes the rewritten position state to the next layer as its `context`."""
+    """A pre-norm transformer layer that passes the rewritten position state to the next layer as its `context`.
+
+    `first` layers stand before those that Megatron counts, in other pipeline stages. A layer that `packs` returns its
+    hidden states and the position state as the one tensor that is sent to the next stage.
+    """
 
     def __init__(
         self,
@@ -217,9 +222,14 @@ class PositionTransformerLayer(TransformerLayer):
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        first: int = 0,
+        packs: bool = False,
     ):
-        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
+        super().__init__(
+            config, submodules, layer_number=first + layer_number, pg_collection=pg_collection, vp_stage=vp_stage
+        )
         self.position = LayerPosition(encoding, self.layer_number - 1, config)
+        self._packs = packs
 
     def forward(
         self,
@@ -237,7 +247,8 @@ class PositionTransformerLayer(TransformerLayer):
         hidden_states = self._add(self.self_attn_bda, attention_output, bias, hidden_states)
         mlp_output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = self._add(self.mlp_bda, mlp_output, bias, hidden_states)
-        return hidden_states, self.position(context, positions, averaged, attention_output, mlp_output)
+        context = self.position(context, positions, averaged, attention_output, mlp_output)
+        return (pack(hidden_states, context), None) if self._packs else (hidden_states, context)
 
     def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         # For evaluation mode Megatron's function would add to `output` in place, which the position update still reads;

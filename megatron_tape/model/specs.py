@@ -14,15 +14,17 @@ from megatron_tape.model.layers import CoreAttention, PositionSelfAttention, Pos
 from megatron_tape.position import PositionEncoding
 
 
-def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> ModuleSpec:
+def layer_spec(
+    model: ModelConfig, encoding: PositionEncoding, backend: str = "torch", first: int = 0, packs: bool = False
+) -> ModuleSpec:
     """Return the spec of one decoder layer: Llama's, with `encoding` in its attention and after its MLP.
 
-    `backend` is one of `ops.backends.BACKENDS`.
+    `backend` is one of `ops.backends.BACKENDS`; see `PositionTransformerLayer` for `first` and `packs`.
     """
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
         module=PositionTransformerLayer,
-        params={"encoding": encoding},
+        params={"encoding": encoding, "first": first, "packs": packs},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -49,7 +51,11 @@ def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "t
     )
 
 
-def block_spec(model: ModelConfig, encoding: PositionEncoding, backend: str = "torch") -> TransformerBlockSubmodules:
-    """Return the spec of the whole decoder: its layers and the final norm."""
-    layers = [layer_spec(model, encoding, backend)] * model.num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+def block_spec(
+    model: ModelConfig, encoding: PositionEncoding, backend: str = "torch", layers: range | None = None
+) -> TransformerBlockSubmodules:
+    """Return the spec of the decoder's layers, or of a stretch of them, and of the final norm."""
+    layers = range(model.num_layers) if layers is None else layers
+    packs = layers.stop < model.num_layers and encoding.carries(layers.stop)
+    specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)

@@ -46,15 +46,28 @@ class _CpuRngTracker:
             torch.set_rng_state(outside)
 
 
+class _TorchOnCpu:
+    """torch, which makes zeros on the CPU whatever device they are asked for."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args, device: object = None, **kwargs) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
 def prepare_cpu() -> None:
     """Make megatron-core and DeepSpeed usable without CUDA; call once per process, before a model is built.
 
     Changes nothing if CUDA is available. Otherwise it replaces `torch.cuda.current_device()` (Megatron allocates its
-    collectives' buffers there) and the random number tracker and state functions of
-    `megatron.core.tensor_parallel.random`, which activation recomputation calls.
+    collectives' buffers there), the random number tracker and state functions of
+    `megatron.core.tensor_parallel.random`, which activation recomputation calls, and the torch of its pipeline schedules,
+    which count tokens on "cuda".
     """
     if torch.cuda.is_available():
         return
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     cpu = torch.device("cpu")
@@ -64,6 +77,7 @@ def prepare_cpu() -> None:
     if not isinstance(random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
         random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    schedules.torch = _TorchOnCpu()
     _keep_deepspeed_from_compiling()
     keep_freed_memory()
 

@@ -45,11 +45,14 @@ class ParallelLayout:
     tensor_parallel_size: int
     context_parallel_rank: int
     context_parallel_size: int
+    pipeline_rank: int
+    """The stage; ranks with other numbers hold other layers."""
+    pipeline_size: int
     data_parallel_rank: int
     """Ranks with other numbers hold different sequences."""
     data_parallel_size: int
     replica_rank: int
-    """Among the ranks that hold the same tensor-parallel shard of the weights: those of all data and context ranks,
+    """Among the ranks that hold the same tensor-parallel shard of the same layers: those of all data and context ranks,
     over which ZeRO partitions."""
     replica_size: int
     mpu: SimpleNamespace
@@ -67,6 +70,8 @@ class ParallelLayout:
             tensor_parallel_size=groups.tp.size(),
             context_parallel_rank=groups.cp.rank(),
             context_parallel_size=groups.cp.size(),
+            pipeline_rank=groups.pp.rank(),
+            pipeline_size=groups.pp.size(),
             data_parallel_rank=groups.dp.rank(),
             data_parallel_size=groups.dp.size(),
             replica_rank=groups.dp_cp.rank(),
@@ -80,6 +85,20 @@ class ParallelLayout:
         found = torch.tensor([flag], dtype=torch.int32, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's tensor on all stages, which give one of its shape; all call it together."""
+        if self.pipeline_size > 1:
+            last = dist.get_global_rank(self.groups.pp, self.pipeline_size - 1)
+            dist.broadcast(tensor, last, self.groups.pp)
+        return tensor
+
+    def gather_stages(self, value: Any) -> list[Any]:
+        """Return the `value` of every stage, in order, on every stage; all call it together."""
+        values = [value] * self.pipeline_size
+        if self.pipeline_size > 1:
+            dist.all_gather_object(values, value, self.groups.pp)
+        return values
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in order, on every rank; all call it together."""
@@ -104,16 +123,18 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the `mpu` argument of `deepspeed.initialize`.
 
     `megatron.core.parallel_state` lacks names that DeepSpeed asks for (`get_model_parallel_world_size` and others);
-    here all are answered from `groups`. The model-parallel group is the tensor-parallel one, and ZeRO partitions over
-    all ranks that hold the same weights, also those that hold other tokens of the same sequences.
+    here all are answered from `groups`. The model-parallel group, over which norms are added up, is that of all tensor-
+    parallel ranks of all stages, and ZeRO partitions over all ranks that hold the same weights, also those that hold
+    other tokens of the same sequences.
     """
     answers = {}
-    for name, group in (("model", groups.tp), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
+    model = groups.tp if groups.pp.size() == 1 else groups.mp
+    for name, group in (("model", model), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
         answers[f"get_{name}_parallel_group"] = lambda group=group: group
         answers[f"get_{name}_parallel_rank"] = group.rank
         answers[f"get_{name}_parallel_world_size"] = group.size
-    answers["get_pipeline_model_parallel_rank"] = lambda: 0
-    answers["get_pipeline_model_parallel_world_size"] = lambda: 1
+    answers["get_pipeline_model_parallel_rank"] = groups.pp.rank
+    answers["get_pipeline_model_parallel_world_size"] = groups.pp.size
     return SimpleNamespace(**answers)
 
 
@@ -122,6 +143,7 @@ def initialize_distributed(
     sequence_parallel: bool | None = None,
     timeout: float | None = None,
     context_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
 ) -> ParallelLayout:
     """Join the process group torchrun describes (or make one of a single process) and build Megatron's groups.
 
@@ -129,16 +151,17 @@ def initialize_distributed(
     size differs, which makes earlier layouts unusable. Without `sequence_parallel` tokens are sharded over the
     tensor-parallel ranks exactly when there are several. Collectives of all groups time out some minutes after
     `timeout` seconds, with None practically never. Raises ConfigError when the number of processes is not a multiple of
-    both sizes together, or when this process has no GPU to itself.
+    all sizes together, or when this process has no GPU to itself.
+
+    The stages of a pipeline have consecutive ranks, tensor_model_parallel_size * context_parallel_size for each, so
+    that neighbours share a node or are on neighbouring ones.
     """
-    sizes = tensor_model_parallel_size, context_parallel_size
+    sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    refuse(
-        bool(world_size % math.prod(sizes)),
-        ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
-        f"{sizes[0]} times parallel.context_parallel_size {sizes[1]} does not divide the {world_size} processes",
-        "start a multiple of their product",
-    )
+    kinds = ("tensor_model", "context", "pipeline_model")
+    keys = tuple(f"parallel.{kind}_parallel_size" for kind, size in zip(kinds, sizes) if size > 1)
+    problem = f"{math.prod(sizes)} does not divide the {world_size} processes"
+    refuse(bool(world_size % math.prod(sizes)), keys, problem, "start a multiple of the product of these sizes")
     prepare_cpu()
     device = _own_device()
     limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
@@ -205,15 +228,19 @@ def _join_processes(backend: str, timeout: timedelta) -> None:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def _megatron_groups(sizes: tuple[int, int]) -> ProcessGroupCollection:
-    """Return Megatron's groups for these tensor-parallel and context-parallel sizes; those there are, if they fit."""
+def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
+    """Return Megatron's groups for these tensor, context and pipeline-parallel sizes; those there are, if they fit."""
     if parallel_state.model_parallel_is_initialized():
-        found = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
-        if found != sizes:
+        found = ProcessGroupCollection.use_mpu_process_groups()
+        if (found.tp.size(), found.cp.size(), found.pp.size()) != sizes:
             _destroy_groups()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            sizes[0], context_parallel_size=sizes[1], create_gloo_process_groups=False
+            sizes[0],
+            pipeline_model_parallel_size=sizes[2],
+            context_parallel_size=sizes[1],
+            order="tp-cp-ep-pp-dp",
+            create_gloo_process_groups=False,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
 

@@ -164,10 +164,17 @@ class PositionEncoding:
         """Return whether `enter` gives layer `layer` (from 0) another state, which depends on parameters."""
         return False
 
+    def carries(self, layer: int) -> bool:
+        """Return whether the state that enters layer `layer` depends on parameters of earlier layers.
+
+        A pipeline stage that begins with this layer is then sent the state. Otherwise it follows from the positions,
+        and the stage makes it again.
+        """
+        return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
+
     def state_is_learned(self, layer: int) -> bool:
         """Return whether the state with which layer `layer` works depends on parameters, and so needs a gradient."""
-        rewritten = any(self.updates(earlier) for earlier in range(layer))
-        return rewritten or any(self.learns_on_entry(earlier) for earlier in range(layer + 1))
+        return self.carries(layer) or self.learns_on_entry(layer)
 
     def multiply_adds(self, layer: int) -> int:
         """Return the multiply-adds per token that this encoding adds to a layer's forward pass of a full sequence."""
@@ -236,6 +243,13 @@ class PositionEncoding:
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the first layer's state for integer positions (S, B), or (S, 1) when all sequences share them."""
         return None
+
+    def carried(self, layer: int, tokens: int, batch: int, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape (T, B, ...) and dtype of the state that enters layer `layer`; called if `carries(layer)`.
+
+        The rank has `tokens` tokens of `batch` sequences outside attention, and T is a multiple of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what a pipeline stage is sent of its state")
 
     def enter(
         self,

@@ -148,6 +148,13 @@ class RotaryPosition(PositionEncoding):
             return None
         return self.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
+    def carried(self, layer, tokens, batch, dtype):
+        """The phases of all tokens for this rank's groups, which learned increments make."""
+        import torch
+
+        groups = len(self.tokens.local_heads(torch.empty(self.model.query_groups, device="meta")))
+        return (tokens * self.tokens.sequence_shards, batch, groups, self.model.head_dim), dtype
+
     def phases(self, positions: "Tensor") -> "Tensor":
         """Return the phases (..., D), times the attention factor, of real positions (...), in their precision."""
         import torch

@@ -180,6 +180,11 @@ class TapePosition(RotaryPosition):
         """Return the phases of this rank's tokens, the same for all groups, (s, B or 1, 1, D)."""
         return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
 
+    def carried(self, layer, tokens, batch, dtype):
+        rewritten = any(self.updates(earlier) for earlier in range(layer))
+        groups = self.model.query_groups if rewritten else 1
+        return (tokens, batch, groups, self.model.head_dim), self._state_dtype(dtype)
+
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch
 

@@ -6,6 +6,7 @@ partitions: a run saved under one ZeRO stage and number of ranks continues under
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.layers import PositionTransformerLayer
+from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients
@@ -45,7 +47,8 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     zero = {
         "stage": stage,
         "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
-        "overlap_comm": config.deepspeed.overlap_comm and stage > 0,
+        # A pipeline stage's gradients are reduced when its last micro-batch is done.
+        "overlap_comm": config.deepspeed.overlap_comm and stage > 0 and layout.pipeline_size == 1,
         "contiguous_gradients": True,
     }
     if stage in (1, 2):
@@ -128,7 +131,7 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(
-            model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout.groups.tp
+            model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout
         )
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
@@ -143,6 +146,11 @@ class Engine:
         if self.zero_stage == 1 and config.train.precision == "bf16":
             _sum_in_fp32(self.deepspeed_engine.optimizer)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+        self.optimizer_steps = 0
+        """How many updates Adam has made; skipped steps do not count."""
+        self._tied = model.tied if layout.pipeline_size > 1 else None
+        if self._tied is not None:
+            self._tied.start(layout.device)
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
 
     def set_batch_size(self, sequences: int) -> None:
@@ -160,46 +168,70 @@ class Engine:
         for group in self.deepspeed_engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
-        total = torch.zeros((), device=self.layout.device)
-        for _, batch in zip(range(self.micro_batches), batches, strict=False):
-            positions = self.module.token_positions(batch["tokens"], stream_of(self._seed, step))
-            loss = self.deepspeed_engine(**batch, positions=positions)
-            total += loss.detach()
-            # A loss that is not finite must make the gradient so, too; otherwise the step would still be taken.
-            self.deepspeed_engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
-            if self.deepspeed_engine.is_gradient_accumulation_boundary():
-                self._replicated.sum()
-            self.deepspeed_engine.step()
+        run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
+        total = run(itertools.islice(batches, self.micro_batches), step)
         loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
+        self.optimizer_steps += not skipped
         return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped)
+
+    def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
+        """Compute the gradients and update; return the sum of the losses."""
+        total = torch.zeros((), device=self.layout.device)
+        for batch in batches:
+            loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
+            total += loss.detach()
+            self.deepspeed_engine.backward(_scaled(loss))
+            if self.deepspeed_engine.is_gradient_accumulation_boundary():
+                self._replicated.sum()
+            self.deepspeed_engine.step()
+        return total
+
+    def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
+        """Do the same with Megatron's schedule, which calls the model itself.
+
+        DeepSpeed adds up the gradients of all micro-batches, as its hooks stay in place, and reduces them at the end.
+        """
+        given, engine, zero = list(batches), self.deepspeed_engine, self.zero_stage > 0
+        engine.set_gradient_accumulation_boundary(True)
+        total = self.module.train_micro_batches(given, self._positions(given[0], step), _scaled)
+        if self._tied is not None and (gradient := self._tied.gradient()) is not None:
+            weight = self.names[TIED]
+            (engine.optimizer.get_gradient_for_reduction(weight) if zero else weight.grad).add_(gradient)
+        engine.allreduce_gradients()
+        self._replicated.sum()
+        engine.step()
+        if zero:
+            engine.optimizer.clear_backward_seen_flag()
+        if self._tied is not None:
+            self._tied.share()
+        return self.layout.from_last_stage(total)
+
+    def _positions(self, batch: Batch, step: int) -> Tensor:
+        return self.module.token_positions(batch["tokens"], stream_of(self._seed, step))
 
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
         self.deepspeed_engine.eval()
-        result = self.deepspeed_engine(*arguments, **keywords)
+        model = self.deepspeed_engine if self.layout.pipeline_size == 1 else self.module
+        result = model(*arguments, **keywords)
         self.deepspeed_engine.train()
         return result
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of the batches over all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
-        return self.layout.tokens.average(torch.stack(losses).mean()).item()
+        return self.layout.tokens.average(self.layout.from_last_stage(torch.stack(losses).mean())).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, S, V) of token ids (B, S), the same on all ranks."""
-        return self._forward(tokens)
+        return self.layout.from_last_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of labels (B, S), each of which follows the token id (B, S) at its place."""
-        return self._forward(tokens, labels, by_token=True)
-
-    @property
-    def optimizer_steps(self) -> int:
-        """How many updates Adam has made; skipped steps do not count."""
-        return int(next(iter(self.adam.state.values()), {}).get("step", 0))
+        return self.layout.from_last_stage(self._forward(tokens, labels, by_token=True))
 
     def training_state(self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True) -> dict[str, Tensor]:
         """Return a copy, on the CPU, of fp32 weights and Adam moments of this tensor-parallel rank.
@@ -244,16 +276,22 @@ class Engine:
         """Return what the state holds of a parameter after `optimizer_steps`: `weight` and, if trained, moments."""
         return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
 
-    def load_training_state(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
+    def load_training_state(
+        self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
+    ) -> None:
         """Load the trained parameters' state from `read(key)`, which returns this rank's tensor of a key.
+
+        With `names`, the trained parameters of all pipeline stages, it is called for the others, too, and returns None.
 
         The model's weights must already be those of the checkpoint when the engine is built: ZeRO copied them then.
         """
+        self.optimizer_steps = optimizer_steps
         if optimizer_steps:
             self._make_moments(optimizer_steps)
-        for name, parameter in self.trained.items():
-            for key in self.keys_of(name, optimizer_steps):
-                self._set(parameter, key, read(f"{key}/{name}"))
+        for name in self.trained if names is None else names:
+            for key in ("weight", *(MOMENTS if optimizer_steps else ())):
+                if (value := read(f"{key}/{name}")) is not None:
+                    self._set(self.trained[name], key, value)
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
@@ -290,6 +328,11 @@ class Engine:
         if self.zero_stage in (1, 2) and self.optimizer_steps:
             self.deepspeed_engine.optimizer._hp_optimizer_states_linked = False
             self.deepspeed_engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _scaled(loss: Tensor) -> Tensor:
+    """Return the loss, or NaN where it is not finite: its gradient must not be finite either, or a step would follow."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:

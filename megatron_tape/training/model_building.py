@@ -9,6 +9,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.backend import verified_backend, verified_loss
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
+from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.watch import Watch
@@ -22,8 +23,11 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
-def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel:
-    """Return the run's model, still without memory for its parameters, after checking its kernels."""
+def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> LanguageModel | Pipeline:
+    """Return the run's model or this pipeline stage's part of it, after checking its kernels.
+
+    It has no memory for its parameters yet.
+    """
     _log_settings(config, layout)
     dtype, recompute = dtype_of(config), config.train.recompute
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
@@ -32,18 +36,23 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     shifted_sparse = config.extension.attention == "shifted_sparse"
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, config.train.allow_slow_attention)
     settings = dataclasses.replace(config.model, attention_backend=backend)
-    model = LanguageModel(
-        settings,
-        translated,
-        layout.groups,
-        layout.device,
-        shifted_sparse,
-        selective_recompute=recompute == "selective",
-        fused_loss=verified_loss(config.model, layout, dtype),
-    )
-    if config.extension.adds_lora:
-        add_lora(model, config.model, config.extension)
-    return model
+    fused_loss = verified_loss(config.model, layout, dtype)
+    stretches = []
+    for layers in config.parallel.stretches(config.model.num_layers)[layout.pipeline_rank :: layout.pipeline_size]:
+        model = LanguageModel(
+            settings,
+            translated,
+            layout.groups,
+            layout.device,
+            shifted_sparse,
+            selective_recompute=recompute == "selective",
+            fused_loss=fused_loss,
+            layers=layers,
+        )
+        if config.extension.adds_lora:
+            add_lora(model, config.model, config.extension)
+        stretches.append(model)
+    return stretches[0] if layout.pipeline_size == 1 else Pipeline(stretches, translated, layout.groups)
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:

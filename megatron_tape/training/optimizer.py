@@ -1,17 +1,25 @@
 """AdamW for DeepSpeed's ZeRO, and a variant for runs without ZeRO."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_tape.config.schema import OptimizerConfig
 from megatron_tape.model.names import kind_of
+from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import share_shape
 
 
-def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
+def parameter_groups(
+    model: torch.nn.Module, config: OptimizerConfig, gather_stages: Callable[[Any], list[Any]] = lambda value: [value]
+) -> list[dict]:
     """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
+
+    All pipeline stages have the same groups, as ZeRO makes a collective of all of them for each. What a stage has no
+    parameter for holds a zero without a gradient.
 
     A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
     for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
@@ -26,6 +34,9 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
             decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
+    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    for key in (key for keys in gather_stages(list(groups)) for key in keys):
+        groups.setdefault(key, [torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))])
     return [
         {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
         for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])
@@ -49,21 +60,21 @@ class ClippingAdamW(torch.optim.AdamW):
     DeepSpeed's engine reads `overflow` and `_global_grad_norm`, as it does with its own optimizers.
     """
 
-    def __init__(self, groups: list[dict], clip: float, tensor_parallel_group: dist.ProcessGroup, **kwargs):
+    def __init__(self, groups: list[dict], clip: float, layout: ParallelLayout, **kwargs):
         super().__init__(groups, **kwargs)
         self._clip = clip
-        self._group = tensor_parallel_group
+        self._replicated = layout.tensor_parallel_rank > 0
+        self._group = layout.mpu.get_model_parallel_group()
         self.overflow = False
         self._global_grad_norm = 0.0
 
     @torch.no_grad()
     def step(self, closure=None):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        replicated = self._group.rank() > 0
-        counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not replicated]
-        # A rank may have nothing to count if only replicated parameters are trained.
-        squares = [grad.float().norm().square() for grad in counted] or [parameters[0].grad.new_zeros(())]
-        squares = torch.stack(squares).sum()
+        counted = [p.grad for p in parameters if getattr(p, "tensor_model_parallel", False) or not self._replicated]
+        # A rank may have nothing to count if only replicated parameters, or those of other stages, are trained.
+        zero = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+        squares = torch.stack([zero, *(grad.float().norm().square() for grad in counted)]).sum()
         if self._group.size() > 1:
             dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
@@ -71,19 +82,19 @@ class ClippingAdamW(torch.optim.AdamW):
         self.overflow = not math.isfinite(self._global_grad_norm)
         if self.overflow:
             return None
-        if self._clip > 0 and self._global_grad_norm > self._clip:
+        if parameters and 0 < self._clip < self._global_grad_norm:
             torch._foreach_mul_([p.grad for p in parameters], self._clip / (self._global_grad_norm + 1e-6))
         return super().step()
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, zero_stage: int, offload: bool, group: dist.ProcessGroup
+    model: torch.nn.Module, config: OptimizerConfig, zero_stage: int, offload: bool, layout: ParallelLayout
 ) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
     With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW.
     """
-    groups = parameter_groups(model, config)
+    groups = parameter_groups(model, config, layout.gather_stages)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if offload and zero_stage > 0 and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -92,5 +103,5 @@ def build_optimizer(
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True
     if zero_stage == 0:
-        return ClippingAdamW(groups, config.clip_grad, group, **adam)
+        return ClippingAdamW(groups, config.clip_grad, layout, **adam)
     return torch.optim.AdamW(groups, **adam)

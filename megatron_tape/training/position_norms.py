@@ -12,6 +12,8 @@ from torch import Tensor
 from megatron_tape.training.hooks import Hook, HookResult, Training
 
 if TYPE_CHECKING:
+    from megatron_tape.model.language_model import LanguageModel
+    from megatron_tape.model.pipeline import Pipeline
     from megatron_tape.training.engine import StepResult
 
 NAMES = ("state_norm", "update_norm")
@@ -26,35 +28,47 @@ class PositionNorms(Hook):
 
     def before_step(self, trainer: Training, step: int) -> None:
         """Let the updates record their norms if the step is logged."""
-        trainer.model.record_position_norms(trainer.logs(step))
+        self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         """Return `position/state_norm/layer_LL` and `position/update_norm/layer_LL`."""
-        trainer.model.record_position_norms(False)
-        norms = [update.norms for update in trainer.model.position_updates()]
-        if not norms or not trainer.logs(step):
+        self._record(trainer, False)
+        if not trainer.logs(step) or (norms := _norms(trainer.model)) is None:
             return HookResult()
-        totals = torch.stack(norms).sum(-1)
-        dist.all_reduce(totals)
-        means = (totals[:, :2] / totals[:, 2:]).sqrt().tolist()
+        totals = {layer: sums.sum(-1) for layer, sums in norms.items()}
+        means = {layer: (sums[:2] / sums[2:]).sqrt().tolist() for layer, sums in totals.items()}
         return HookResult(
             scalars={
                 f"position/{name}/layer_{layer:02d}": value
-                for layer, pair in enumerate(means)
+                for layer, pair in means.items()
                 for name, value in zip(NAMES, pair)
             }
         )
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         """Return the picture `position/norms` if TensorBoard files are written."""
-        updates = trainer.model.position_updates()
-        if not updates or not trainer.config.logging.tensorboard:
+        if not trainer.config.logging.tensorboard or (norms := _norms(trainer.model)) is None:
             return HookResult()
-        totals = torch.stack([update.norms for update in updates])
-        dist.all_reduce(totals)
         if trainer.writer is None:
             return HookResult()
+        totals = torch.stack(list(norms.values()))
         return HookResult(pictures={"position/norms": picture((totals[:, :2] / totals[:, 2:]).sqrt())})
+
+    def _record(self, trainer: Training, record: bool) -> None:
+        for update in trainer.model.position_updates():
+            update.record_norms = record
+
+
+def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
+    """Return `LayerPosition.norms` (3, G), summed over all ranks, by layer; None if no layer rewrites the state."""
+    layers = [layer for layer in range(model.model.num_layers) if model.encoding.updates(layer)]
+    if not layers:
+        return None
+    own = {update.layer: update.norms for update in model.position_updates()}
+    some = torch.zeros(3, model.model.query_groups, device=next(model.parameters()).device)
+    totals = torch.stack([own.get(layer, some) for layer in layers])
+    dist.all_reduce(totals)
+    return dict(zip(layers, totals))
 
 
 def picture(norms_L2G: Tensor) -> bytes:

@@ -8,6 +8,8 @@ import torch
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.names import part_of
+from megatron_tape.model.pipeline import Pipeline
+from megatron_tape.parallel.layout import ParallelLayout
 
 Trains = Callable[[str, torch.nn.Parameter], bool]
 """Whether the parameter of this name is trained."""
@@ -25,21 +27,25 @@ def trained_by(extension: ExtensionConfig) -> Trains:
     return lambda name, parameter: part_of(name) in extension.trains
 
 
-def select_trained(model: LanguageModel, trains: Trains, recomputes: bool) -> None:
-    """Freeze the parameters for which `trains` is false. Raises ValueError if no parameter is left to train.
+def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: bool) -> None:
+    """Freeze the parameters for which `trains` is false.
+
+    Raises ValueError if no parameter is left to train; a pipeline stage may have none.
 
     If layers are recomputed, gradients flow only if a layer's input requires them, so the output of a frozen embedding
     is made to require them.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model is trained")
-    if recomputes and not any(parameter.requires_grad for parameter in model.gpt.embedding.parameters()):
-        model.gpt.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
+    if not recomputes or model.embedding is None:
+        return
+    if not any(parameter.requires_grad for parameter in model.embedding.parameters()):
+        model.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
 
 
-def parameter_table(model: LanguageModel, tensor_parallel_size: int) -> str:
+def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> str:
     """Return a table of the trained and the total parameters of the whole model by part, and their sums.
 
     The model must not be partitioned by ZeRO yet.
@@ -48,8 +54,10 @@ def parameter_table(model: LanguageModel, tensor_parallel_size: int) -> str:
     for name, parameter in model.named_parameters():
         cut = getattr(parameter, "tensor_model_parallel", False)
         for part in (part_of(name), "together"):
-            total[part] += parameter.numel() * (tensor_parallel_size if cut else 1)
-            trained[part] += parameter.numel() * (tensor_parallel_size if cut else 1) * parameter.requires_grad
+            whole = parameter.numel() * (layout.tensor_parallel_size if cut else 1)
+            total[part] += whole
+            trained[part] += whole * parameter.requires_grad
+    trained, total = (sum(layout.gather_stages(counted), Counter()) for counted in (trained, total))
     total["together"] = total.pop("together")  # to the end
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]

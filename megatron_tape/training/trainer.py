@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import time
@@ -70,6 +71,7 @@ class Trainer:
             parallel.uses_sequence_parallel,
             timeout,
             parallel.context_parallel_size,
+            parallel.pipeline_model_parallel_size,
         )
         chosen_backend(config.model, dtype_of(config), self.layout.device)
         if watch.attempt is None:
@@ -147,9 +149,10 @@ class Trainer:
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
         select_trained(self.model, self.trains, config.train.recompute != "none")
-        frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        own = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        frozen = list(itertools.chain(*layout.gather_stages(own)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
-        self.parameters = parameter_table(self.model, layout.tensor_parallel_size)
+        self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
             logger.info("%s", self.parameters)

@@ -56,7 +56,8 @@ def cuts(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Cut]:
     for group, size in zip(zero_optimizer.bit16_groups, zero_optimizer.partition_size):
         first = 0
         for parameter in group:
-            found[names[parameter]] = Cut(first, parameter.numel(), int(size))
+            if parameter in names:  # and not what stands in an empty group
+                found[names[parameter]] = Cut(first, parameter.numel(), int(size))
             first += parameter.numel()
     return found
 

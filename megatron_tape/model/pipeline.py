@@ -1,0 +1,178 @@
+"""The part of the model that a pipeline stage holds, run by Megatron-core's schedules.
+
+Stages hand on one tensor, in which the position state goes with the hidden states where it cannot be made again (see
+`ops.stage_boundary` and `PositionEncoding.carries`). Parameters have the names of the whole model.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.model.layers import LayerPosition
+
+TIED = "gpt.embedding.word_embeddings.weight"
+"""The parameter that is also the output layer's weight in models with tied embeddings."""
+
+
+class Pipeline(nn.Module):
+    """The stretches of layers of one stage, which are `LanguageModel`s; its methods are called by all stages together.
+
+    Stage p of P holds stretch p and, with virtual stages, every P-th stretch after it.
+    """
+
+    def __init__(self, stretches: list[LanguageModel], config: TransformerConfig, groups: ProcessGroupCollection):
+        super().__init__()
+        self.stretches = nn.ModuleList(stretches)
+        self.groups, first = groups, stretches[0]
+        self.tokens, self.model, self.encoding, self.dtype = first.tokens, first.model, first.encoding, first.dtype
+        # Every stretch of layers but the first is sent tensors of one shape.
+        self._config = copy.copy(config)
+        self._config.hidden_size = first.sent_width(1)
+        self._config.pipeline_model_parallel_size = groups.pp.size()
+        self._config.virtual_pipeline_model_parallel_size = len(stretches) if len(stretches) > 1 else None
+        self._config.microbatch_group_size_per_vp_stage = groups.pp.size()
+        # Sent in batches, what two stages send each other as neighbours in both directions would be mixed up.
+        self._config.overlap_p2p_comm = len(stretches) > 1
+        self._config.batch_p2p_comm, self._config.batch_p2p_sync = len(stretches) == 1, False
+        self._config.deallocate_pipeline_outputs = len(stretches) == 1
+        for stretch in stretches:
+            stretch.config, stretch.model_type = self._config, ModelType.encoder_or_decoder
+        self._communicator = P2PCommunicator(groups.pp, self._config)
+        self._run = get_forward_backward_func(groups.pp.size(), self._config.virtual_pipeline_model_parallel_size)
+        self.tied = TiedWeight(self) if self.model.tie_embeddings else None
+
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by the names that they have in the whole model."""
+        for stretch in self.stretches:
+            yield from stretch.named_parameters(*args, **kwargs)
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The embedding of tokens, in the first stage."""
+        return self.stretches[0].embedding
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage begins with the embedding."""
+        return self.stretches[0].is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage ends with the output layer."""
+        return self.stretches[-1].is_last
+
+    def train_micro_batches(
+        self, batches: list[dict[str, Tensor]], positions: Tensor, scaled: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Run the batches, arguments of `LanguageModel.forward`, forward and backward.
+
+        The gradients are those of the mean of what `scaled` makes of the losses. Returns the sum of the losses in the
+        last stage, elsewhere 0.
+        """
+        tokens = batches[0]["tokens"]
+
+        def forward(batches: Iterator[dict[str, Tensor]], stretch: LanguageModel) -> tuple[Tensor, Callable]:
+            return stretch(**next(batches), positions=positions), loss_of
+
+        def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            # With a number of tokens, which is 1, the schedule does not multiply by the number of context ranks.
+            return scaled(loss), torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
+
+        losses = self._run(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.stretches],
+            model=list(self.stretches),
+            num_microbatches=len(batches),
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            p2p_communicator=self._communicator,
+            pg_collection=self.groups,
+        )
+        return sum(losses, torch.zeros((), device=tokens.device))
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
+        """Return what `LanguageModel.forward` does in the last stage; elsewhere a tensor of its shape and dtype."""
+        shape = [tokens.shape[1] // self.tokens.sequence_shards, len(tokens), self._config.hidden_size]
+        for stretch in self.stretches:
+            stretch.set_input_tensor([self._communicator.recv_forward(shape, stretch.is_first)])
+            result = stretch(tokens, labels, **settings)
+            self._communicator.send_forward(result, stretch.is_last)
+        if self.is_last:
+            return result
+        if labels is None:
+            return torch.empty(*tokens.shape, self.model.vocab_size, dtype=self.dtype, device=tokens.device)
+        return torch.empty(tokens.shape if settings.get("by_token") else (), device=tokens.device)
+
+    def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
+        """See `LanguageModel.token_positions`."""
+        return self.stretches[0].token_positions(tokens, random)
+
+    def position_updates(self) -> list[LayerPosition]:
+        """Return this stage's modules that rewrite the position state."""
+        return [update for stretch in self.stretches for update in stretch.position_updates()]
+
+
+class TiedWeight:
+    """The embedding's weight where the last stage needs a copy of it for its output layer.
+
+    The copy has no optimizer's state: its gradient goes to the first stage, which sends the weight back after an update.
+    """
+
+    def __init__(self, pipeline: Pipeline):
+        self._pipeline, self._group = pipeline, pipeline.groups.embd
+        self._weight: Tensor | None = None
+        self._trained = False
+        self._gradient: Tensor | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Make the copy on `device`; call it when the first stage has the weight and knows whether it is trained."""
+        pipeline = self._pipeline
+        if pipeline.is_first:
+            self._weight = dict(pipeline.named_parameters())[TIED]
+        elif pipeline.is_last:
+            rows = pipeline.model.vocab_size // pipeline.groups.tp.size()
+            self._weight = torch.empty(rows, pipeline.model.hidden_size, dtype=pipeline.dtype, device=device)
+            pipeline.stretches[-1].gpt.use_output_weight(self._weight)
+        else:
+            return
+        trained = torch.tensor([self._weight.requires_grad], dtype=torch.int32, device=device)
+        self._broadcast(trained, 0)
+        self._trained = bool(trained.item())
+        if self._trained and pipeline.is_last:
+            self._weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
+        self.share()
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
+
+    def _add(self, weight: Tensor) -> None:
+        """Add up the gradients of micro-batches in fp32, as ZeRO does those of parameters."""
+        gradient, weight.grad = weight.grad.float(), None
+        self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
+
+    def share(self) -> None:
+        """Send the weight from the first stage to the last."""
+        if self._weight is not None:
+            self._broadcast(self._weight.detach(), 0)
+
+    def gradient(self) -> Tensor | None:
+        """Return in the first stage what it has to add to the weight's gradient, in fp32; elsewhere None."""
+        if self._weight is None or not self._trained:
+            return None
+        if self._pipeline.is_last:
+            self._broadcast(self._gradient, 1)
+            self._gradient = None
+            return None
+        received = torch.empty(self._weight.shape, device=self._weight.device)
+        self._broadcast(received, 1)
+        return received
