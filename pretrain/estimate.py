@@ -36,7 +36,9 @@ PHASES = {
     "host": "waiting for the host",
     "tensor_parallel": "tensor-parallel communication",
     "context_parallel": "context-parallel communication",
+    "pipeline_parallel": "pipeline-parallel communication",
     "zero": "ZeRO's communication",
+    "bubble": "bubble: stages wait for others",
 }
 """Names of the phases of a step."""
 PARTS = {
@@ -49,9 +51,9 @@ PARTS = {
     "working": "extra at the peak",
 }
 """Names of the parts of the peak."""
-ROW = "{:>6}{:>8}{:>6}{:>5}{:>6}{:>10}{:>9}{:>10}{:>6}{:>7}"
+ROW = "{:>6}{:>8}{:>9}{:>6}{:>5}{:>6}{:>10}{:>9}{:>10}{:>6}{:>7}"
 """How a search lists a layout."""
-COLUMNS = ("tensor", "context", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB")
+COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute", "s/step", "tok/s/GPU", "MFU", "GiB")
 TOO_LARGE = 2
 """Layouts that need more than so many times the memory of a GPU are not listed beside those that fit."""
 
@@ -141,8 +143,9 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{parameters:,}"
     if trained < parameters:
         yield "  trained", f"{trained:,} ({', '.join(plan.extension.trains)})"
-    if plan.tensor_size > 1:
-        yield "  per tensor-parallel rank", f"{plan.elements:,}"
+    if plan.tensor_size * plan.stages > 1:
+        most = max(stage.elements for stage in plan.of_stages())
+        yield "  per model-parallel rank", f"{most:,}"
     layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.described(plan.processes)}"
     yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
     yield "memory per GPU", f"{needed.peak / GIB:8.2f} GiB"
@@ -153,9 +156,10 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if needed.host:
         yield "host memory per process", f"{needed.host / GIB:8.2f} GiB"
     if config.checkpoint.asynchronous:
-        shard = checkpoint_bytes(plan) // plan.tensor_size
-        writers = min(plan.replicas, writer_count(shard, plan.tensor_size, config.checkpoint.writers))
-        copies = f"{shard // writers / GIB:8.2f} GiB, {counted(writers * plan.tensor_size, 'writer')}"
+        shards = plan.tensor_size * plan.stages
+        shard = checkpoint_bytes(plan) // shards
+        writers = min(plan.replicas, writer_count(shard, shards, config.checkpoint.writers))
+        copies = f"{shard // writers / GIB:8.2f} GiB, {counted(writers * shards, 'writer')}"
         yield "host memory of each writer of a save", copies
     flops = flops_per_step(plan)
     yield "FLOPs per step", f"{flops:.3e}, {flops // plan.processes:.3e} per GPU"
@@ -238,6 +242,7 @@ def _row(prediction: Prediction, hardware: Hardware) -> str:
     return ROW.format(
         plan.tensor_size,
         plan.context_size,
+        plan.pipeline,
         plan.replicas // plan.context_size,
         plan.zero_stage,
         plan.config.train.micro_batch_size,

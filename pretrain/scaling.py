@@ -30,8 +30,8 @@ COMPARED_ON = 64
 LONGEST = 2**20
 """Tokens of the longest sequences."""
 
-LAYOUT = "| GPUs | tokens | tensor x context x data | ZeRO, micro-batch, recompute | s/step | tokens/s/GPU | MFU "
-LAYOUT += "| GiB | most time in |"
+LAYOUT = "| GPUs | tokens | tensor x context x pipeline x data | ZeRO, micro-batch, recompute "
+LAYOUT += "| s/step | tokens/s/GPU | MFU | GiB | most time in |"
 ALIGNED = "|--:|--:|---|---|--:|--:|--:|--:|---|"
 SIZES = f"{LAYOUT} / RoPE |\n{ALIGNED}--:|"
 PHASES = "| model | tokens | attention | position update | recomputation | communication | rest | together |\n|---|"
@@ -73,7 +73,7 @@ def described(prediction: Prediction) -> str:
     plan = prediction.plan
     most = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in prediction.phases()[:2])
     cells = (
-        f"{plan.tensor_size} x {plan.context_size} x {plan.replicas // plan.context_size}",
+        f"{plan.tensor_size} x {plan.context_size} x {plan.pipeline} x {plan.replicas // plan.context_size}",
         f"{plan.zero_stage}, {plan.config.train.micro_batch_size}, {plan.config.train.recompute}",
         f"{prediction.time.total:.2f}",
         f"{prediction.tokens_per_second:,.0f}",
@@ -93,7 +93,8 @@ def phase_row(model: str, length: int) -> str | None:
     with_rope = replaced(tape.plan.config, {"model.position_encoding": "rope"})
     rope = step_time(Plan(with_rope, COMPARED_ON), HARDWARE)
     more = {name: (value - getattr(rope, name)) / rope.total for name, value in dataclasses.asdict(tape.time).items()}
-    communication = more["tensor_parallel"] + more["context_parallel"] + more["zero"]
+    kinds = ("tensor_parallel", "context_parallel", "pipeline_parallel", "zero")
+    communication = sum(more[kind] for kind in kinds)
     named = more["attention"], more["position"], more["recomputation"], communication
     cells = " | ".join(f"{100 * share:.1f}" for share in (*named, sum(more.values()) - sum(named), sum(more.values())))
     return f"| {model} | {length:,} | {cells} |"

@@ -31,10 +31,15 @@ VARIANTS = {
 }
 
 
-def pretrained(folder, data, name="base", encoding="rope"):
+def pretrained(folder, data, name="base", encoding="rope", *overrides):
     """Train a short RoPE or TAPE model to extend, and return its run."""
     run = f"{folder}/{name}"
-    settings = [option("model.position_encoding", encoding), "--train.steps=4", "--train.eval_interval=null"]
+    settings = [
+        option("model.position_encoding", encoding),
+        "--train.steps=4",
+        "--train.eval_interval=null",
+        *overrides,
+    ]
     status = train.main(
         ["--config", str(BASE), option("data.prefix", f"{data}/a"), f"--logging.directory={run}", *settings]
     )

@@ -1,27 +1,181 @@
-"""Trains with pipeline stages, and without for comparison; see test_pipeline.py."""
+"""Trains and evaluates with pipeline stages, and without for comparison; see test_pipeline.py."""
 
+import itertools
+import math
 import os
-
-from training_cases import RECIPE, option, packed, rows
-from pretrain import train
-import torch.distributed as dist
+import shutil
 from pathlib import Path
-import json
+from unittest import mock
 
-def run(folder, name, *overrides, expect=0):
-    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *map(str, overrides)]
-    status = train.main(arguments)
-    assert status == expect, (name, status)
+import torch
+import torch.distributed as dist
+from extension_cases import WITH_LORA, continued, extended, pretrained
+from training_cases import RECIPE, evaluated, generated, option, packed, rows
+
+from megatron_tape.checkpoint.directories import list_checkpoints, read_state
+from megatron_tape.checkpoint.reading import Checkpoint
+from megatron_tape.model.weights import unshard
+from megatron_tape.training import engine
+from pretrain import train
+
+FOUR_LAYERS = [option("model.num_layers", 4), option("train.micro_batch_size", 1), option("train.global_batch_size", 8)]
+STEPS = 3
+LONG = 10
+"""Steps of the case `tape`."""
+
+
+def cases(data):
+    """Settings by name, each of which is trained with stages and without."""
+    encodings = {name: [option("model.position_encoding", name)] for name in ("rope", "sincos", "fire", "path_fox")}
+    return {
+        "tape": [option("train.steps", LONG)],
+        **encodings,
+        "randpe": [option("model.position_encoding", "randpe"), option("model.randpe_range", 50)],
+        "learned": [option("model.position_increments", "learned")],
+        "rope_signed": [option("model.position_increments", "signed"), option("model.position_encoding", "rope")],
+        "some_layers": [option("model.layers_without_positions", 2)],
+        "tied": [option("model.tie_embeddings", "true")],
+        "packed": packed(data),
+        "generated": generated(),
+        "selective": [option("train.recompute", "selective")],
+        "full": [option("train.recompute", "full"), *packed(data)],
+        "bf16": [option("train.precision", "bf16")],
+        "bf16_tied": [option("train.precision", "bf16"), option("model.tie_embeddings", "true")],
+        "zero0": [option("deepspeed.zero_stage", 0), option("model.tie_embeddings", "true")],
+    }
+
+
+STAGES, VIRTUAL = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_size"
+LAYOUTS = {
+    1: {"alone": []},
+    2: {"pp2": [option(STAGES, 2)], "pp2_v2": [option(STAGES, 2), option(VIRTUAL, 2)]},
+    4: {
+        "pp4": [option(STAGES, 4)],
+        "pp2_tp2": [option(STAGES, 2), option("parallel.tensor_model_parallel_size", 2)],
+        "pp2_cp2": [option(STAGES, 2), option("parallel.context_parallel_size", 2)],
+        "pp2_dp2": [option(STAGES, 2)],
+        "pp2_v2_tp2": [option(STAGES, 2), option(VIRTUAL, 2), option("parallel.tensor_model_parallel_size", 2)],
+        "uneven": [option(STAGES, 2), option("parallel.pipeline_layers", "[1, 3]")],
+    },
+}
+OF_FOUR = ("tape", "rope_signed", "learned", "tied", "packed", "rope", "full", "zero0")
+"""Cases whose gradients are compared, and that are run on four processes."""
+
+
+def run_under(layout):
+    """Names of the cases that are run under a layout."""
+    if layout in ("alone", "pp2"):
+        return tuple(cases(""))
+    return OF_FOUR if layout in ("pp4", "pp2_tp2", "pp2_v2") else OF_FOUR[:4]
+
+
+def run(folder, name, *overrides, expect=0, trains=None):
+    """Train in `folder`/`name`, and return the rows of its metrics."""
+    steps = [option("train.steps", STEPS), option("train.eval_steps", 1), option("train.eval_interval", STEPS)]
+    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *FOUR_LAYERS, *steps]
+    status = train.main([*arguments, *map(str, overrides)], trains)
+    assert status == expect, f"{name} ended with {status} instead of {expect}"
     dist.barrier()
     return rows(Path(folder, name))
 
-def main(folder, data):
-    out = {}
+
+def whole_state(folder, name, step):
+    """Every tensor of a checkpoint, whole."""
+    path = Path(folder, name, "checkpoints", f"step-{step:08d}")
+    checkpoint, found = Checkpoint(path, read_state(path)), {}
+    for key, shares in checkpoint.places().items():
+        parts = [checkpoint.read(*share) for share in shares if share is not None]
+        cut = checkpoint.state["sharded"].get(key.partition("/")[2])
+        if cut is None:
+            found[key] = parts[0].clone()
+            continue
+        parameter = torch.nn.Parameter(torch.empty(0))
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, *cut.values()
+        found[key] = unshard(parts, parameter).clone()
+    return found
+
+
+def moments(folder, name, step):
+    """The first moments of a checkpoint, whole."""
+    return {key: value for key, value in whole_state(folder, name, step).items() if key.startswith("exp_avg/")}
+
+
+def equal_runs(folder, data):
+    results = {"rows": {}, "gradients": {}}
     size = int(os.environ["WORLD_SIZE"])
-    base = [option("data.prefix", f"{data}/a"), option("train.steps", 3), option("train.micro_batch_size", 1), option("model.num_layers", 4), option("train.global_batch_size", 4)]
-    pp = [option("parallel.pipeline_model_parallel_size", size)]
-    for name, more in {"tape": [], "zero0": [option("deepspeed.zero_stage", 0)], "tied": [option("model.tie_embeddings", "true")], "bf16": [option("train.precision", "bf16")], "rope": [option("model.position_encoding", "rope")]}.items():
-        out[name] = run(folder, name, *base, *more, *pp)
-        if size > 1:
-            out[name + "_v2"] = run(folder, name + "_v2", *base, *more, *pp, option("parallel.virtual_pipeline_size", 2))
-    return out
+    for layout, settings in LAYOUTS[size].items():
+        for case, changes in cases(data).items():
+            if case not in run_under(layout):
+                continue
+            name, prefix = f"{case}-{layout}", [] if case == "generated" else [option("data.prefix", f"{data}/a")]
+            # After the first step, the first moments are a tenth of the clipped gradients.
+            saves = [option("checkpoint.interval", 1), option("checkpoint.keep", 99)] if case in OF_FOUR else []
+            results["rows"][name] = run(folder, name, *prefix, *changes, *settings, *saves)
+            if saves:
+                results["gradients"][name] = {step: moments(folder, name, step) for step in (1, 2)}
+    return results
+
+
+SEVERAL = option("checkpoint.interval", 1), option("checkpoint.keep", 99)
+TP, ZERO = "parallel.tensor_model_parallel_size", "deepspeed.zero_stage"
+TWO = option(STAGES, 2)
+MOVES = {
+    "same": ([TWO], [TWO]),
+    "virtual": ([TWO, option(VIRTUAL, 2)], [TWO, option("parallel.pipeline_layers", "[1,3]")]),
+    "to_tensor": ([TWO], [option(TP, 2), option(ZERO, 3)]),
+    "from_tensor": ([option(TP, 2)], [TWO]),
+    "from_data": ([option(ZERO, 3)], [TWO, option(ZERO, 0)]),
+}
+"""Layouts before and after a run is continued."""
+
+
+def first_layer(name, parameter):
+    """Whether it is trained; the second stage then trains nothing."""
+    return ".layers.0." in name
+
+
+def not_finite(step=2):
+    """Make the losses of the `step`-th step, of 8 micro-batches, NaN where there are losses."""
+    calls, scaled = itertools.count(), engine._scaled
+    return mock.patch.object(engine, "_scaled", lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1)))
+
+
+def more(folder, data):
+    """What else a run does, with two stages or alone; two processes also continue runs under other layouts."""
+    stages = [TWO] if os.environ["WORLD_SIZE"] == "2" else []
+    prefix, rows, states = option("data.prefix", f"{data}/a"), {}, {}
+    evaluating = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3"), *evaluated(data)]
+    recomputed = [option("train.recompute", "full"), option(ZERO, 0)]
+    rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *stages)
+    rows["frozen"] = run(folder, "frozen", prefix, *stages, trains=first_layer)
+    rows["frozen_recomputed"] = run(folder, "frozen-recomputed", prefix, *recomputed, *stages, trains=first_layer)
+    with not_finite():
+        rows["not_finite"] = run(folder, "not-finite", prefix, *stages)
+    updates = read_state(Path(folder, "not-finite", "checkpoints", f"step-{STEPS:08d}"))["optimizer_steps"]
+    four = option("model.num_layers", 4)
+    base = pretrained(folder, data, "base", "tape", four)
+    rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
+    if stages:
+        # From a checkpoint of stages, under another layout, and without the frozen weights in its own.
+        base = pretrained(folder, data, "base-of-stages", "tape", four, TWO)
+        lean = [option("checkpoint.frozen", "false"), *WITH_LORA, four, TWO]
+        found = continued(folder, data, base, "lean", *lean)
+        rows |= {f"extended_{key}": found[key] for key in ("whole", "continued")}
+        rows["extended_tensor"] = extended(folder, data, base, "tensor", *WITH_LORA, four, option(TP, 2))
+    tied = [prefix, option("model.tie_embeddings", "true"), *SEVERAL]
+    for name, (before, after) in MOVES.items() if stages else [("alone", ([], []))]:
+        in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 4)]
+        rows[f"{name}_whole"] = run(folder, name, *tied, *before, *(in_background if name == "same" else ()))
+        states[f"{name}_whole"] = whole_state(folder, name, STEPS)
+        dist.barrier()
+        for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
+            if dist.get_rank() == 0 and step > 1:
+                shutil.rmtree(path)
+        dist.barrier()
+        rows[f"{name}_continued"] = run(folder, name, *tied, *after)
+        states[f"{name}_continued"] = whole_state(folder, name, STEPS)
+    return {"rows": rows, "states": states, "updates": updates}
+
+
+def main(folder, data, what):
+    return {"equal": equal_runs, "more": more}[what](folder, data)

@@ -107,9 +107,9 @@ class Reader:
     """Returns this rank's share of a tensor by a key such as `exp_avg/NAME`.
 
     All ranks create one together, and call it together for the same keys in the same order: those of `names`, which
-    are the parameters of all pipeline stages. If the tensor-parallel size is the one that the checkpoint was saved with,
-    and there are no stages, a share goes unchanged to the ranks with the same weights; otherwise all of them go to every
-    rank, which cuts its own from the whole tensor.
+    are the parameters of all pipeline stages. If the tensor-parallel size is the one that the checkpoint was saved
+    with, and there are no stages, a share goes unchanged to the ranks with the same weights; otherwise all of them go
+    to every rank, which cuts its own from the whole tensor.
 
     If a rank cannot read a tensor, all get NaN in its place, so that none waits for it; `check` then raises an error.
     """

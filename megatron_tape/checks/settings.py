@@ -6,6 +6,7 @@ No file is read, and torch is not imported.
 import dataclasses
 import functools
 
+from megatron_tape.checks.layout import validate_layout
 from megatron_tape.config.examples import examples_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
@@ -19,8 +20,8 @@ from megatron_tape.config.schema import (
     blend,
     split_shares,
 )
-from megatron_tape.config.values import check_section, shown
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.config.values import check_section, clashes, shown
+from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
@@ -29,11 +30,6 @@ from megatron_tape.position import encoding_of
 from megatron_tape.synthetic.settings import generator_of
 from megatron_tape.training.hooks import EVALUATIONS
 
-PROCESSES = "the number of processes"
-"""What an error is about that no setting causes."""
-LARGEST_RUN = 10**11
-"""Sequences of a run; an index of more takes longer to build than any run."""
-
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no file."""
@@ -41,8 +37,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     for section in dataclasses.fields(RunConfig):
         if section.name != "model":
             check_section(section.name, getattr(config, section.name))
-    _validate_parallel(config, world_size)
-    _validate_batches(config, world_size)
+    validate_layout(config, world_size)
     _validate_checkpoint(config)
     _validate_optimizer(config)
     _validate_schedule(config)
@@ -54,73 +49,14 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_shifted_sparse(config)
 
 
-def _clash(config: RunConfig, refused: bool, keys: str, fix: str, why: str = "") -> None:
-    """Raise ConfigError if the settings `keys` cannot work together; the sentence gives their values, then `why`."""
-    if refused:
-        subjects = tuple(keys.split())
-        first, *others = (
-            shown(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in subjects
-        )
-        but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
-        raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)
-
-
-def _validate_parallel(config: RunConfig, world_size: int) -> None:
-    model, parallel = config.model, config.parallel
-    tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    tensor_key, context_key = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
-    together, sequence_parallel = parallel.ranks_per_sequence, parallel.uses_sequence_parallel
-    tensor, both = f"{tensor_key} {tensor_size}", f"{tensor_key} {tensor_size} times {context_key} {context_size}"
-    joint, joint_keys = (tensor, (tensor_key,)) if context_size == 1 else (both, (tensor_key, context_key))
-    refuse(world_size < 1, PROCESSES, f"is {world_size}", "start at least 1")
-    refuse(
-        world_size % together != 0,
-        (PROCESSES, *joint_keys),
-        f"is {world_size}, which is not divisible by {joint}",
-        "start another number of processes, as torchrun --nproc-per-node does, or change it",
-    )
-    for key, size, divisor, keys in (
-        ("model.num_attention_heads", model.num_attention_heads, together, joint_keys),
-        ("model.num_query_groups", model.query_groups, tensor_size, (tensor_key,)),
-        ("model.ffn_hidden_size", model.ffn_hidden_size, tensor_size, (tensor_key,)),
-        ("model.vocab_size", model.vocab_size, tensor_size, (tensor_key,)),
-        ("model.seq_length", model.seq_length, together if context_size > 1 or sequence_parallel else 1, joint_keys),
-    ):
-        by = joint if keys == joint_keys else tensor
-        refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
-    clash, key = functools.partial(_clash, config), "parallel.sequence_parallel"
-    clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
-    if tensor_size > 1 and not sequence_parallel:
-        fix = f"set {key} to true or null"
-        clash(context_size > 1, f"{key} {tensor_key} {context_key}", fix)
-        why = "whose parameters work where tokens are sharded"
-        sharded = encoding_of(model).needs_sharded_tokens
-        clash(sharded, f"{key} {tensor_key} model.position_encoding", fix, why)
-        clash(model.qk_norm, f"{key} {tensor_key} model.qk_norm", fix, "which adds up the norms' gradients")
-
-
-def _validate_batches(config: RunConfig, world_size: int) -> None:
-    train, data_size = config.train, world_size // config.parallel.ranks_per_sequence
-    why = f"and at most {LARGEST_RUN:,} sequences can be indexed"
-    sequences = train.steps * train.global_batch_size
-    _clash(config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", "lower either", why)
-    for key, size in train.batch_size_keys().items():
-        refuse(
-            size % (train.micro_batch_size * data_size) != 0,
-            (key, "train.micro_batch_size"),
-            f"{size} is not divisible by train.micro_batch_size {train.micro_batch_size} times "
-            f"{data_size} data-parallel processes",
-            "change either",
-        )
-
-
 def _validate_checkpoint(config: RunConfig) -> None:
-    checkpoint, clash = config.checkpoint, functools.partial(_clash, config)
+    checkpoint, clash = config.checkpoint, functools.partial(clashes, config)
     refuse(not checkpoint.resume, "checkpoint.resume", "is empty", "set it to auto, none or a checkpoint's path")
     never = checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
     clash(never, "checkpoint.keep_every checkpoint.interval", "set it to a multiple of the interval")
-    few = checkpoint.writers is not None and checkpoint.writers < config.parallel.tensor_model_parallel_size
-    why, fix = "and each tensor-parallel rank writes its own shares", "set it to at least that, or to null"
+    shares = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    few = checkpoint.writers is not None and checkpoint.writers < shares
+    why, fix = "and each tensor-parallel rank of each stage writes its own shares", f"set it to {shares} or to null"
     clash(few, "checkpoint.writers parallel.tensor_model_parallel_size", fix, why)
 
 
@@ -137,12 +73,12 @@ def _validate_optimizer(config: RunConfig) -> None:
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
-    _clash(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
+    clashes(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
 
 
 def _validate_schedule(config: RunConfig) -> None:
     warmup, decay, steps = config.schedule.warmup_steps, config.schedule.decay_steps, config.train.steps
-    clash, key = functools.partial(_clash, config), "schedule.warmup_steps"
+    clash, key = functools.partial(clashes, config), "schedule.warmup_steps"
     clash(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
     other, why = decay is not None and config.schedule.kind != "wsd", "which decays until the last step"
     clash(other, "schedule.decay_steps schedule.kind", "remove it or use kind wsd", why)
@@ -150,7 +86,7 @@ def _validate_schedule(config: RunConfig) -> None:
 
 
 def _validate_precision(config: RunConfig) -> None:
-    precision, deepspeed, clash = config.train.precision, config.deepspeed, functools.partial(_clash, config)
+    precision, deepspeed, clash = config.train.precision, config.deepspeed, functools.partial(clashes, config)
     fix, why = "set zero_stage to 1, 2 or 3, or precision to fp32", "which keeps no fp32 copy of the weights"
     clash(precision == "bf16" and deepspeed.zero_stage == 0, "train.precision deepspeed.zero_stage", fix, why)
     for key, in_bf16 in (
@@ -163,7 +99,7 @@ def _validate_precision(config: RunConfig) -> None:
 
 
 def _validate_data(config: RunConfig) -> None:
-    data, interval, clash = config.data, config.train.eval_interval, functools.partial(_clash, config)
+    data, interval, clash = config.data, config.train.eval_interval, functools.partial(clashes, config)
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     blend(data.prefix)
@@ -184,7 +120,7 @@ def _validate_samples(config: RunConfig) -> None:
     why = "which makes samples that are not cut from documents"
     for key, unset in (("long_documents", None), ("reset_attention_mask", False)):
         given = getattr(config.data, key) != unset
-        _clash(config, given, f"data.{key} data.{config.data.source}", f"set it to {shown(unset)}", why)
+        clashes(config, given, f"data.{key} data.{config.data.source}", f"set it to {shown(unset)}", why)
     if config.data.source == "generator":
         _validate_generator(config)
     else:
@@ -192,7 +128,7 @@ def _validate_samples(config: RunConfig) -> None:
 
 
 def _validate_generator(config: RunConfig) -> None:
-    data, model, clash = config.data, config.model, functools.partial(_clash, config)
+    data, model, clash = config.data, config.model, functools.partial(clashes, config)
     generator, fix = generator_of(data.generator), "set it to null"
     clash(data.tokenizer is not None, "data.tokenizer data.generator", fix, "which makes tokens that are no text")
     fix = f"raise model.vocab_size to at least {generator.vocab_size}, the number of different tokens"
@@ -202,7 +138,7 @@ def _validate_generator(config: RunConfig) -> None:
 
 
 def _validate_examples(config: RunConfig) -> None:
-    length, clash = config.model.seq_length, functools.partial(_clash, config)
+    length, clash = config.model.seq_length, functools.partial(clashes, config)
     examples = examples_of(config.data.examples)
     clash(config.data.tokenizer is None, "data.tokenizer data.examples", "set it", "which are texts")
     refuse(
@@ -227,7 +163,7 @@ def _validate_long_documents(config: RunConfig) -> None:
     refuse(not 0 < share <= 1, f"{key}.share", f"is {share}", fix)
     why = "so that tokens would attend to the documents before their own"
     attends, fix = not config.data.reset_attention_mask, "set reset_attention_mask to true"
-    _clash(config, attends, f"{key} data.reset_attention_mask", fix, why)
+    clashes(config, attends, f"{key} data.reset_attention_mask", fix, why)
 
 
 def _validate_evaluations(config: RunConfig) -> None:
@@ -243,7 +179,7 @@ def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:
 
 def _validate_trained_parts(config: RunConfig) -> None:
     model, trains, key = config.model, config.extension.trains, "extension.trains"
-    choices, clash = (*TRAINABLE, "all"), functools.partial(_clash, config)
+    choices, clash = (*TRAINABLE, "all"), functools.partial(clashes, config)
     refuse(not trains, key, "is empty", f"choose from {', '.join(choices)}")
     _check_names(key, trains, choices)
     mixed, fix = "all" in trains and len(trains) > 1, "name all alone, as it includes the others but lora"
@@ -267,7 +203,7 @@ def _validate_lora(config: RunConfig) -> None:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
             given = getattr(extension, key) != getattr(ExtensionConfig(), key)
             fix = "add lora to trains, or remove the setting"
-            _clash(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
+            clashes(config, given, f"extension.{key} extension.trains", fix, "so there are no LoRA layers")
         return
     for target, widths in lora_widths(config.model).items():
         refuse(
@@ -279,7 +215,7 @@ def _validate_lora(config: RunConfig) -> None:
 
 
 def _validate_shifted_sparse(config: RunConfig) -> None:
-    model, key, clash = config.model, "extension.attention", functools.partial(_clash, config)
+    model, key, clash = config.model, "extension.attention", functools.partial(clashes, config)
     if config.extension.attention != "shifted_sparse":
         return
     why = "which is not divisible by 8: a quarter of the sequence is a segment, and half of it the shift"

@@ -228,7 +228,7 @@ class ParallelConfig:
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     def stretches(self, num_layers: int) -> list[range]:
-        """Return the layers (from 0) of each stretch, in order; stage p of P holds the stretches p, p + P, and so on."""
+        """Return the layers (from 0) of each stretch, in order; stage p of P holds stretches p, p + P, and so on."""
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count
         return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]

@@ -93,3 +93,14 @@ def shown(value: Any) -> str:
     constants = {None: "null", True: "true", False: "false"}
     text = constants[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def clashes(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
+    """Raise ConfigError if the settings `keys` cannot work together; the sentence gives their values, then `why`."""
+    if refused:
+        subjects = tuple(keys.split())
+        first, *others = (
+            shown(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in subjects
+        )
+        but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
+        raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)

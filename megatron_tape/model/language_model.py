@@ -17,8 +17,8 @@ from megatron_tape.model.layers import LayerPosition, Shared
 from megatron_tape.model.specs import block_spec
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.stage_boundary import packed_width, unpack
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
+from megatron_tape.ops.stage_boundary import packed_width, unpack
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import encoding_of
 
@@ -77,8 +77,8 @@ class LanguageModel(torch.nn.Module):
     With `selective_recompute`, layers that `config` recomputes do not compute attention again. With `fused_loss`,
     Liger's kernels compute the loss.
 
-    Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor` what
-    the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
+    Given other `layers` than all, it is a stretch of the model in a pipeline stage: it gets from `set_input_tensor`
+    what the stretch before it returned, and returns (s, B, `sent_width`) for the next one.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class LanguageModel(torch.nn.Module):
         return self.tokens.gather_context(losses) if by_token else loss
 
     def _entering(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the hidden states (s, B, C), or None to embed the tokens, and the position state of the first layer."""
+        """Return the hidden states (s, B, C), or None to embed tokens, and the position state of the first layer."""
         if self.is_first:
             added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
             embedded = None if added is None else self.gpt.embedding(tokens, None) + added

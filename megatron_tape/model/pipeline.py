@@ -35,6 +35,7 @@ class Pipeline(nn.Module):
         self.stretches = nn.ModuleList(stretches)
         self.groups, first = groups, stretches[0]
         self.tokens, self.model, self.encoding, self.dtype = first.tokens, first.model, first.encoding, first.dtype
+        self.attention_backend = first.attention_backend
         # Every stretch of layers but the first is sent tensors of one shape.
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
@@ -52,9 +53,16 @@ class Pipeline(nn.Module):
         self.tied = TiedWeight(self) if self.model.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the names that they have in the whole model."""
+        """Yield the parameters by the names that they have in the whole model, and `add_empty`'s."""
+        yield from self._parameters.items()
         for stretch in self.stretches:
             yield from stretch.named_parameters(*args, **kwargs)
+
+    def add_empty(self, name: str) -> nn.Parameter:
+        """Return a new parameter that takes part in nothing, for a group of the optimizer that would have none."""
+        like = next(self.stretches.parameters())
+        self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
+        return self.get_parameter(name)
 
     @property
     def embedding(self) -> nn.Module | None:
@@ -123,33 +131,28 @@ class Pipeline(nn.Module):
 
 
 class TiedWeight:
-    """The embedding's weight where the last stage needs a copy of it for its output layer.
+    """The embedding's weight where the last stage needs a copy of it for its output layer. `trained` must be set.
 
-    The copy has no optimizer's state: its gradient goes to the first stage, which sends the weight back after an update.
+    The copy has no optimizer's state: its gradient goes to the first stage, which sends the updated weight back.
     """
 
     def __init__(self, pipeline: Pipeline):
         self._pipeline, self._group = pipeline, pipeline.groups.embd
-        self._weight: Tensor | None = None
-        self._trained = False
+        self.trained = False
+        self.weight: Tensor | None = None
         self._gradient: Tensor | None = None
 
     def start(self, device: torch.device) -> None:
-        """Make the copy on `device`; call it when the first stage has the weight and knows whether it is trained."""
+        """Make the copy on `device`; call it when the first stage has the weight."""
         pipeline = self._pipeline
         if pipeline.is_first:
-            self._weight = dict(pipeline.named_parameters())[TIED]
+            self.weight = dict(pipeline.named_parameters())[TIED]
         elif pipeline.is_last:
             rows = pipeline.model.vocab_size // pipeline.groups.tp.size()
-            self._weight = torch.empty(rows, pipeline.model.hidden_size, dtype=pipeline.dtype, device=device)
-            pipeline.stretches[-1].gpt.use_output_weight(self._weight)
-        else:
-            return
-        trained = torch.tensor([self._weight.requires_grad], dtype=torch.int32, device=device)
-        self._broadcast(trained, 0)
-        self._trained = bool(trained.item())
-        if self._trained and pipeline.is_last:
-            self._weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
+            self.weight = torch.empty(rows, pipeline.model.hidden_size, dtype=pipeline.dtype, device=device)
+            pipeline.stretches[-1].gpt.use_output_weight(self.weight)
+            if self.trained:
+                self.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)
         self.share()
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
@@ -162,17 +165,17 @@ class TiedWeight:
 
     def share(self) -> None:
         """Send the weight from the first stage to the last."""
-        if self._weight is not None:
-            self._broadcast(self._weight.detach(), 0)
+        if self.weight is not None:
+            self._broadcast(self.weight.detach(), 0)
 
     def gradient(self) -> Tensor | None:
         """Return in the first stage what it has to add to the weight's gradient, in fp32; elsewhere None."""
-        if self._weight is None or not self._trained:
+        if self.weight is None or not self.trained:
             return None
         if self._pipeline.is_last:
             self._broadcast(self._gradient, 1)
             self._gradient = None
             return None
-        received = torch.empty(self._weight.shape, device=self._weight.device)
+        received = torch.empty(self.weight.shape, device=self.weight.device)
         self._broadcast(received, 1)
         return received

@@ -62,8 +62,8 @@ def prepare_cpu() -> None:
 
     Changes nothing if CUDA is available. Otherwise it replaces `torch.cuda.current_device()` (Megatron allocates its
     collectives' buffers there), the random number tracker and state functions of
-    `megatron.core.tensor_parallel.random`, which activation recomputation calls, and the torch of its pipeline schedules,
-    which count tokens on "cuda".
+    `megatron.core.tensor_parallel.random`, which activation recomputation calls, and the torch of its pipeline
+    schedules, which count tokens on "cuda".
     """
     if torch.cuda.is_available():
         return

@@ -240,6 +240,8 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
             pipeline_model_parallel_size=sizes[2],
             context_parallel_size=sizes[1],
             order="tp-cp-ep-pp-dp",
+            # There are no experts; with this size, Megatron's groups for them fit this order.
+            expert_tensor_parallel_size=sizes[0] * sizes[1],
             create_gloo_process_groups=False,
         )
     return ProcessGroupCollection.use_mpu_process_groups()

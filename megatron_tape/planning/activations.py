@@ -18,10 +18,10 @@ from megatron_tape.position import encoding_of
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one GPU from one micro-batch."""
+    """Bytes on one GPU from one micro-batch, or from those that a pipeline stage has in flight."""
 
     layers: int
-    """What the layers, the embedding and the last norm keep for the backward pass."""
+    """What the layers, the embedding and the last norm keep for the backward pass, of all micro-batches in flight."""
     logits: int
     """What the loss keeps: the gradient of the output layer."""
     loss: int
@@ -43,22 +43,38 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     matrix keeps no input, unless it has LoRA layers.
     """
     model, width = plan.model, plan.width
-    layers = [_layer(plan, layer, fused_norms) for layer in range(model.num_layers)]
+    layers = [_layer(plan, layer, fused_norms) for layer in plan.held.layers]
     inputs = _inputs(plan)
     backward = sum(layers)
     if plan.recomputes:
         whole = layers
         keeps = plan.config.train.recompute == "selective" and keeps_attention(model)
-        attended = [_attention_outputs(plan, layer) if keeps else 0 for layer in range(model.num_layers)]
-        layers = [_layer_input(plan, layer) + kept for layer, kept in enumerate(attended)]
+        attended = [_attention_outputs(plan, layer) if keeps else 0 for layer in plan.held.layers]
+        layers = [_layer_input(plan, layer) + kept for layer, kept in zip(plan.held.layers, attended)]
         # Each layer is run again when what those above it kept is gone.
         backward = max(below + layer - kept for below, layer, kept in zip(accumulate(layers), whole, attended))
     # Running a layer backward takes about as much as its MLP keeps, when the logits are gone.
     backward += inputs + plan.matrix_tokens * 5 * model.ffn_hidden_size // plan.tensor_size * width
     # Of the last norm's output the loss keeps the gradient.
-    kept = sum(layers) + inputs + _norm(plan, fused_norms)
-    gradient = model.vocab_size // plan.tensor_size * model.hidden_size * width if plan.trains_output else 0
-    return Activations(kept, gradient, _loss(plan, gradient), backward - kept - gradient)
+    kept = sum(layers) + inputs + (_norm(plan, fused_norms) if plan.held.last else 0)
+    output = model.vocab_size // plan.tensor_size * model.hidden_size * width if plan.held.last else 0
+    gradient = output if plan.trains_output else 0
+    loss = _loss(plan, gradient) if plan.held.last else 0
+    backward -= kept + gradient
+    if plan.stages > 1:
+        # What a stage was sent stays, beside the hidden states and the state that are taken out of it; with virtual
+        # stages, what it has sent stays, too.
+        received = sum(stretch.start > 0 for stretch in plan.stretches) * plan.encoding.carries(1)
+        returned = sum(stretch.stop < model.num_layers for stretch in plan.stretches) * (len(plan.stretches) > 1)
+        kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _on_their_way(plan)
+    return Activations(kept, gradient, loss, backward)
+
+
+def _on_their_way(plan: Plan) -> int:
+    """Return the bytes of what a pipeline stage has returned, and of gradients that it got and sent just before."""
+    between = (not plan.held.last) + (not plan.held.first)
+    gradients = between if plan.micro_batches > plan.in_flight else 0
+    return plan.sent_bytes * ((not plan.held.last) + gradients)
 
 
 def keeps_attention(model: ModelConfig) -> bool:

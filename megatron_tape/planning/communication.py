@@ -8,9 +8,11 @@ from megatron_tape.planning.parameters import parameters, replicated_count
 from megatron_tape.planning.plan import Plan
 
 TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and context parallel"
+PIPELINE = "pipeline parallel"
 DATA = "data parallel"
 """All ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+SEND, BROADCAST = "send", "broadcast"
 
 PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters stay whole on every rank."""
@@ -42,9 +44,10 @@ def communication(plan: Plan, replicated_share: int | None = None) -> dict[tuple
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
             shares = plan.replicas if plan.zero_stage > 0 else 1
-            replicated_share = -(-replicated_count(plan.model, plan.extension) // shares)
+            replicated_share = -(-replicated_count(plan.model, plan.extension, plan.held) // shares)
         found[TENSOR, ALL_REDUCE].bytes += 4 * replicated_share  # the sum of their gradients, in fp32
         found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
+    found |= _between_stages(plan)
     if plan.replicas > 1:
         for kind, size in _of_zero(plan).items():
             found[DATA, kind] = Traffic(size, None)
@@ -53,7 +56,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> dict[tuple
 
 def _of_layers(plan: Plan) -> dict[str, Traffic]:
     """Count what Megatron's layers send among the tensor-parallel ranks."""
-    model, tokens, layers, recomputes = plan.model, plan.matrix_tokens, plan.model.num_layers, plan.recomputes
+    model, tokens, layers, recomputes = plan.model, plan.matrix_tokens, len(plan.held.layers), plan.recomputes
 
     def of_hidden_states(calls: int) -> Traffic:
         calls *= plan.micro_batches
@@ -62,18 +65,19 @@ def _of_layers(plan: Plan) -> dict[str, Traffic]:
     # Attention and MLP each add up their output, and backward the gradient of their input; the embedding and the output
     # layer do one of the two. The gate of attention's output has the same input as attention, and gathers it again.
     gate = layers * model.attention_output_gate
-    summed = of_hidden_states(layers * (4 + 2 * recomputes) + gate + 2)
+    summed = of_hidden_states(layers * (4 + 2 * recomputes) + gate + plan.held.first + plan.held.last)
     # Of each chunk of the loss, first the softmax's maximum over the vocabulary, then its sum and the label's share, in
     # fp32.
     chunks = -(-tokens // chunk_size(model.vocab_size // plan.tensor_size))
-    softmax = Traffic(plan.micro_batches * 3 * 4 * tokens, plan.micro_batches * 2 * chunks)
+    losses = plan.micro_batches * plan.held.last
+    softmax = Traffic(losses * 3 * 4 * tokens, losses * 2 * chunks)
     if not plan.config.parallel.uses_sequence_parallel:
         return {ALL_REDUCE: Traffic(summed.bytes + softmax.bytes, summed.calls + softmax.calls)}
     # They scatter these sums, and gather their input, for the gradient of weights that are trained a second time.
     for_weights = (layers * 2 + gate) * ("matrices" in plan.trained_parts)
-    embedding = "embeddings" in plan.trained_parts
+    embedding = plan.held.first and "embeddings" in plan.trained_parts
     gathered = of_hidden_states(
-        layers * (4 + 2 * recomputes) + gate * plan.forward_passes + 1 + embedding + for_weights
+        layers * (4 + 2 * recomputes) + gate * plan.forward_passes + plan.held.last + embedding + for_weights
     )
     # LoRA does the same with its narrow tensors: gathers those of q, k and v together, and scatters that of o.
     of_qkv, of_o = len(plan.lora_targets & {*"qkv"}), len(plan.lora_targets & {"o"})
@@ -94,14 +98,14 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
     if plan.context_size == 1 and not plan.config.parallel.uses_sequence_parallel:
         return {}
     exchanged = 0
-    for layer in range(model.num_layers):
+    for layer in plan.held.layers:
         forward, backward = plan.encoding.exchanged_bytes(layer, batch)
         exchanged += forward * plan.forward_passes + backward
     of_encoding = Traffic(plan.micro_batches * exchanged, None)
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): of_encoding}
     heads = 2 * (model.num_attention_heads // batch.head_shards + batch.groups(model.query_groups))
-    passes = plan.micro_batches * model.num_layers * (plan.forward_passes + 1)
+    passes = plan.micro_batches * len(plan.held.layers) * (plan.forward_passes + 1)
     of_attention = Traffic(passes * batch.tokens * heads * model.head_dim * plan.width, 2 * passes)
     if plan.tensor_size > 1:
         return {(CONTEXT, ALL_TO_ALL): of_attention} | ({(SEQUENCE, ALL_TO_ALL): of_encoding} if exchanged else {})
@@ -109,9 +113,22 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
     return {(CONTEXT, ALL_TO_ALL): Traffic(together, None if exchanged else of_attention.calls)}
 
 
+def _between_stages(plan: Plan) -> dict[tuple[str, str], Traffic]:
+    """Count what a pipeline stage sends: what its stretches of layers return, gradients, and a tied embedding."""
+    if plan.stages == 1:
+        return {}
+    last = plan.model.num_layers
+    sends = sum((stretch.stop < last) + (stretch.start > 0) for stretch in plan.stretches) * plan.micro_batches
+    found = {(PIPELINE, SEND): Traffic(sends * plan.sent_bytes, sends)}
+    if plan.model.tie_embeddings and (plan.held.first or plan.held.last) and plan.trains_output:
+        elements = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
+        found[PIPELINE, BROADCAST] = Traffic((4 + plan.width) * elements, 2)
+    return found
+
+
 def gathered_parameters(plan: Plan) -> list[tuple[int, int]]:
     """Return the elements on a tensor-parallel rank, and the number, of parameters that ZeRO 3 gathers anew."""
-    found = parameters(plan.model, plan.extension).items()
+    found = parameters(plan.model, plan.extension, plan.held).items()
     sizes = ((parameter.shape.elements(plan.tensor_size), count) for parameter, count in found)
     return [(size, count) for size, count in sizes if size > PERSISTENCE_THRESHOLD]
 

@@ -87,13 +87,14 @@ class Load(NamedTuple):
 def loads(plan: Plan) -> dict[str, Load]:
     """Return what one GPU computes of one micro-batch, without recomputation, by the computing phases' names."""
     model, batch, tokens = plan.model, plan.batch, plan.matrix_tokens
-    hidden, inner, layers = model.hidden_size, model.ffn_hidden_size, model.num_layers
+    hidden, inner, layers = model.hidden_size, model.ffn_hidden_size, len(plan.held.layers)
     heads = model.num_attention_heads * model.head_dim
     projected = heads + 2 * model.query_groups * model.head_dim
-    works, ranks = layer_works(model), plan.config.parallel.ranks_per_sequence
+    works, ranks = [layer_works(model)[layer] for layer in plan.held.layers], plan.config.parallel.ranks_per_stage
     of_multiply_add = 2 * batch.tokens / ranks
 
-    matrices = sum(work.projections for work in works) + parameter_count(model, plan.extension, {"lora"})
+    matrices = sum(work.projections for work in works)
+    matrices += parameter_count(model, plan.extension, {"lora"}, held=plan.held)
     products = 2 if "matrices" in plan.trained_parts else 1
     read = layers * hidden * (projected + heads + 3 * inner) / plan.tensor_size
     multiplied = layers * tokens * (4 * hidden + (projected + heads + 3 * inner) / plan.tensor_size)
@@ -107,11 +108,11 @@ def loads(plan: Plan) -> dict[str, Load]:
     attended = (layers * (projected + heads) + averaging * 2 * heads) * batch.tokens / ranks
 
     position = sum(work.position for work in works)
-    of_encoding = sum(_moved_by_encoding(model, plan.encoding, layer, batch) for layer in range(layers))
+    of_encoding = sum(_moved_by_encoding(model, plan.encoding, layer, batch) for layer in plan.held.layers)
     of_mlp_and_heads = tokens / plan.tensor_size * (ACTIVATION * inner + HEADS * projected)
     elementwise = layers * (NORMS * batch.local_tokens * hidden + of_mlp_and_heads)
 
-    logits = tokens * model.vocab_size / plan.tensor_size
+    logits = tokens * model.vocab_size / plan.tensor_size * plan.held.last
     product = 2 * logits * hidden
     return {
         "projections": Load(

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import is_positive
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
-from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL
+from megatron_tape.planning.communication import ALL_REDUCE, ALL_TO_ALL, BROADCAST, SEND
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Group:
         """
         here = min(self.size, max(1, hardware.node_size // self.stride))
         nodes = ceil(self.size / here)
+        if kind in (SEND, BROADCAST):
+            # Between some neighbours lies the edge of a node, for which all others wait.
+            link = "inter" if nodes > 1 else "intra"
+            bandwidth, latency = (getattr(hardware, f"{link}_node_{what}") for what in ("bandwidth", "latency"))
+            return size / bandwidth + calls * latency
         if kind == ALL_TO_ALL:
             in_node = size * (here - 1) / self.size / hardware.intra_node_bandwidth
             between_nodes = size * (self.size - here) / self.size / hardware.inter_node_bandwidth

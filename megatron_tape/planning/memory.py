@@ -1,11 +1,11 @@
 """Memory of a GPU and disk space for checkpoints, by arithmetic from the settings alone. Imports no torch.
 
 Memory consists of what stays (weights, gradients and optimizer state, as the ZeRO stages of DeepSpeed 0.19.8 hold them)
-and what one micro-batch adds (`activations`). The CUDA context, NCCL's buffers and fragmentation, which take some per
-cent more, are not included.
+and what one micro-batch adds, or those that a pipeline stage has in flight (`activations`). The CUDA context, NCCL's
+buffers and fragmentation, which take some per cent more, are not included.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.plan import Plan
@@ -52,8 +52,17 @@ class Memory(State):
 
 
 def memory(plan: Plan) -> Memory:
-    """Count the memory of one GPU."""
+    """Count the memory of the GPU that needs most: of pipeline stages, as a rule the first or the last."""
+    return max((memory_of_stage(stage) for stage in plan.of_stages()), key=lambda found: found.peak)
+
+
+def memory_of_stage(plan: Plan) -> Memory:
+    """Count the memory of a GPU of the plan's pipeline stage."""
     state, kept, buffers = zero_state(plan), activations(plan), 0
+    if plan.copies_embedding:
+        copied = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
+        gradients = state.gradients + 4 * copied * plan.trains_output
+        state = replace(state, weights=state.weights + plan.width * copied, gradients=gradients)
     if plan.config.parallel.uses_sequence_parallel and {"matrices", "output"} & plan.trained_parts:
         # Megatron gathers the input of every trained matrix into one buffer, which it keeps.
         buffers = plan.matrix_tokens * plan.model.hidden_size * plan.width
@@ -61,7 +70,9 @@ def memory(plan: Plan) -> Memory:
     # ZeRO 2 takes its buckets at the first gradient, when the logits are gone.
     loss = kept.loss - (state.buffers if plan.zero_stage == 2 else 0)
     # When the first bucket is full, what the layers above have kept is gone.
-    left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / plan.trained_elements)
+    left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
+    if plan.stages > 1:
+        left = 0  # a stage reduces its gradients when its last micro-batch is done
     reducing = state.bucket_copy + int(left * (kept.layers + max(0, kept.backward))) - kept.saved
     # The update begins when all activations and most buffers are gone.
     updating = state.update - kept.saved - buffers
@@ -85,7 +96,7 @@ def zero_state(plan: Plan) -> State:
     # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
     # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
     bucket, bucket_width = settings.reduce_bucket_size, {1: 4, 2: width, 3: plan.gradient_width}[stage]
-    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 else 1)
+    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 and plan.stages == 1 else 1)
     copy = plan.gradient_width * min(bucket, trained) if plan.gradient_width != bucket_width else 0
     if stage == 3 and plan.replicas > 1:
         buffers += width * min(plan.elements, LIVE_PARAMETERS)
@@ -105,8 +116,10 @@ def zero_state(plan: Plan) -> State:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Return the size of one checkpoint: fp32 weights (without frozen ones, if they are left out) and moments."""
-    frozen = 4 * (plan.elements - plan.trained_elements) * plan.config.checkpoint.frozen
-    return plan.tensor_size * (12 * plan.trained_elements + frozen)
+    stages = plan.of_stages()
+    trained = sum(stage.trained_elements for stage in stages)
+    frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
+    return plan.tensor_size * (12 * trained + frozen)
 
 
 def checkpoints_bytes(plan: Plan) -> int:

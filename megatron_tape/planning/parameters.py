@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from megatron_tape.config.schema import OF_ENCODING, ExtensionConfig, ModelConfig
-from megatron_tape.model.names import part_of
+from megatron_tape.model.names import part_of, split_layer
 from megatron_tape.model.shapes import ParameterShape, cut_shapes, lora_factors
 
 PARTS = ("matrices", "biases", "embeddings", "output", "norms", OF_ENCODING, "lora")
@@ -30,17 +30,40 @@ def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool
     return ("embeddings" if model.tie_embeddings else "output") in trained_parts(extension)
 
 
-def parameters(model: ModelConfig, extension: ExtensionConfig | None = None) -> Counter[Parameter]:
-    """Count the parameters that are alike, those of LoRA layers included if `extension` adds them."""
+class Held(NamedTuple):
+    """What a pipeline stage holds of a model."""
+
+    layers: tuple[int, ...]
+    first: bool
+    """Whether it begins with the embedding."""
+    last: bool
+    """Whether it ends with the output layer."""
+
+    def includes(self, name: str) -> bool:
+        """Return whether it holds this parameter."""
+        prefix, _, _ = split_layer(name)
+        if prefix:
+            return int(prefix.split(".")[2]) in self.layers
+        return self.first if name.startswith("embedding.") else self.last
+
+
+def parameters(
+    model: ModelConfig, extension: ExtensionConfig | None = None, held: Held | None = None
+) -> Counter[Parameter]:
+    """Count the parameters that are alike, those of LoRA layers included if `extension` adds them.
+
+    With `held`, they are those of a pipeline stage.
+    """
     factors = lora_factors(model, extension).values()
     lora = [Parameter("lora", ParameterShape(factor.shape, factor.cut)) for factor in factors]
-    return _without_lora(model) + Counter(lora * model.num_layers)
+    return _without_lora(model, held) + Counter(lora * (model.num_layers if held is None else len(held.layers)))
 
 
-@functools.lru_cache(maxsize=32)
-def _without_lora(model: ModelConfig) -> Counter[Parameter]:
+@functools.lru_cache(maxsize=64)
+def _without_lora(model: ModelConfig, held: Held | None) -> Counter[Parameter]:
     # A search for layouts asks thousands of times.
-    return Counter(Parameter(part_of(name), shape) for name, shape in cut_shapes(model).items())
+    shapes = cut_shapes(model).items()
+    return Counter(Parameter(part_of(name), shape) for name, shape in shapes if held is None or held.includes(name))
 
 
 def parameter_count(
@@ -48,13 +71,14 @@ def parameter_count(
     extension: ExtensionConfig | None = None,
     parts: Collection[str] = PARTS,
     tensor_size: int = 1,
+    held: Held | None = None,
 ) -> int:
     """Return the number of elements that one of `tensor_size` tensor-parallel ranks holds of these parts."""
-    found = parameters(model, extension).items()
+    found = parameters(model, extension, held).items()
     return sum(count * parameter.shape.elements(tensor_size) for parameter, count in found if parameter.part in parts)
 
 
-def replicated_count(model: ModelConfig, extension: ExtensionConfig | None = None) -> int:
+def replicated_count(model: ModelConfig, extension: ExtensionConfig | None = None, held: Held | None = None) -> int:
     """Return the number of trained elements that every tensor-parallel rank holds: norms and what else is not cut."""
-    found, trained = parameters(model, extension).items(), trained_parts(extension)
+    found, trained = parameters(model, extension, held).items(), trained_parts(extension)
     return sum(n * p.shape.elements() for p, n in found if p.part in trained and p.shape.cut is None)

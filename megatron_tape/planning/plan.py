@@ -1,10 +1,10 @@
 """A run on a number of GPUs: what everything in this package is calculated from. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
-from megatron_tape.planning.parameters import parameter_count, trained_parts, trains_output
+from megatron_tape.planning.parameters import Held, parameter_count, trained_parts, trains_output
 from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 
 
@@ -12,12 +12,15 @@ from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
 class Plan:
     """The settings of a run and its GPUs, with what follows from both for one GPU.
 
-    The settings must have been accepted for so many processes. Tensors of one rank are those of every rank.
+    The settings must have been accepted for so many processes. Tensors of one rank are those of every rank of its
+    pipeline stage.
     """
 
     config: RunConfig
     processes: int
     """One for each GPU."""
+    stage: int = 0
+    """The pipeline stage of this GPU."""
 
     @property
     def model(self) -> ModelConfig:
@@ -43,9 +46,61 @@ class Plan:
         return self.config.parallel.context_parallel_size
 
     @property
+    def stages(self) -> int:
+        """Groups of such GPUs that hold different layers."""
+        return self.config.parallel.pipeline_model_parallel_size
+
+    @property
+    def pipeline(self) -> str:
+        """The number of stages and, if there are several, of each one's stretches of layers, such as 4 or 4x2."""
+        virtual = self.config.parallel.virtual_pipeline_size
+        return f"{self.stages}x{virtual}" if virtual > 1 else str(self.stages)
+
+    @cached_property
+    def stretches(self) -> list[range]:
+        """The layers of this stage: one stretch of them, or several with virtual stages."""
+        return self.config.parallel.stretches(self.model.num_layers)[self.stage :: self.stages]
+
+    @cached_property
+    def held(self) -> Held:
+        """What this stage holds of the model."""
+        layers = tuple(layer for stretch in self.stretches for layer in stretch)
+        return Held(layers, self.stage == 0, self.stage == self.stages - 1)
+
+    @property
+    def in_flight(self) -> float:
+        """How many micro-batches this stage has run forward, and not yet backward, at the most.
+
+        With virtual stages, a stretch of layers is a part of one.
+        """
+        if self.stages == 1:
+            return 1
+        behind, virtual = self.stages - 1 - self.stage, len(self.stretches)
+        if virtual == 1:
+            return min(behind + 1, self.micro_batches)
+        return min(2 * behind + (virtual - 1) * self.stages + 1, virtual * self.micro_batches) / virtual
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that a stage sends the next one of each micro-batch: hidden states and, if need be, the state."""
+        if self.stages == 1:
+            return 0
+        state = self.encoding.state_bytes(1, self.width) if self.encoding.carries(1) else 0
+        return self.batch.local_tokens * (self.model.hidden_size * self.width + state)
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether this is the last of several stages, with a copy of the embedding's matrix as its output layer's."""
+        return self.stages > 1 and self.held.last and self.model.tie_embeddings
+
+    def of_stages(self) -> "list[Plan]":
+        """Return this plan for a GPU of each stage."""
+        return [replace(self, stage=stage) for stage in range(self.stages)]
+
+    @property
     def replicas(self) -> int:
         """Ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
-        return self.processes // self.tensor_size
+        return self.processes // (self.tensor_size * self.stages)
 
     @property
     def zero_stage(self) -> int:
@@ -88,7 +143,7 @@ class Plan:
     def batch(self) -> MicroBatch:
         whole = self.config.train.micro_batch_size * self.model.seq_length
         parallel = self.config.parallel
-        shards = parallel.ranks_per_sequence if parallel.uses_sequence_parallel else self.context_size
+        shards = parallel.ranks_per_stage if parallel.uses_sequence_parallel else self.context_size
         return MicroBatch(whole, whole // shards, self.width, self.tensor_size, self.context_size)
 
     @property
@@ -111,10 +166,10 @@ class Plan:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the parameters that one tensor-parallel rank computes with, before ZeRO 3 shards them."""
-        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size)
+        """Elements of the parameters that a tensor-parallel rank of this stage has, before ZeRO 3 shards them."""
+        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size, held=self.held)
 
     @cached_property
     def trained_elements(self) -> int:
         """Elements of those that are trained."""
-        return parameter_count(self.model, self.extension, self.trained_parts, self.tensor_size)
+        return parameter_count(self.model, self.extension, self.trained_parts, self.tensor_size, self.held)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ CHOSEN = (
     "parallel.tensor_model_parallel_size",
     "parallel.sequence_parallel",
     "parallel.context_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_size",
     "deepspeed.zero_stage",
     "train.micro_batch_size",
     "train.recompute",
@@ -82,9 +85,9 @@ class SearchResult:
 def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wanted: int = 10) -> SearchResult:
     """Find the `wanted` fastest layouts of a run on the plan's GPUs, each of `gib` GiB.
 
-    Tensor- and context-parallel sizes, ZeRO stage, micro-batch size and recomputation are tried; the global batch and
-    all other settings stay as they are. Tensor parallelism stays within a node. Raises ConfigError if the run itself
-    cannot be predicted.
+    Tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation are
+    tried; the global batch and all other settings stay as they are. Tensor parallelism stays within a node, and stages
+    hold equal numbers of layers. Raises ConfigError if the run itself cannot be predicted.
     """
     found, timed = SearchResult(), []
     for candidate in candidates(plan, hardware.node_size, validate, found.refused):
@@ -102,25 +105,39 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wante
 def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
     """Yield `plan` in every layout that `validate` accepts; count in `refused` why others were not."""
     processes, train = plan.processes, plan.config.train
-    for tensor_size in _divisors(processes, node_size):
-        for context_size in _divisors(processes // tensor_size, plan.model.num_attention_heads):
-            shared = train.global_batch_size // (processes // tensor_size // context_size)
-            for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
-                changes = {
-                    "parallel.tensor_model_parallel_size": tensor_size,
-                    "parallel.context_parallel_size": context_size,
-                    "parallel.sequence_parallel": None,
-                    "train.micro_batch_size": micro_batch_size,
-                }
-                config = replaced(plan.config, changes)
-                try:
-                    validate(config, processes)
-                except ConfigError as error:
-                    refused[str(error)] += 1
-                    continue
-                for recompute, stage in itertools.product(RECOMPUTATION, STAGES):
-                    changes = {"train.recompute": recompute, "deepspeed.zero_stage": stage}
-                    yield Plan(replaced(config, changes), processes)
+    for tensor_size, context_size, stages, virtual in _layouts(plan, node_size):
+        shared = train.global_batch_size * tensor_size * context_size * stages // processes
+        for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
+            changes = {
+                "parallel.tensor_model_parallel_size": tensor_size,
+                "parallel.context_parallel_size": context_size,
+                "parallel.pipeline_model_parallel_size": stages,
+                "parallel.virtual_pipeline_size": virtual,
+                "parallel.pipeline_layers": None,
+                "parallel.sequence_parallel": None,
+                "deepspeed.zero_stage": STAGES[0],
+                "train.micro_batch_size": micro_batch_size,
+            }
+            config = replaced(plan.config, changes)
+            try:
+                validate(config, processes)
+            except ConfigError as error:
+                refused[str(error)] += 1
+                continue
+            for recompute, zero_stage in itertools.product(RECOMPUTATION, STAGES if stages == 1 else STAGES[:1]):
+                changes = {"train.recompute": recompute, "deepspeed.zero_stage": zero_stage}
+                yield Plan(replaced(config, changes), processes)
+
+
+def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield tensor-, context- and pipeline-parallel sizes and virtual stages that divide the GPUs and the layers."""
+    layers = plan.model.num_layers
+    for tensor_size in _divisors(plan.processes, node_size):
+        for context_size in _divisors(plan.processes // tensor_size, plan.model.num_attention_heads):
+            yield tensor_size, context_size, 1, 1
+            for stages in _divisors(math.gcd(plan.processes // (tensor_size * context_size), layers), layers)[1:]:
+                for virtual in _divisors(layers // stages, layers):
+                    yield tensor_size, context_size, stages, virtual
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -170,7 +187,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, object, Plan]]:
     for verb, key, value in choices:
         yield verb, key, value, Plan(replaced(config, {key: value}), processes)
     number = processes if processes % (2 * config.parallel.ranks_per_sequence) == 0 else 2 * processes
-    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+    for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
         key, size = f"parallel.{name}", 2 * getattr(config.parallel, name)
         yield "raise", key, size, Plan(replaced(config, {key: size, "parallel.sequence_parallel": None}), number)
     key, elements = "deepspeed.reduce_bucket_size", config.deepspeed.reduce_bucket_size // 10

@@ -19,6 +19,7 @@ from megatron_tape.planning.communication import (
     ALL_GATHER,
     CONTEXT,
     DATA,
+    PIPELINE,
     REUSE_DISTANCE,
     SEQUENCE,
     TENSOR,
@@ -67,8 +68,11 @@ class StepTime:
     """Where the GPU waits for the host to start operations, as they are short."""
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    pipeline_parallel: float = 0.0
     zero: float = 0.0
     """Communication that does not run beside computation, by kind."""
+    bubble: float = 0.0
+    """Where a pipeline stage waits at the beginning and at the end of a step, as others compute."""
 
     @property
     def total(self) -> float:
@@ -76,7 +80,7 @@ class StepTime:
 
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
-    """Predict a step of a run.
+    """Predict a step of a run, as long as that of its slowest pipeline stage.
 
     Raises ConfigError for runs in fp32 and with an optimizer on the host, whose rates `hardware` does not have.
     """
@@ -87,6 +91,14 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
         "is true",
         "step times are not predicted with the optimizer on the host, so set it to false",
     )
+    stages = plan.of_stages()
+    # Stages between the first and the last differ only by their numbers of layers.
+    stages = stages if plan.config.parallel.pipeline_layers else [*stages[:2], *stages[2:][-1:]]
+    return max((_step_time(stage, hardware) for stage in stages), key=lambda time: time.total)
+
+
+def _step_time(plan: Plan, hardware: Hardware) -> StepTime:
+    """Predict a step of a GPU of the plan's pipeline stage."""
     attention = hardware.state_attention if AVERAGE in plan.encoding.needs else hardware.attention
     rates = {"attention": attention}
     bandwidth = hardware.memory_bandwidth
@@ -95,17 +107,20 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     repeated = sum(seconds[phase][0] for phase in recomputed_phases(plan))
     forward, backward = map(sum, zip(*seconds.values()))
     sent = _communication(plan, hardware, forward, backward + repeated)
-    started = OPERATIONS * plan.model.num_layers * (1 + plan.forward_passes)
+    started = OPERATIONS * len(plan.held.layers) * (1 + plan.forward_passes)
     if plan.zero_stage == 3:
         started += SLICES * plan.replicas * parameters(plan.model, plan.extension).total()
-    on_gpu = forward + backward + repeated + (sent["tensor_parallel"] + sent["context_parallel"]) / plan.micro_batches
+    exchanged = sent["tensor_parallel"] + sent["context_parallel"] + sent["pipeline_parallel"]
+    on_gpu = forward + backward + repeated + exchanged / plan.micro_batches
+    host = max(0.0, started * hardware.operation_start - on_gpu)
     updated = plan.trained_elements / (plan.replicas if plan.zero_stage > 0 else 1)
     gradient_bytes = GRADIENT_BYTES * plan.trained_elements * plan.micro_batches
     return StepTime(
         **{phase: plan.micro_batches * sum(both) for phase, both in seconds.items()},
         recomputation=plan.micro_batches * repeated,
         optimizer=(gradient_bytes + UPDATE_BYTES * updated) / hardware.memory_bandwidth,
-        host=plan.micro_batches * max(0.0, started * hardware.operation_start - on_gpu),
+        host=plan.micro_batches * host,
+        bubble=(plan.stages - 1) / len(plan.stretches) * (on_gpu + host),
         **sent,
     )
 
@@ -133,9 +148,10 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
         TENSOR: (Group(plan.tensor_size, 1), "tensor_parallel"),
         CONTEXT: (Group(plan.context_size, plan.tensor_size), "context_parallel"),
         SEQUENCE: (Group(plan.tensor_size * plan.context_size, 1), "context_parallel"),
-        DATA: (Group(plan.replicas, plan.tensor_size), "zero"),
+        PIPELINE: (Group(plan.stages, plan.config.parallel.ranks_per_stage), "pipeline_parallel"),
+        DATA: (Group(plan.replicas, plan.tensor_size * plan.stages), "zero"),
     }
-    found = {"tensor_parallel": 0.0, "context_parallel": 0.0, "zero": 0.0}
+    found = dict.fromkeys((phase for _, phase in groups.values()), 0.0)
     for (name, kind), traffic in communication(plan).items():
         group, phase = groups[name]
         calls = traffic.calls
@@ -145,9 +161,9 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
             # State and averages, there and back; again where layers are recomputed. In a group of context ranks alone
             # as often queries, keys and values, and attention's output.
             exchanges = 2 if name == CONTEXT else 1
-            calls = exchanges * plan.micro_batches * plan.model.num_layers * (2 + 2 * plan.forward_passes)
+            calls = exchanges * plan.micro_batches * len(plan.held.layers) * (2 + 2 * plan.forward_passes)
         seconds = group.seconds(kind, traffic.bytes, calls, hardware)
-        if name == DATA and plan.config.deepspeed.overlap_comm:
+        if name == DATA and plan.config.deepspeed.overlap_comm and plan.stages == 1:
             seconds -= _hidden(plan, kind, seconds, forward, backward)
         found[phase] += seconds
     return found

@@ -200,6 +200,8 @@ class Engine:
         if self._tied is not None and (gradient := self._tied.gradient()) is not None:
             weight = self.names[TIED]
             (engine.optimizer.get_gradient_for_reduction(weight) if zero else weight.grad).add_(gradient)
+        if zero:
+            engine.optimizer.setup_buckets()  # as a gradient does, of which a stage that trains nothing has none
         engine.allreduce_gradients()
         self._replicated.sum()
         engine.step()
@@ -331,7 +333,7 @@ class Engine:
 
 
 def _scaled(loss: Tensor) -> Tensor:
-    """Return the loss, or NaN where it is not finite: its gradient must not be finite either, or a step would follow."""
+    """Return the loss, or NaN if it is not finite: its gradient must not be finite either, or a step would follow."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 

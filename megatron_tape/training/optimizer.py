@@ -34,9 +34,8 @@ def parameter_groups(
             decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
-    device, dtype = next((p.device, p.dtype) for p in model.parameters())
-    for key in (key for keys in gather_stages(list(groups)) for key in keys):
-        groups.setdefault(key, [torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))])
+    missing = dict.fromkeys(key for keys in gather_stages(list(groups)) for key in keys if key not in groups)
+    groups |= {key: [model.add_empty(f"empty_{number}")] for number, key in enumerate(missing)}
     return [
         {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
         for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])

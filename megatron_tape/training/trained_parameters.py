@@ -8,7 +8,7 @@ import torch
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.names import part_of
-from megatron_tape.model.pipeline import Pipeline
+from megatron_tape.model.pipeline import TIED, Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
 
 Trains = Callable[[str, torch.nn.Parameter], bool]
@@ -39,6 +39,8 @@ def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: 
         parameter.requires_grad_(trains(name, parameter))
     if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model is trained")
+    if isinstance(model, Pipeline) and model.tied is not None:
+        model.tied.trained = trains(TIED, None)
     if not recomputes or model.embedding is None:
         return
     if not any(parameter.requires_grad for parameter in model.embedding.parameters()):

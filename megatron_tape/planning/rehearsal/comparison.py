@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_tape.planning.communication import Traffic, communication
 from megatron_tape.planning.flops import product_flops
-from megatron_tape.planning.memory import memory
+from megatron_tape.planning.memory import memory_of_stage
 from megatron_tape.planning.plan import Plan
 from megatron_tape.planning.rehearsal.run import Rehearsal
 
@@ -43,10 +43,11 @@ class Row:
         return f"{figure:,}" if self.unit == 1 else f"{figure / self.unit:,.2f}"
 
 
-def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
+def compared(outcome: Rehearsal, processes: int, rank: int) -> Iterator[Row]:
     """Yield what both the rehearsal and the arithmetic say about the short run."""
-    plan = Plan(outcome.config, processes)
-    expected = memory(plan)
+    parallel = outcome.config.parallel
+    plan = Plan(outcome.config, processes, rank // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size)
+    expected = memory_of_stage(plan)
     without_weights = " (no copy of the weights)" if plan.zero_stage == 0 else ""
     yield Row("weights", outcome.weights, expected.weights, TOLERANCE)
     yield Row(f"optimizer state{without_weights}", outcome.optimizer, expected.optimizer, TOLERANCE)

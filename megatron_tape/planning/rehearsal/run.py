@@ -21,8 +21,9 @@ from megatron_tape.data.batches import Batches
 from megatron_tape.errors import refuse
 from megatron_tape.model import backend, initialization
 from megatron_tape.model.language_model import LanguageModel
+from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.communication import CONTEXT, DATA, SEQUENCE, TENSOR
+from megatron_tape.planning.communication import CONTEXT, DATA, PIPELINE, SEQUENCE, TENSOR
 from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
@@ -38,7 +39,8 @@ STEPS, MEASURED = 5, 4
 """The first steps create what later ones find, such as Adam's moments; DeepSpeed begins some of its timers only after
 the second. The last is logged, evaluated and saved."""
 MICRO_BATCHES = 2
-"""The most micro-batches in a step; any further ones would only repeat the second."""
+"""The most micro-batches in a step without pipeline stages; any further ones would only repeat the second. With stages,
+there are as many as stages, which is when the first one keeps most."""
 
 
 @dataclass
@@ -86,8 +88,9 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
     """Return `config` with five steps of at most two micro-batches; it reads nothing and writes only into `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule = config.train, config.schedule
+    micro_batches = max(MICRO_BATCHES, config.parallel.pipeline_model_parallel_size)
     changed = {
-        "train.global_batch_size": min(train.global_batch_size, MICRO_BATCHES * train.micro_batch_size * data_size),
+        "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
         "train.steps": STEPS,
         "train.eval_steps": 1,
@@ -146,6 +149,7 @@ class _ObservedRun:
         self.tracker = Tracker()
         self.outcome = Rehearsal(config)
         self._steps = 0
+        self._receives = False
 
     def run(self) -> Rehearsal:
         """Train, evaluate and save; an error that ends the run becomes a fault."""
@@ -185,15 +189,19 @@ class _ObservedRun:
         groups = layout.groups
         for group, name in (
             (dist.group.WORLD, "all ranks"),
+            (groups.mp, "tensor and pipeline parallel"),
             (groups.tp_cp, SEQUENCE),
             (groups.cp, CONTEXT),
+            (groups.embd, PIPELINE),
+            (groups.pp, PIPELINE),
             (groups.tp, TENSOR),
             (groups.dp, DATA),
             (groups.dp_cp, DATA),
         ):
-            self.tracker.name_group(group, name)
+            if group is not None:  # as the embedding's is between the first and the last stage
+                self.tracker.name_group(group, name)
 
-    def _engine(self, model: LanguageModel, config: RunConfig, layout: ParallelLayout) -> Engine:
+    def _engine(self, model: LanguageModel | Pipeline, config: RunConfig, layout: ParallelLayout) -> Engine:
         self.outcome.config = replaced(self.outcome.config, {"model.attention_backend": model.attention_backend})
         self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
@@ -213,12 +221,27 @@ class _ObservedRun:
             return result
 
         engine.train_step = observed_step
-        model.register_forward_pre_hook(lambda *_: setattr(self.tracker, "phase", "forward"))
-        model.register_forward_hook(lambda *_: self._end_forward(model))
+        for stretch in model.stretches if isinstance(model, Pipeline) else [model]:
+            stretch.register_forward_pre_hook(lambda *_: setattr(self.tracker, "phase", "forward"))
+            stretch.register_forward_hook(lambda *_: self._end_forward(model))
+        if isinstance(model, Pipeline):
+            model.train_micro_batches = self._in_forward_phase(model.train_micro_batches)
         return engine
 
-    def _end_forward(self, model: LanguageModel) -> None:
-        self.tracker.phase = "update"
+    def _in_forward_phase(self, train: Callable) -> Callable:
+        """Return `train`, in whose forward phase stages also receive what they keep."""
+
+        def observed(*arguments):
+            self.tracker.phase, self._receives = "forward", True
+            total = train(*arguments)
+            self.tracker.phase, self._receives = "update", False
+            return total
+
+        return observed
+
+    def _end_forward(self, model: LanguageModel | Pipeline) -> None:
+        if not self._receives:
+            self.tracker.phase = "update"
         if self._steps == MEASURED:
             # Not activations: weights that ZeRO 3 has gathered, the output layer's gradient of the micro-batch before,
             # and Megatron's permanent buffer for gathered inputs.
@@ -228,6 +251,8 @@ class _ObservedRun:
 
     def _measure_state(self, engine: Engine) -> None:
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+        if isinstance(engine.module, Pipeline) and engine.module.tied is not None:
+            weights.append(engine.module.tied.weight)
         adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         self.outcome.weights = self.tracker.bytes_of(weights)
         self.outcome.optimizer = self.tracker.bytes_of(weights + adam) - self.outcome.weights

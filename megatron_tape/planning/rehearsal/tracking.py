@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron_tape.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Traffic
+from megatron_tape.planning.communication import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    SEND,
+    Traffic,
+)
 
 aten = torch.ops.aten
 KINDS = {
@@ -25,8 +33,10 @@ KINDS = {
     "reduce_scatter": REDUCE_SCATTER,
     "alltoall": ALL_TO_ALL,
     "allreduce": ALL_REDUCE,
+    "broadcast": BROADCAST,
+    "send": SEND,
 }
-"""The collectives, by the beginning of their names in torch."""
+"""The collectives, by the beginning of their names in torch; a receive is another rank's send."""
 BLOCK = 512
 """CUDA's allocator rounds up to multiples of this, in bytes."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
@@ -203,6 +213,8 @@ class Tracker(TorchDispatchMode):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
         if kind != "barrier" and all(x.numel() == 1 for x in inputs):
             self.record.single_elements[group, kind] += 1
+            return
+        if name.startswith("recv"):
             return
         traffic = self.record.traffic.setdefault((group, kind), Traffic())
         traffic.calls += 1
