@@ -3,7 +3,8 @@
 import pytest
 from configurations import make
 
-from megatron_tape.checks.settings import PROCESSES, validate
+from megatron_tape.checks.layout import PROCESSES
+from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS, SCORES
@@ -13,6 +14,8 @@ TENSOR, CONTEXT = "parallel__tensor_model_parallel_size", "parallel__context_par
 SEQUENCE = {"parallel__sequence_parallel": False}
 ROPE = {"model__position_encoding": "rope"}
 LONG = {"minimum": 8192, "share": 0.5}
+STAGES, VIRTUAL = "parallel__pipeline_model_parallel_size", "parallel__virtual_pipeline_size"
+STAGED = {"processes": 2, STAGES: 2, "model__num_layers": 4, "train__micro_batch_size": 1}
 GENERATED = {"data__prefix": None, "data__tokenizer": None}
 
 
@@ -55,6 +58,9 @@ def test_a_malformed_split_is_refused(split):
         (1, {}),
         (8, {}),
         (2, {TENSOR: 2}),
+        (4, {TENSOR: 2, STAGES: 2, "model__num_layers": 4}),
+        (2, {STAGES: 2, VIRTUAL: 2, "model__num_layers": 4, "deepspeed__zero_stage": 0, "train__precision": "fp32"}),
+        (2, {STAGES: 2, "model__num_layers": 5, "parallel__pipeline_layers": [2, 3]}),
         (8, {TENSOR: 2, "parallel__sequence_parallel": True}),
         (2, {TENSOR: 2, "model__seq_length": 31, **SEQUENCE, **ROPE}),
         (1, {"train__precision": "fp32", "deepspeed__zero_stage": 0}),
@@ -107,6 +113,21 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.batch_ramp.from",
          {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
+        # Pipeline stages.
+        (PROCESSES, {**STAGED, "processes": 6, TENSOR: 2}),
+        ("parallel.pipeline_model_parallel_size", {**STAGED, "processes": 3, STAGES: 3}),
+        ("parallel.pipeline_model_parallel_size", {**STAGED, VIRTUAL: 3}),
+        ("parallel.virtual_pipeline_size", {VIRTUAL: 2}),
+        ("parallel.pipeline_layers", {"parallel__pipeline_layers": [4]}),
+        ("parallel.pipeline_layers", {**STAGED, "parallel__pipeline_layers": [1, 2]}),
+        ("parallel.pipeline_layers", {**STAGED, "parallel__pipeline_layers": [4, 0]}),
+        ("parallel.pipeline_layers", {**STAGED, VIRTUAL: 2, "parallel__pipeline_layers": [1, 3]}),
+        ("deepspeed.zero_stage", {**STAGED, "deepspeed__zero_stage": 2}),
+        ("deepspeed.offload_optimizer", {**STAGED, "deepspeed__offload_optimizer": True}),
+        ("train.global_batch_size", {**STAGED, "train__global_batch_size": 1}),
+        ("train.global_batch_size", {**STAGED, VIRTUAL: 2, "train__global_batch_size": 3}),
+        ("train.batch_ramp.from", {**STAGED, "train__batch_ramp": {"from": 1, "over_samples": 10}}),
+        ("checkpoint.writers", {**STAGED, "checkpoint__writers": 1}),
         # The model.
         ("model.hidden_size", {"model__hidden_size": 60}),
         ("model.hidden_size", {"model__hidden_size": 72}),
@@ -272,3 +293,18 @@ def test_shifted_sparse_attention_needs_half_segments_groups_and_no_rows_of_scor
         with pytest.raises(ConfigError) as refused:
             validate(make(**shifted | changes), 1)
         assert refused.value.subjects == ("extension.attention", cause)
+
+
+@pytest.mark.parametrize(
+    "changes, fix",
+    [
+        ({STAGES: 3, "processes": 3}, "set parallel.pipeline_model_parallel_size to 2"),
+        ({"train__global_batch_size": 1}, "raise it to 2 or more"),
+        ({VIRTUAL: 2, "train__global_batch_size": 7}, "make it a multiple of 2"),
+    ],
+)
+def test_what_stages_cannot_share_is_refused_with_the_nearest_that_works(changes, fix):
+    settings = STAGED | changes
+    with pytest.raises(ConfigError) as refused:
+        validate(make(**{key: value for key, value in settings.items() if key != "processes"}), settings["processes"])
+    assert fix in refused.value.fix
