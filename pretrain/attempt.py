@@ -156,6 +156,7 @@ def begin(options: argparse.Namespace) -> None:
         "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         "nodes": options.nodes.split(","),
         "processes": options.processes,
+        "layout": config.parallel.described(options.processes),
         "log": options.log,
     }
     attempt = Attempt.claim(run, checkpoints, facts)

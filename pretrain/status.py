@@ -141,6 +141,8 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
+    if layout := last.facts.get("layout"):
+        lines.append(f"layout      {layout}")
     own = run / "checkpoints"
     recorded = last.facts.get("checkpoint_directory", own)
     # A run that keeps them in itself may have been moved or copied since.

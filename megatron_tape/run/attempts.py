@@ -40,6 +40,7 @@ class Facts(TypedDict, total=False):
     checkpoint_directory: str
     checkpoint_step: int
     nodes: list[str]
+    layout: str
     log: str
 
 

@@ -299,7 +299,9 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     """Begin an attempt if no launcher has begun one; all ranks call this together."""
     outcome: list[Any] = [None, None]
     if layout.rank == 0:
-        facts = {"job": None, "nodes": [os.uname().nodename], "processes": layout.world_size, "pid": os.getpid()}
+        size = layout.world_size
+        facts = {"job": None, "nodes": [os.uname().nodename], "processes": size, "pid": os.getpid()}
+        facts["layout"] = config.parallel.described(size)
         try:
             outcome[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
         except (OSError, CheckpointError) as error:

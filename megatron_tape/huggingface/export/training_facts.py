@@ -15,6 +15,7 @@ from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.io.records import parse_record
 from megatron_tape.model.names import part_of
 from megatron_tape.model.shapes import parameter_shapes
+from megatron_tape.text import counted
 
 _METRICS = "metrics.jsonl"
 _LOSSES = {"loss": "Training loss", "validation_loss": "Validation loss"}
@@ -121,9 +122,11 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
     ramp = train.get("batch_ramp")
     begins = f"{ramp['from']} to " if ramp else ""
     tensor, replicas = state["tensor_model_parallel_size"], state["data_parallel_size"]
-    processes = "1 process" if tensor * replicas == 1 else f"{tensor * replicas} processes"
-    context = config.get("parallel", {}).get("context_parallel_size", 1)
+    parallel = config.get("parallel", {})
+    context, stages = parallel.get("context_parallel_size", 1), parallel.get("pipeline_model_parallel_size", 1)
+    processes = counted(tensor * replicas * stages, "process", "processes")
     shared = f"context parallel {context}, " if context > 1 else ""
+    shared += f"pipeline parallel {stages}, " if stages > 1 else ""
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{samples * length:,} ({begins}{train['global_batch_size']} sequences of {length:,} a step)",
