@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     outcome = rehearse(config)
     logging.getLogger(__name__).info("rehearsed in %.0f s", time.monotonic() - started)
-    rows = list(compared(outcome, processes, rank))
+    rows = list(compared(outcome, processes))
     print("\n".join(report(outcome, processes, rank, rows)))
     return int(bool(outcome.faults) or not all(row.agrees for row in rows))
 

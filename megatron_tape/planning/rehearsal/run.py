@@ -49,6 +49,7 @@ class Rehearsal:
 
     config: RunConfig
     """The settings of the short run, with the attention backend that was chosen."""
+    rank: int = 0
     record: Record = field(default_factory=Record)
     """The fourth step's."""
     save: Record = field(default_factory=Record)
@@ -147,7 +148,7 @@ class _GatheredState:
 class _ObservedRun:
     def __init__(self, config: RunConfig):
         self.tracker = Tracker()
-        self.outcome = Rehearsal(config)
+        self.outcome = Rehearsal(config, dist.get_rank())
         self._steps = 0
         self._receives = False
 
