@@ -235,13 +235,18 @@ class DeepSpeedConfig:
     communication_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which a bf16 run averages gradients over data-parallel ranks; bf16 halves the bytes that are sent,
     but rounds the sums."""
-    overlap_comm: bool = False
-    """Average gradients during the backward pass; stages 1 and 2 then take a second buffer of
-    reduce_bucket_size elements. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
+    overlap_comm: bool = True
+    """Average gradients, and gather what stage 3 has cut, beside computation. This changes no result; it has not been
+    run on a GPU."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements per bucket of gradients; smaller buckets take less memory, but more messages."""
+    """Elements of gradients that are averaged at once; fewer take less memory, but more messages."""
+
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether a reduce-scatter of whole parameter groups averages gradients (`training.gradients`)."""
+        return self.zero_stage in (1, 2) and not self.offload_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

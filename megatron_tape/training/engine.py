@@ -23,7 +23,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
-from megatron_tape.training.gradients import ReplicatedGradients
+from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
 
 Batch = dict[str, Tensor]
@@ -127,9 +127,7 @@ class Engine:
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
-        self.adam = build_optimizer(
-            model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout.groups.tp
-        )
+        self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout.groups.tp)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -140,7 +138,9 @@ class Engine:
             )
         if self.zero_stage == 3:
             _gather_for_whole_layers(model)
-        if self.zero_stage == 1 and config.train.precision == "bf16":
+        if config.deepspeed.scatters_gradients:
+            ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
+        elif self.zero_stage == 1 and config.train.precision == "bf16":
             _sum_in_fp32(self.deepspeed_engine.optimizer)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)

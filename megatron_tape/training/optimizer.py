@@ -5,13 +5,15 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_tape.config.schema import OptimizerConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.partitions import share_shape
 
 
-def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict]:
+def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, largest: float = math.inf) -> list[dict]:
     """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
+
+    Groups of more than `largest` elements are divided, in the order of the model.
 
     A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
     for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
@@ -27,9 +29,24 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[di
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
+        {"params": part, "weight_decay": weight_decay, "lr_scale": lr_scale}
         for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])
+        for part in _parts(parameters, largest)
     ]
+
+
+def _parts(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
+    """Divide the parameters into runs of at most `largest` elements, unless a single parameter has more."""
+    parts: list[list[torch.nn.Parameter]] = []
+    room = 0.0
+    for parameter in parameters:
+        size = share_shape(parameter).numel()
+        if size > room:
+            parts.append([])
+            room = largest
+        parts[-1].append(parameter)
+        room -= size
+    return parts
 
 
 def _value_of(values: dict[str, float], name: str) -> float | None:
@@ -77,20 +94,20 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, zero_stage: int, offload: bool, group: dist.ProcessGroup
+    model: torch.nn.Module, config: OptimizerConfig, zero: DeepSpeedConfig, group: dist.ProcessGroup
 ) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
     With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW.
     """
-    groups = parameter_groups(model, config)
+    groups = parameter_groups(model, config, zero.reduce_bucket_size if zero.scatters_gradients else math.inf)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if offload and zero_stage > 0 and torch.cuda.is_available():
+    if zero.offload_optimizer and zero.zero_stage > 0 and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True
-    if zero_stage == 0:
+    if zero.zero_stage == 0:
         return ClippingAdamW(groups, config.clip_grad, group, **adam)
     return torch.optim.AdamW(groups, **adam)
