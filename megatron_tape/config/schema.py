@@ -24,7 +24,7 @@ TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
 OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
-ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flex", "fla", "naive")
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flash_attn_3", "cudnn", "flex", "fla", "naive")
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
@@ -76,8 +76,8 @@ class ModelConfig:
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
     """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
-    made for CPUs), torch (its SDPA), flash_attn, flex (torch's FlexAttention) or fla (flash-linear-attention), which
-    take biases and forget gates on GPUs, or naive."""
+    made for CPUs), torch (its SDPA), flash_attn, flash_attn_3, cudnn (torch's SDPA with cuDNN's kernels), flex (torch's
+    FlexAttention) or fla (flash-linear-attention), which take biases and forget gates on GPUs, or naive."""
     norm_epsilon: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False
