@@ -7,8 +7,8 @@ Repetitions alternate between the candidates, and medians are reported. Both TAP
 TAPE also averages its state, and computes its gradient. `of_rope` is the time, forward and backward, of the fastest of
 TAPE's candidates that a model can run (`model.attention_backend`) over that of RoPE's fastest candidate of any kind. On
 a GPU, those that are not backends of a model use a rotation that torch.compile has fused. Only torch is required;
-`flash_attn` and `triton` are candidates if they are installed. Without a GPU, TRITON_INTERPRET=1 lets triton's
-candidates take part, without a time.
+`flash_attn`, `flash_attn_3` and `triton` are candidates if they are installed. Without a GPU, TRITON_INTERPRET=1 lets
+triton's candidates take part, without a time.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Candidate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | No
 ON_GPU = ("12x64@1024", "32x128@8192", "16x128@4096", "32/8x128@8192", "12x64@8192", "32x128@4096", "16x64@4096")
 """What is measured on a GPU by default, the most important first."""
 
-BACKENDS = ("triton", "flash_attn", "torch", "tiled")
+BACKENDS = ("triton", "flash_attn_3", "flash_attn", "torch", "tiled")
 """Backends of a model that are measured, each as `rope NAME` and as `tape NAME`."""
 
 FLEX_WIDE = {"fwd_num_stages": 2, "bwd_num_stages": 2, "bwd_num_warps": 8}

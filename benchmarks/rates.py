@@ -3,10 +3,10 @@
     python -m benchmarks.rates --output rates.json
     torchrun --nproc-per-node 8 ... -m benchmarks.rates --output rates.json
 
-One process measures its GPU: a large matrix product, attention (torch's, and ours, which also averages the position
-state; causal, forward and backward), an addition of large tensors, and how long the host needs to start a small one.
-Several measure the links, too: all-gathers among the GPUs of the first node and, on several nodes, between the first
-GPUs of all. Without a GPU the same code measures the CPU, at small sizes.
+One process measures its GPU: a large matrix product, attention (what `auto` is for RoPE, and ours, which also averages
+the position state; causal, forward and backward), an addition of large tensors, and how long the host needs to start a
+small one. Several measure the links, too: all-gathers among the GPUs of the first node and, on several nodes, between
+the first GPUs of all. Without a GPU the same code measures the CPU, at small sizes.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from benchmarks.environment import describe
 from benchmarks.timing import matmul_peak, seconds, timed
 from megatron_tape.io.records import write_record
 from megatron_tape.ops.attention import attention as attend
+from megatron_tape.ops.backends.choice import choose_backend
 from megatron_tape.planning.flops import WIDE_HEADS
 from megatron_tape.planning.hardware import Rates
 
@@ -31,20 +31,19 @@ def of_one(device: torch.device) -> dict[str, float]:
     """Return the rates of this process's device in bf16, in the units of `hardware.Hardware`."""
     on_gpu, dtype = device.type == "cuda", torch.bfloat16
     heads, length, dim = (16, 4096, 128) if on_gpu else (2, 256, 32)
-    q, k, v, gradient = (torch.randn(1, heads, length, dim, dtype=dtype, device=device) for _ in range(4))
-    for x in (q, k, v):
-        x.requires_grad_()
+    gradient = torch.randn(length, 1, heads, dim, dtype=dtype, device=device)
     large = torch.zeros(2**28 if on_gpu else 2**20, dtype=dtype, device=device)
     other, small = torch.ones_like(large), torch.zeros(1, device=device)
 
-    def attention() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
-
     own = [torch.randn(length, 1, heads, dim, dtype=dtype, device=device, requires_grad=True) for _ in range(4)]
+    library = choose_backend("auto", device, dtype, dim).backend
     backend = "triton" if on_gpu else "tiled"
 
+    def attention() -> None:
+        attend(*own[:3], None, False, None, library)[0].backward(gradient)
+
     def state_attention() -> None:
-        torch.autograd.backward(attend(*own, True, None, backend), [gradient.permute(2, 0, 1, 3)] * 2)
+        torch.autograd.backward(attend(*own, True, None, backend), [gradient] * 2)
 
     candidates = {"attention": attention, "state_attention": state_attention, "addition": lambda: large.add_(other)}
     found = timed(candidates, 10, device)[0]

@@ -126,11 +126,11 @@ def _same_on_both(tensor):
     return torch.equal(*others)
 
 
-def overlapped(stage):
+def overlapped(stage, precision):
     """Whether two steps with and without `overlap_comm` end in the same weights."""
     states = []
     for overlap in (False, True):
-        e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
+        e = engine(1, stage, precision, overlap_comm=overlap, reduce_bucket_size=3000)
         for seed in (0, 1):
             e.train_step(batches(e, seed), 1e-2)
         assert e.deepspeed_engine.zero_overlap_comm() == overlap
@@ -150,6 +150,7 @@ def main(folder):
     for stage in (1, 2, 3):
         results[f"averaged_zero{stage}"] = averaged(stage)
         results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
-        results[f"overlapped_zero{stage}"] = overlapped(stage)
+        for precision in ("fp32", "bf16"):
+            results[f"overlapped_zero{stage}_{precision}"] = overlapped(stage, precision)
     results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
     return results

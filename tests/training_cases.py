@@ -105,6 +105,9 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     for size, stage in EVALUATED[sizes]:
         name = f"evaluated-{size}"
         rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
+    for stage in (1, 2, 3) if last == 2 else ():  # gradients of parameters that both tensor-parallel ranks hold
+        name = f"apart_zero{stage}"
+        rows[name] = run(folder, name, prefix, tp(2), zero(stage), option("deepspeed.overlap_comm", "false"))
     rows["bf16"] = run(folder, "bf16", prefix, tp(last), zero(2), option("train.precision", "bf16"))
     if sizes != (2,):  # on four processes only what data parallelism has to do with
         rows["recompute"] = run(folder, "recompute", prefix, tp(last), zero(3), option("train.recompute", "selective"))

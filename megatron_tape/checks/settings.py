@@ -25,7 +25,7 @@ from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
-from megatron_tape.ops.backends import REFLECTIONS, SCORES
+from megatron_tape.ops.backends import LIBRARIES, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.synthetic.settings import generator_of
 from megatron_tape.training.hooks import EVALUATIONS
@@ -91,7 +91,7 @@ def _validate_precision(config: RunConfig) -> None:
     clash(precision == "bf16" and deepspeed.zero_stage == 0, "train.precision deepspeed.zero_stage", fix, why)
     for key, in_bf16 in (
         ("deepspeed.communication_precision", deepspeed.communication_precision == "bf16"),
-        ("model.attention_backend", config.model.attention_backend == "flash_attn"),
+        ("model.attention_backend", config.model.attention_backend in LIBRARIES),
     ):
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
     offloads = deepspeed.offload_optimizer and deepspeed.zero_stage == 0

@@ -25,7 +25,7 @@ TRAINABLE = ("tape", "lora", "embeddings", "output", "norms")
 OF_ENCODING = TRAINABLE[0]
 """The part that holds the parameters of the positional encoding, whichever it is."""
 LORA_TARGETS = ("q", "k", "v", "o")
-ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flex", "fla", "naive")
+ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flash_attn_3", "cudnn", "flex", "fla", "naive")
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
@@ -77,8 +77,8 @@ class ModelConfig:
     """Rows that belong to tokens, which an export keeps; null means the size of the tokenizer."""
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"
     """What computes attention: triton (our GPU kernels, which also compute the position update), tiled (plain torch,
-    made for CPUs), torch (its SDPA), flash_attn, flex (torch's FlexAttention) or fla (flash-linear-attention), which
-    take biases and forget gates on GPUs, or naive."""
+    made for CPUs), torch (its SDPA), flash_attn, flash_attn_3, cudnn (torch's SDPA with cuDNN's kernels), flex (torch's
+    FlexAttention) or fla (flash-linear-attention), which take biases and forget gates on GPUs, or naive."""
     norm_epsilon: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = False
@@ -261,13 +261,18 @@ class DeepSpeedConfig:
     communication_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which a bf16 run averages gradients over data-parallel ranks; bf16 halves the bytes that are sent,
     but rounds the sums."""
-    overlap_comm: bool = False
-    """Average gradients during the backward pass; stages 1 and 2 then take a second buffer of
-    reduce_bucket_size elements. Tested on CPUs, where nothing overlaps; it has not been run on a GPU."""
+    overlap_comm: bool = True
+    """Average gradients, and gather what stage 3 has cut, beside computation. This changes no result; it has not been
+    run on a GPU."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements per bucket of gradients; smaller buckets take less memory, but more messages."""
+    """Elements of gradients that are averaged at once; fewer take less memory, but more messages."""
+
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether a reduce-scatter of whole parameter groups averages gradients (`training.gradients`)."""
+        return self.zero_stage in (1, 2) and not self.offload_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

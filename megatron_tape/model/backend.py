@@ -1,15 +1,16 @@
 """Choose a model's attention backend and check its kernels on the device. Needs torch, but not Megatron."""
 
 import logging
+from collections.abc import Set
 
 import torch
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, NodeError, UserError
 from megatron_tape.io.versions import node_name
-from megatron_tape.ops.backends import AVERAGE, REFLECTIONS, lacks
+from megatron_tape.ops.backends import AVERAGE, LIBRARIES, REFLECTIONS, lacks
 from megatron_tape.ops.backends.choice import Choice, choose_backend, unsupported
-from megatron_tape.ops.parity import Shapes, check_fused_kernels, loss_disagrees
+from megatron_tape.ops.parity import Shapes, check_fused_kernels, library_fails, loss_disagrees
 from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,17 @@ def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device,
     return choice(model, dtype, device, shifted_sparse).backend
 
 
-def choice(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> Choice:
+def choice(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shifted_sparse: bool = False,
+    packed: bool = False,
+    without: Set[str] = frozenset(),
+) -> Choice:
     """Return the same, with the reason for it."""
-    needs = encoding_of(model).needs
-    return choose_backend(model.attention_backend, device, dtype, model.head_dim, needs, shifted_sparse)
+    wanted, needs = model.attention_backend, encoding_of(model).needs
+    return choose_backend(wanted, device, dtype, model.head_dim, needs, shifted_sparse, packed, without)
 
 
 def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:
@@ -45,9 +53,16 @@ def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_par
 
 
 def verified_backend(
-    model: ModelConfig, layout, dtype: torch.dtype, shifted_sparse: bool = False, allow_slow: bool = False
+    model: ModelConfig,
+    layout,
+    dtype: torch.dtype,
+    shifted_sparse: bool = False,
+    allow_slow: bool = False,
+    packed: bool = False,
 ) -> str:
     """Return the backend that all ranks of `layout` train with, and log why; all call this together.
+
+    Of other libraries' kernels, `auto` takes the first that agree with plain torch on all ranks.
 
     Kernels that are compiled here are first compared with plain torch: on one rank of each node before the others,
     which then find the compiled kernels in the node's cache. If they are not exact, do not compile or cannot run on a
@@ -55,8 +70,11 @@ def verified_backend(
     concerned. With `allow_slow`, `auto` then becomes plain torch on all ranks, with a warning.
     """
     device = torch.device(layout.device)
-    chosen = choice(model, dtype, device, shifted_sparse)
+    unfit = _unfit_libraries(model, layout, dtype, packed)
+    chosen = choice(model, dtype, device, shifted_sparse, packed, unfit.keys())
     problem = _why_slow(model, chosen.backend, dtype, device)
+    if (why := unfit.get(chosen.backend)) is not None:
+        problem = f"is {chosen.backend}, which {why}"
     fused = chosen.backend in _INSTEAD
     # Ranks on other kinds of GPU may have chosen otherwise, and still take part.
     if layout.any_rank(fused):
@@ -74,10 +92,29 @@ def verified_backend(
             raise error
         logger.warning("WARNING: training continues with slower attention in plain torch: %s", error)
         chosen = Choice(_INSTEAD.get(chosen.backend, chosen.backend), "as train.allow_slow_attention allows")
-    elif fused:
+    elif fused or chosen.backend in LIBRARIES:
         logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention runs as %s, %s", *chosen)
     return chosen.backend
+
+
+def _unfit_libraries(model: ModelConfig, layout, dtype: torch.dtype, packed: bool) -> dict[str, str]:
+    """Return the libraries that cannot compute a model's attention on all ranks, and why, as the predicate of a
+    sentence; all ranks call this.
+    """
+    device, needs, wanted = torch.device(layout.device), encoding_of(model).needs, model.attention_backend
+    asked = [name for name in LIBRARIES if wanted in ("auto", name) and not lacks(name, needs)]
+    if device.type != "cuda" or (wanted == "auto" and AVERAGE in needs):
+        return {}
+    shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
+    unfit = {}
+    for name in asked:
+        why = unsupported(name, device, dtype, model.head_dim, needs)
+        why = why or library_fails(name, shapes, dtype, device, packed)
+        if layout.any_rank(why is not None):
+            unfit[name] = why or "does not work on another rank"
+            logger.info("attention does not use %s, which %s", name, unfit[name])
+    return unfit
 
 
 def _why_slow(model: ModelConfig, backend: str, dtype: torch.dtype, device: torch.device) -> str | None:

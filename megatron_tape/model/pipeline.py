@@ -6,6 +6,7 @@ Stages hand on one tensor, in which the position state goes with the hidden stat
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -58,9 +59,9 @@ class Pipeline(nn.Module):
         for stretch in self.stretches:
             yield from stretch.named_parameters(*args, **kwargs)
 
-    def add_empty(self, name: str) -> nn.Parameter:
+    def add_empty(self) -> nn.Parameter:
         """Return a new parameter that takes part in nothing, for a group of the optimizer that would have none."""
-        like = next(self.stretches.parameters())
+        like, name = next(self.stretches.parameters()), f"empty_{len(self._parameters)}"
         self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
         return self.get_parameter(name)
 
@@ -80,14 +81,19 @@ class Pipeline(nn.Module):
         return self.stretches[-1].is_last
 
     def train_micro_batches(
-        self, batches: list[dict[str, Tensor]], positions: Tensor, scaled: Callable[[Tensor], Tensor]
+        self,
+        batches: list[dict[str, Tensor]],
+        positions: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+        before_last: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
         """Run the batches, arguments of `LanguageModel.forward`, forward and backward.
 
-        The gradients are those of the mean of what `scaled` makes of the losses. Returns the sum of the losses in the
-        last stage, elsewhere 0.
+        The gradients are those of the mean of what `scaled` makes of the losses. Until the last backward pass of each
+        stretch of layers, `before_last` is entered. Returns the sum of the losses in the last stage, elsewhere 0.
         """
         tokens = batches[0]["tokens"]
+        self._config.no_sync_func = before_last
 
         def forward(batches: Iterator[dict[str, Tensor]], stretch: LanguageModel) -> tuple[Tensor, Callable]:
             return stretch(**next(batches), positions=positions), loss_of

@@ -19,7 +19,11 @@ from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
 
-_MODULES = {name: name for name in BACKENDS} | {"torch": "sdpa", "flash_attn": "flash"}
+_MODULES = {name: name for name in BACKENDS} | {
+    "torch": "sdpa",
+    "flash_attn": "flash",
+    "flash_attn_3": "flash_3",
+}
 
 
 def attention(

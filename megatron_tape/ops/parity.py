@@ -252,6 +252,22 @@ def check_fused_kernels(shapes: Shapes, dtype: torch.dtype, device: torch.device
             )
 
 
+def library_fails(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool) -> str | None:
+    """Return why another library's kernels cannot compute a model's attention, as the predicate of a sentence, or None.
+
+    They are compared with plain torch, and only if documents are `packed` with such documents.
+    """
+    draw, (H, G) = _drawing(dtype, device), shapes.local
+    qkv = [draw(LENGTH, 2, n, shapes.head_dim) for n in (H, G, G)]
+
+    def attend(backend: str, packing: Packing | None, *qkv: Tensor) -> Outputs:
+        return attention(*qkv, None, False, packing, backend)
+
+    alone, together = _of_attention("", attend, backend, "naive", qkv).values()
+    why = _failure(alone, dtype) or (_failure(together, dtype) if packed else None)
+    return why and f"does not work here ({why})"
+
+
 def _failure(check: Check, dtype: torch.dtype) -> str | None:
     """Return why kernels cannot be used: they are inexact, or do not run; None if they can."""
     try:

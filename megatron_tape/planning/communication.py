@@ -134,7 +134,7 @@ def gathered_parameters(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _of_zero(plan: Plan) -> Counter[str]:
-    """Count what DeepSpeed 0.19.8 sends among the ranks that hold different sequences."""
+    """Count what is sent among the ranks that hold different sequences."""
     trained, stage = plan.trained_elements, plan.zero_stage
     if stage == 3:
         # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
@@ -143,7 +143,8 @@ def _of_zero(plan: Plan) -> Counter[str]:
         gathered = plan.micro_batches * (large + max(0, large - REUSE_DISTANCE // 2)) + plan.elements - large
         scattered = plan.gradient_width * trained * plan.micro_batches
         return Counter({ALL_GATHER: plan.width * gathered, REDUCE_SCATTER: scattered})
-    found = Counter({ALL_REDUCE: plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
+    average = REDUCE_SCATTER if plan.config.deepspeed.scatters_gradients else ALL_REDUCE
+    found = Counter({average: plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
     if stage > 0:
         found[ALL_GATHER] = plan.width * trained
     return found

@@ -25,9 +25,9 @@ class State:
     optimizer: int
     """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
     buffers: int = 0
-    """Reduce buckets and, at stage 3, the weights gathered at any one time."""
+    """Buckets of gradients and, at stage 3, the weights gathered at any one time."""
     bucket_copy: int = 0
-    """While a bucket is reduced: its copy in the precision in which it is sent."""
+    """While a bucket is averaged: what is there beside it and the gradients."""
     update: int = 0
     """While the optimizer updates the weights."""
     host: int = 0
@@ -69,11 +69,9 @@ def memory_of_stage(plan: Plan) -> Memory:
     buffers += state.buffers
     # ZeRO 2 takes its buckets at the first gradient, when the logits are gone.
     loss = kept.loss - (state.buffers if plan.zero_stage == 2 else 0)
-    # When the first bucket is full, what the layers above have kept is gone.
+    # When the first bucket is full, what the layers above have kept is gone, and other micro-batches are, too.
     left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
-    if plan.stages > 1:
-        left = 0  # a stage reduces its gradients when its last micro-batch is done
-    reducing = state.bucket_copy + int(left * (kept.layers + max(0, kept.backward))) - kept.saved
+    reducing = state.bucket_copy + int(left * (kept.layers / plan.in_flight + max(0, kept.backward))) - kept.saved
     # The update begins when all activations and most buffers are gone.
     updating = state.update - kept.saved - buffers
     return Memory(
@@ -93,18 +91,20 @@ def zero_state(plan: Plan) -> State:
         return State(weights, gradients=4 * trained, optimizer=8 * trained, update=4 * trained)
     share = -(-trained // plan.replicas)
     gradients = 4 * (trained if stage == 1 else share)  # bf16 gradients are added up in fp32
+    bucket = settings.reduce_bucket_size
+    if settings.scatters_gradients:
+        # ZeRO copies the weights even if they already are fp32.
+        return State(weights, gradients, 12 * share, *_scattering(plan), update=8 * share - gradients)
     # A bucket is reduced from a copy in the precision in which it is sent; ZeRO 3 fills it in that precision already.
     # With `overlap_comm` ZeRO 1 and 2 fill one bucket while they reduce the other.
-    bucket, bucket_width = settings.reduce_bucket_size, {1: 4, 2: width, 3: plan.gradient_width}[stage]
-    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 and plan.stages == 1 else 1)
+    bucket_width = {1: 4, 2: width, 3: plan.gradient_width}[stage]
+    buffers = bucket_width * bucket * (2 if settings.overlap_comm and stage < 3 else 1)
     copy = plan.gradient_width * min(bucket, trained) if plan.gradient_width != bucket_width else 0
     if stage == 3 and plan.replicas > 1:
         buffers += width * min(plan.elements, LIVE_PARAMETERS)
     if not settings.offload_optimizer:
-        # The update takes an fp32 copy of the gradients, which ZeRO 2 in bf16 holds already, and square roots.
-        update = (4 if stage == 2 and width == 2 else 8) * share + (bucket_width * bucket if stage == 3 else 0)
-        # ZeRO copies the weights even if they already are fp32.
-        return State(weights, gradients, 12 * share, buffers, copy, update)
+        # The update takes an fp32 copy of the gradients, and square roots.
+        return State(weights, gradients, 12 * share, buffers, copy, update=8 * share + bucket_width * bucket)
     if stage == 3:
         return State(weights, 0, 0, buffers, copy, host=(12 + 4 + 4) * share)
     widest = max(plan.model.vocab_size, 2 * plan.model.ffn_hidden_size)
@@ -112,6 +112,18 @@ def zero_state(plan: Plan) -> State:
     # On the host: the state, its gradients, weights that are copied back, gradients summed over micro-batches.
     host = (12 + 4 + 2 * width) * share + largest
     return State(weights, gradients if stage == 1 else 0, 0, buffers + largest, copy, host=host)
+
+
+def _scattering(plan: Plan) -> tuple[int, int]:
+    """Return the bucket that ZeRO 1 or 2 fills, and what is there beside it and the gradients while one is averaged."""
+    trained, width = plan.trained_elements, plan.gradient_width
+    bucket = min(plan.config.deepspeed.reduce_bucket_size, trained)
+    if plan.zero_stage == 1:
+        # The gradients of all micro-batches are the buckets. Until one is averaged, there are its copy, if it is sent
+        # in bf16, and this rank's part of the average.
+        return 0, (width if width != 4 else 0) * bucket + 4 * -(-bucket // plan.replicas)
+    # The next bucket fills meanwhile.
+    return width * bucket, width * min(bucket, trained - bucket)
 
 
 def checkpoint_bytes(plan: Plan) -> int:

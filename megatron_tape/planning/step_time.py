@@ -2,9 +2,9 @@
 
 A computing phase takes the larger of its FLOPs over the GPU's rate and its bytes over the bandwidth of the GPU's memory
 (a roofline). A backward pass takes twice the FLOPs and bytes of a forward pass; attention's takes 2.5 times the FLOPs,
-as it computes the scores again, and our kernel of attention has a rate of its own. Phases follow each other; only with
-`deepspeed.overlap_comm` do averages of gradients, and ZeRO 3's gathering of weights, run beside computation. Packs and
-shifted sparse attention count as full attention.
+as it computes the scores again, and our kernel of attention has a rate of its own. Phases follow each other; only
+averages of gradients, and ZeRO 3's gathering of weights, run beside computation, unless `deepspeed.overlap_comm` is
+false. Packs and shifted sparse attention count as full attention.
 
 Not predicted: contention between groups or jobs, slower GPUs among many, saves, evaluation, data that comes too late.
 """
@@ -43,8 +43,6 @@ OPERATIONS = 80
 SLICES = 5
 """Operations of DeepSpeed's ZeRO 3 for each parameter, rank and micro-batch: it cuts and joins gradients rank by rank
 (docs/rehearsal.md)."""
-GATHER_BUCKET = 500_000_000
-"""DeepSpeed's default of allgather_bucket_size, in elements."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
             exchanges = 2 if name == CONTEXT else 1
             calls = exchanges * plan.micro_batches * len(plan.held.layers) * (2 + 2 * plan.forward_passes)
         seconds = group.seconds(kind, traffic.bytes, calls, hardware)
-        if name == DATA and plan.config.deepspeed.overlap_comm and plan.stages == 1:
+        if name == DATA and plan.config.deepspeed.overlap_comm:
             seconds -= _hidden(plan, kind, seconds, forward, backward)
         found[phase] += seconds
     return found
@@ -172,22 +170,28 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
 def _hidden(plan: Plan, kind: str, seconds: float, forward: float, backward: float) -> float:
     """Return how much of ZeRO's communication of one kind runs beside computation, with `overlap_comm`.
 
-    Averages of gradients run beside the backward pass, in stage 1 only beside that of the last micro-batch. Stage 3
-    gathers weights beside the forward pass; the others gather them after the update, when nothing is left to compute.
+    Averages of gradients run beside the backward pass, in stage 1 only beside that of the last micro-batch; the last
+    bucket is complete when it ends. Stage 3 gathers weights beside the forward pass; the others gather them after the
+    update, when nothing is left to compute.
     """
     if kind == ALL_GATHER:
         return min(seconds, plan.micro_batches * forward) if plan.zero_stage == 3 else 0.0
-    return min(seconds, (plan.micro_batches if plan.zero_stage > 1 else 1) * backward)
+    beside = (plan.micro_batches if plan.zero_stage > 1 else 1) * backward
+    return min(seconds * (1 - 1 / _buckets(plan)), beside)
 
 
 def _calls_of_zero(plan: Plan, kind: str) -> int:
-    """Return about how many collectives DeepSpeed's ZeRO makes in a step: by buckets, or matrix by matrix."""
+    """Return about how many collectives ZeRO makes in a step: by buckets, or matrix by matrix."""
     if kind != ALL_GATHER:
-        buckets = ceil(plan.trained_elements / plan.config.deepspeed.reduce_bucket_size)
-        return buckets * (plan.micro_batches if plan.zero_stage > 1 else 1)
+        return _buckets(plan) * (plan.micro_batches if plan.zero_stage > 1 else 1)
     if plan.zero_stage < 3:
-        return ceil(plan.trained_elements / GATHER_BUCKET)
+        return _buckets(plan)
     large = gathered_parameters(plan)
     # Most are gathered for the backward pass, too, if not all of them stay.
     passes = 2 if sum(size * count for size, count in large) > REUSE_DISTANCE // 2 else 1
     return plan.micro_batches * passes * sum(count for _, count in large)
+
+
+def _buckets(plan: Plan) -> int:
+    """Return about how many buckets the gradients of a micro-batch fill."""
+    return ceil(plan.trained_elements / plan.config.deepspeed.reduce_bucket_size)

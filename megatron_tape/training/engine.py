@@ -25,7 +25,7 @@ from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
-from megatron_tape.training.gradients import ReplicatedGradients
+from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
 
 Batch = dict[str, Tensor]
@@ -47,8 +47,7 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     zero = {
         "stage": stage,
         "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
-        # A pipeline stage's gradients are reduced when its last micro-batch is done.
-        "overlap_comm": config.deepspeed.overlap_comm and stage > 0 and layout.pipeline_size == 1,
+        "overlap_comm": config.deepspeed.overlap_comm and stage > 0,
         "contiguous_gradients": True,
     }
     if stage in (1, 2):
@@ -130,9 +129,7 @@ class Engine:
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
-        self.adam = build_optimizer(
-            model, config.optimizer, self.zero_stage, config.deepspeed.offload_optimizer, layout
-        )
+        self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -143,7 +140,9 @@ class Engine:
             )
         if self.zero_stage == 3:
             _gather_for_whole_layers(model)
-        if self.zero_stage == 1 and config.train.precision == "bf16":
+        if config.deepspeed.scatters_gradients:
+            self._scattered = ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
+        elif self.zero_stage == 1 and config.train.precision == "bf16":
             _sum_in_fp32(self.deepspeed_engine.optimizer)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
@@ -192,16 +191,17 @@ class Engine:
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
         """Do the same with Megatron's schedule, which calls the model itself.
 
-        DeepSpeed adds up the gradients of all micro-batches, as its hooks stay in place, and reduces them at the end.
+        DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
+        pass, unless that of a tied embedding has to come from the last stage.
         """
         given, engine, zero = list(batches), self.deepspeed_engine, self.zero_stage > 0
-        engine.set_gradient_accumulation_boundary(True)
-        total = self.module.train_micro_batches(given, self._positions(given[0], step), _scaled)
-        if self._tied is not None and (gradient := self._tied.gradient()) is not None:
+        waits = self._tied is not None and self._tied.trained
+        with self._accumulating() if waits else contextlib.nullcontext():
+            before_last = contextlib.nullcontext if waits else self._accumulating
+            total = self.module.train_micro_batches(given, self._positions(given[0], step), _scaled, before_last)
+        if waits and (gradient := self._tied.gradient()) is not None:
             weight = self.names[TIED]
-            (engine.optimizer.get_gradient_for_reduction(weight) if zero else weight.grad).add_(gradient)
-        if zero:
-            engine.optimizer.setup_buckets()  # as a gradient does, of which a stage that trains nothing has none
+            self._scattered.add(weight, gradient) if zero else weight.grad.add_(gradient)
         engine.allreduce_gradients()
         self._replicated.sum()
         engine.step()
@@ -210,6 +210,13 @@ class Engine:
         if self._tied is not None:
             self._tied.share()
         return self.layout.from_last_stage(total)
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """Let DeepSpeed only add up gradients in the block; behind it, they are those of the last micro-batch."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        yield
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
     def _positions(self, batch: Batch, step: int) -> Tensor:
         return self.module.token_positions(batch["tokens"], stream_of(self._seed, step))

@@ -34,7 +34,8 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     translated = transformer_config(config.model, size, sequence_parallel, dtype, recompute)
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
-    backend = verified_backend(config.model, layout, dtype, shifted_sparse, config.train.allow_slow_attention)
+    allow_slow, packed = config.train.allow_slow_attention, config.data.reset_attention_mask
+    backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
     settings = dataclasses.replace(config.model, attention_backend=backend)
     fused_loss = verified_loss(config.model, layout, dtype)
     stretches = []

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_tape.config.schema import OptimizerConfig
+from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import share_shape
 
 
 def parameter_groups(
-    model: torch.nn.Module, config: OptimizerConfig, gather_stages: Callable[[Any], list[Any]] = lambda value: [value]
+    model: torch.nn.Module,
+    config: OptimizerConfig,
+    largest: float = math.inf,
+    gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay` and `lr_scale`; parameters with weight decay come first.
 
-    All pipeline stages have the same groups, as ZeRO makes a collective of all of them for each. What a stage has no
-    parameter for holds a zero without a gradient.
+    Groups of more than `largest` elements are divided, in the order of the model. All pipeline stages have the same
+    groups, as ZeRO makes a collective of all of them for each; what a stage has no parameter for holds a zero.
 
     A parameter's attribute `decay`, if it has one, says whether it decays, unless `config.weight_decay_of` has a value
     for it alone. Otherwise matrices decay, and vectors decay only if there is a value for their kind.
@@ -34,12 +37,30 @@ def parameter_groups(
             decays = len(share_shape(parameter)) > 1 or given is not None
         weight_decay = (config.weight_decay if given is None else given) if decays else 0.0
         groups.setdefault((not decays, weight_decay, 1.0 if scale is None else scale), []).append(parameter)
-    missing = dict.fromkeys(key for keys in gather_stages(list(groups)) for key in keys if key not in groups)
-    groups |= {key: [model.add_empty(f"empty_{number}")] for number, key in enumerate(missing)}
+    parts = {key: _parts(parameters, largest) for key, parameters in groups.items()}
+    for counts in gather_stages({key: len(found) for key, found in parts.items()}):
+        for key, count in counts.items():
+            found = parts.setdefault(key, [])
+            found += [[model.add_empty()] for _ in range(count - len(found))]
     return [
-        {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
-        for (_, weight_decay, lr_scale), parameters in sorted(groups.items(), key=lambda item: item[0])
+        {"params": part, "weight_decay": weight_decay, "lr_scale": lr_scale}
+        for (_, weight_decay, lr_scale), found in sorted(parts.items(), key=lambda item: item[0])
+        for part in found
     ]
+
+
+def _parts(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
+    """Divide the parameters into runs of at most `largest` elements, unless a single parameter has more."""
+    parts: list[list[torch.nn.Parameter]] = []
+    room = 0.0
+    for parameter in parameters:
+        size = share_shape(parameter).numel()
+        if size > room:
+            parts.append([])
+            room = largest
+        parts[-1].append(parameter)
+        room -= size
+    return parts
 
 
 def _value_of(values: dict[str, float], name: str) -> float | None:
@@ -87,20 +108,21 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, zero_stage: int, offload: bool, layout: ParallelLayout
+    model: torch.nn.Module, config: OptimizerConfig, zero: DeepSpeedConfig, layout: ParallelLayout
 ) -> torch.optim.Optimizer:
     """Return the optimizer to hand to `deepspeed.initialize`.
 
     With a GPU and offloading to the host, it is DeepSpeed's CPU Adam (compiled on first use); otherwise torch's AdamW.
     """
-    groups = parameter_groups(model, config, layout.gather_stages)
+    largest = zero.reduce_bucket_size if zero.scatters_gradients else math.inf
+    groups = parameter_groups(model, config, largest, layout.gather_stages)
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if offload and zero_stage > 0 and torch.cuda.is_available():
+    if zero.offload_optimizer and zero.zero_stage > 0 and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **adam, adamw_mode=True)
     # One kernel reads and writes everything once; otherwise a dozen do, with temporaries of that size.
     adam["fused"] = True
-    if zero_stage == 0:
+    if zero.zero_stage == 0:
         return ClippingAdamW(groups, config.clip_grad, layout, **adam)
     return torch.optim.AdamW(groups, **adam)

@@ -47,7 +47,7 @@ KERNELS = ("--tokens=32", "--repetitions=1")
 
 
 def test_attention_is_timed_beside_rope(recorded, monkeypatch):
-    why = {"triton": "is not wanted", "flash_attn": "is not installed"}
+    why = {"triton": "is not wanted", "flash_attn": "is not installed", "flash_attn_3": "is not installed"}
     monkeypatch.setattr(attention, "unsupported", lambda backend, *_: why.get(backend))
     short, long = recorded(attention, *KERNELS, "--shapes", "4/2x32", "--lengths", "17", "16")["results"]
     assert (short["length"], short["batch"], long["length"], long["batch"]) == (16, 2, 17, 1)

@@ -1,5 +1,6 @@
 """Attention backends: all give the same results, and refuse what does not fit together."""
 
+import contextlib
 import sys
 from types import ModuleType
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_same, draw_qkvz
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS, choice
+from megatron_tape.ops.backends import BACKENDS, choice, cudnn
 from megatron_tape.ops.backends import tiled as tiled_attention
 from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
@@ -41,12 +43,17 @@ def flash_attn(monkeypatch):
     module = ModuleType("flash_attn")
     module.flash_attn_func, module.flash_attn_varlen_func = dense, packed
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    # Early versions of flash-attn 3 return the logarithms of the sums as well.
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
+    module.flash_attn_varlen_func = packed
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
 
 
 @pytest.mark.parametrize("queries", [21, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn"])
+@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "flash_attn_3"])
 def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backend, averages, packed, queries):
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
@@ -57,13 +64,31 @@ def test_a_backend_gives_what_the_naive_one_does(flash_attn, monkeypatch, backen
     assert_same(ours, theirs, tensors)
 
 
+def test_cudnn_computes_with_no_other_kernel(monkeypatch):
+    """There is none on a CPU, so that only what torch is asked for can be seen."""
+    asked = []
+
+    @contextlib.contextmanager
+    def kernels(wanted):
+        asked.append(wanted)
+        yield
+        asked.append(None)
+
+    monkeypatch.setattr(cudnn, "sdpa_kernel", kernels)
+    tensors = draw_qkvz(21, 6, 2, 8)
+    ours, theirs = (attention(*tensors, True, None, name) for name in ("cudnn", "naive"))
+    assert asked == [SDPBackend.CUDNN_ATTENTION, None]
+    assert_same(ours, theirs, tensors)
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "flash_attn_3"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed):
+def test_flash_attn_is_asked_for_its_deterministic_kernel(flash_attn, packed, backend):
     tensors = draw_qkvz(21, 6, 2, 8)
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
     torch.use_deterministic_algorithms(True)
     try:
-        attention(*tensors, False, packing, "flash_attn")
+        attention(*tensors, False, packing, backend)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -17,14 +17,14 @@ FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 FLA = "fla.ops.forgetting_attn"
 
 
-def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, segments=False):
-    return choose_backend(wanted, device, dtype, dim, needs, segments).backend
+def chosen(device, needs=frozenset(), wanted="auto", dtype=BF16, dim=64, **settings):
+    return choose_backend(wanted, device, dtype, dim, needs, **settings).backend
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """The packages that there seem to be, on a machine that seems to have an H100."""
-    packages = {"triton", "flash_attn", FLA}
+    packages = {"triton", "flash_attn", "flash_attn_interface", "torch", FLA}
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in packages else "is not installed")
     monkeypatch.setattr(choice, "triton_interprets", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -35,10 +35,17 @@ def installed(monkeypatch):
     "needs, settings, on_gpu, on_cpu",
     [
         ({AVERAGE}, {}, "triton", "tiled"),
-        (set(), {}, "flash_attn", "torch"),
+        (set(), {}, "flash_attn_3", "torch"),
+        (set(), {"packed": True}, "flash_attn_3", "torch"),
+        (set(), {"without": {"flash_attn_3"}}, "cudnn", "torch"),
+        # cuDNN would compute whole rows of documents, too.
+        (set(), {"without": {"flash_attn_3"}, "packed": True}, "flash_attn", "torch"),
+        (set(), {"without": {"flash_attn_3", "cudnn"}}, "flash_attn", "torch"),
+        (set(), {"without": {"flash_attn_3", "cudnn", "flash_attn"}}, "torch", "torch"),
         # With segments, torch would be slower than without them.
         ({AVERAGE}, {"segments": True}, "triton", "tiled"),
-        (set(), {"segments": True}, "flash_attn", "tiled"),
+        (set(), {"segments": True}, "flash_attn_3", "tiled"),
+        (set(), {"segments": True, "without": {"flash_attn_3"}}, "flash_attn", "tiled"),
         (set(), {"segments": True, "wanted": "torch"}, "torch", "torch"),
         ({AVERAGE}, {"wanted": "torch"}, "torch", "torch"),
         ({AVERAGE}, {"dim": 48}, "torch", "tiled"),
@@ -71,8 +78,9 @@ def test_auto_is_the_first_that_can_do_and_run_it(installed, needs, settings, on
 @pytest.mark.parametrize(
     "needs, settings, without, instead",
     [
-        (set(), {}, {"flash_attn"}, "torch"),
-        (set(), {"segments": True}, {"flash_attn"}, "triton"),
+        (set(), {}, {"flash_attn_interface"}, "cudnn"),
+        (set(), {"packed": True}, {"flash_attn_interface", "flash_attn"}, "torch"),
+        (set(), {"segments": True}, {"flash_attn_interface", "flash_attn"}, "triton"),
         ({AVERAGE}, {}, {"triton"}, "torch"),
         ({GATE}, {}, {FLA}, "flex"),
         ({GATE}, {}, {FLA, "triton"}, "tiled"),
@@ -81,6 +89,21 @@ def test_auto_is_the_first_that_can_do_and_run_it(installed, needs, settings, on
 def test_auto_does_without_packages_that_are_not_installed(installed, needs, settings, without, instead):
     installed -= without
     assert chosen(GPU, needs, **settings) == instead
+
+
+@pytest.mark.parametrize(
+    "capability, expected", [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "cudnn"), ((7, 5), "torch")]
+)
+def test_rope_takes_the_library_that_is_made_for_the_kind_of_gpu(installed, monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert chosen(GPU) == expected
+
+
+def test_a_deterministic_run_does_without_cudnn(installed, monkeypatch):
+    installed -= {"flash_attn_interface"}
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen(GPU) == "flash_attn"
+    assert unsupported("cudnn", GPU, BF16, 64) == "does not give the same bits every time"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +116,8 @@ def test_auto_does_without_packages_that_are_not_installed(installed, needs, set
         ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports heads of 32, 64, 80, 96, 128, not 48"),
         ("triton", GPU, set(), {"dtype": FP64}, "computes in bfloat16 or float16 or float32, not in float64"),
         ("flash_attn", GPU, set(), {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
+        ("cudnn", CPU, set(), {}, "needs a GPU, and this runs on cpu"),
+        ("cudnn", GPU, set(), {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
         ("flash_attn", GPU, set(), {"dim": 512}, "does not support heads of 512"),
         ("fla", GPU, {GATE}, {"dtype": FP32}, "computes in bfloat16 or float16, not in float32"),
         ("flex", GPU, {GATE}, {"dim": 8}, "does not support heads of 8"),

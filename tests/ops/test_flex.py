@@ -16,7 +16,7 @@ from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import kernel_shapes, verified_backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import POINTWISE, choice, flex
+from megatron_tape.ops.backends import POINTWISE, choice, flex, sdpa
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position.base import NO_MEMORY
@@ -156,6 +156,43 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
         monkeypatch.setattr(flex, "attend", exact)
         assert verified_backend(small_model(**model), layout, torch.float32) == "flex"
         assert "the kernels of flex agree with plain torch here" in caplog.text
+
+
+def test_rope_takes_the_first_library_that_agrees_with_plain_torch_on_every_rank(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    exact, fails, elsewhere = model_backend.library_fails, {}, []
+    asked = []
+
+    def here(name, shapes, dtype, device, packed):
+        asked.append((name, packed))
+        return exact("tiled" if name not in fails else fails[name], shapes, torch.float32, CPU, packed)
+
+    monkeypatch.setattr(model_backend, "library_fails", here)
+    one = dict(rank=0, world_size=1, tensor_parallel_size=1, context_parallel_size=1, first_on_node=nullcontext)
+    answers = SimpleNamespace(any_rank=lambda value: value or bool(elsewhere and elsewhere.pop(0)))
+    layout = SimpleNamespace(device="cuda", gather=lambda value: [value], any_rank=answers.any_rank, **one)
+    rope = small_model(position_encoding="rope", kv_channels=16)
+
+    def verified(model=rope, **settings):
+        return verified_backend(model, layout, torch.bfloat16, **settings)
+
+    with caplog.at_level(logging.INFO):
+        assert verified() == "flash_attn_3"
+        assert "the kernels of flash_attn_3 agree with plain torch here" in caplog.text
+        assert set(asked) == {("flash_attn_3", False), ("cudnn", False), ("flash_attn", False)}
+        elsewhere[:] = [True]
+        assert verified() == "cudnn"
+        assert "does not use flash_attn_3, which does not work on another rank" in caplog.text
+        doubled = sdpa.attend
+        monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
+        fails |= {"flash_attn_3": "torch", "cudnn": "torch"}
+        assert verified(packed=True) == "flash_attn" and asked[-1] == ("flash_attn", True)
+        assert "does not use cudnn, which does not work here (tensor 0" in caplog.text
+        fails["flash_attn"] = "torch"
+        assert verified() == "torch"
+        with pytest.raises(ConfigError, match="is cudnn, which does not work here"):
+            verified(small_model(position_encoding="rope", kv_channels=16, attention_backend="cudnn"))
 
 
 @pytest.mark.parametrize(

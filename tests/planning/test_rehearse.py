@@ -51,11 +51,11 @@ def test_memory_and_collectives_are_those_estimated(quick, name):
 
 
 WAITS_OF_A_STEP = {
-    "zero_1": {"update: item": 6, "update: copy from pageable memory": 3},
+    "zero_1": {"update: item": 7, "update: copy from pageable memory": 4},
     "zero_3": {"update: item": 3, "update: copy from pageable memory": 3, "update: synchronize": 1},
 }
 """How often the host waits for the GPU in two micro-batches and the update: for the loss, the norm and whether they are
-finite, and for small tables of DeepSpeed's."""
+finite, and for small tables of DeepSpeed's. ZeRO 1 takes the norm of each of three parameter groups."""
 
 
 @pytest.mark.parametrize("name", ZERO)

@@ -60,6 +60,18 @@ def test_a_rank_that_does_not_answer_costs_an_attempt_if_there_is_no_other_node(
     assert first.outcome == "unready" and second.facts["nodes"] == ["nodeA", "nodeB"]
 
 
+@pytest.mark.parametrize("cluster", [{"nodes": "nodeA nodeB nodeC"}], indirect=True)
+def test_a_node_whose_kernels_do_not_work_is_named_with_rank_and_cause_and_left_out(cluster, start):
+    job = start(inject={"no_kernels": "nodeB"})
+    wait_for_attempt(cluster, job, start.run, 2)
+    log = cluster.log(job)
+    named = "error: nodeB (rank 1 of 2) cannot train with the others: model.attention_backend is triton, whose kernel"
+    assert named in log and "requeueing without nodeB" in log
+    first, second = read_attempts(start.run)
+    assert (first.outcome, first.facts["nodes"]) == ("failed", ["nodeA", "nodeB"])
+    assert second.facts["nodes"] == ["nodeA", "nodeC"]
+
+
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))

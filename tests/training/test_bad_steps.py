@@ -45,6 +45,7 @@ def test_gradients_are_averaged_in_bf16_on_request(results, stage):
     assert over_ranks == pytest.approx([1, 1], rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overlapping_communication_changes_no_weight(results, stage):
-    assert results[f"overlapped_zero{stage}"]
+def test_overlapping_communication_changes_no_weight(results, stage, precision):
+    assert results[f"overlapped_zero{stage}_{precision}"]

@@ -66,6 +66,14 @@ def test_zero_equals_no_zero_on_one_process(equal, stage):
     assert_close(equal[1][f"tp1_zero{stage}"], equal[1]["tp1_zero0"])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overlapping_communication_changes_no_bit(equal, size, stage):
+    keys = ("loss", "grad_norm", "validation_loss")
+    for row, apart in zip(equal[size][f"tp2_zero{stage}"], equal[size][f"apart_zero{stage}"], strict=True):
+        assert [row.get(key) for key in keys] == [apart.get(key) for key in keys]
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_sampling_text_leaves_training_as_it_is(equal, size):
     assert_close(equal[size]["sampled"], equal[size]["packed"])

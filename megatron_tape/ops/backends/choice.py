@@ -15,6 +15,7 @@ from megatron_tape.ops.backends import (
     BIAS,
     GATE,
     HEAD_DIMS,
+    LIBRARIES,
     POINTWISE,
     REFLECTIONS,
     SCORES,
@@ -26,7 +27,14 @@ logger = logging.getLogger(__name__)
 
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head widths for which flash-linear-attention 0.6.0 has kernels of PaTH."""
-_PACKAGES = {"triton": "triton", "flash_attn": "flash_attn", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
+_PACKAGES = {
+    "triton": "triton",
+    "flash_attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "cudnn": "torch",
+    "flex": "triton",
+    "fla": "fla.ops.forgetting_attn",
+}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -44,14 +52,18 @@ def choose_backend(
     head_dim: int,
     needs: Set[str] = frozenset(),
     segments: bool = False,
+    packed: bool = False,
+    without: Set[str] = frozenset(),
 ) -> Choice:
     """Return the backend for `wanted` that can do all of `needs`, which the positional encoding requires.
 
-    `auto` is, on a GPU, triton if a state is averaged, flash_attn if none is, and torch if neither can run; on a CPU it
-    is tiled if a state is averaged, otherwise torch. With a bias, a gate or rows of scores it is the first of fla, flex
-    and tiled on a GPU that can do and run it, and tiled on a CPU. With `segments` (`ops.shifted`) it prefers backends
-    that skip the keys of other segments, as torch does not: triton after flash_attn, and tiled on a CPU. A backend that
-    was named is never replaced by another: if it cannot run or do what is needed, this raises `ConfigError`.
+    `auto` is, on a GPU, triton if a state is averaged, the first of `LIBRARIES` if none is, and torch if none of these
+    can run; on a CPU it is tiled if a state is averaged, otherwise torch. With a bias, a gate or rows of scores it is
+    the first of fla, flex and tiled on a GPU that can do and run it, and tiled on a CPU. With `segments`
+    (`ops.shifted`) or `packed` documents it prefers backends that skip the keys of others, as cudnn and torch do not;
+    with segments these are also triton after the libraries, and tiled on a CPU. `without` names backends that `auto` is
+    not to be. A backend that was named is never replaced by another: if it cannot run or do what is needed, this raises
+    `ConfigError`.
     """
     if wanted != "auto":
         if why := lacks(wanted, needs) or unsupported(wanted, device, dtype, head_dim, needs):
@@ -63,9 +75,10 @@ def choose_backend(
     elif on_cpu:
         order = ["tiled" if averages or segments else "torch"]
     else:
-        order = ["triton" if averages else "flash_attn", *(["triton"] if segments else []), "torch"]
+        libraries = [name for name in LIBRARIES if name != "cudnn" or not (segments or packed)]
+        order = [*(["triton"] if averages else libraries), *(["triton"] if segments else []), "torch"]
     for name in (*order, "naive"):
-        if lacks(name, needs):
+        if lacks(name, needs) or name in without:
             continue
         if not (why := unsupported(name, device, dtype, head_dim, needs)):
             return Choice(name, f"the default on a {'CPU' if on_cpu else 'GPU'}")
@@ -90,8 +103,14 @@ def unsupported(
         return why
     if device.type != "cuda" and not (backend == "triton" and triton_interprets()):
         return f"needs a GPU, and this runs on {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    if backend == "flash_attn_3" and capability[0] != 9:
+        return "needs a GPU of compute capability 9.0"
+    # Before 9.0, cuDNN's kernels are no faster than others'.
+    if capability < (oldest := (9, 0) if backend == "cudnn" else (8, 0)):
+        return "needs a GPU of compute capability {}.{} or newer".format(*oldest)
+    if backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return "does not give the same bits every time"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
     if dtype not in dtypes:
         names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
@@ -102,7 +121,7 @@ def unsupported(
         return None if device.type == "cuda" else why_not_interpreted(dtype)
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
         return f"applies reflections to heads of {', '.join(map(str, REFLECTED_DIMS))}, not {head_dim}"
-    smallest = 8 if backend == "flash_attn" else 16
+    smallest = 8 if backend in LIBRARIES else 16
     return None if smallest <= head_dim <= 256 and head_dim % 8 == 0 else f"does not support heads of {head_dim}"
 
 

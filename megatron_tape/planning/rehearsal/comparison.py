@@ -46,7 +46,9 @@ class Row:
 def compared(outcome: Rehearsal, processes: int) -> Iterator[Row]:
     """Yield what both the rehearsal and the arithmetic say about the short run."""
     parallel = outcome.config.parallel
-    plan = Plan(outcome.config, processes, outcome.rank // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size)
+    plan = Plan(
+        outcome.config, processes, outcome.rank // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size
+    )
     expected = memory_of_stage(plan)
     without_weights = " (no copy of the weights)" if plan.zero_stage == 0 else ""
     yield Row("weights", outcome.weights, expected.weights, TOLERANCE)

@@ -162,6 +162,7 @@ class _ObservedRun:
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
                 mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
+                mock.patch.object(backend, "library_fails", lambda *_: "is not rehearsed"),
                 mock.patch.object(initialization, "chunks_of", _first_chunk(initialization.chunks_of)),
                 mock.patch.multiple(
                     training,

@@ -1,7 +1,8 @@
 """Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in PYTHONPATH.
 
 TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation measures; `hang` or
-`crash`: [rank, step]; `once` (a path): only if that file does not exist; it is then created.
+`crash`: [rank, step]; `once` (a path): only if that file does not exist; it is then created. `no_kernels`: the node on
+which no kernel of attention works.
 """
 
 import json
@@ -18,6 +19,8 @@ def inject():
             slow_down(model.HFModel, settings.get("sleep", 0))
             return
         time.sleep(0.005)
+    if os.environ.get("SLURMD_NODENAME") == settings.get("no_kernels", ""):
+        sys.modules["megatron_tape.model.backend"]._why_slow = lambda *_: "is triton, whose kernel does not compile"
     engine = sys.modules["megatron_tape.training.engine"].Engine
     original, taken = engine.train_step, [0]
 
