@@ -1,6 +1,7 @@
 """Estimate what a run needs, without a GPU: `python -m pretrain.estimate --config X.yaml [--section.key value ...]`."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 
@@ -225,9 +226,11 @@ def _found(found: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> I
 def _settings(chosen: RunConfig, given: RunConfig) -> str:
     """Return the arguments that set what a search chose; those that the configuration leaves open are null."""
     values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
-    if given.parallel.sequence_parallel is None:
-        del values["parallel.sequence_parallel"]
-    return " ".join(f"--{name} {'null' if value is None else value}" for name, value in values.items())
+    for name in ("parallel.sequence_parallel", "parallel.pipeline_layers"):
+        if values[name] is None and getattr(given.parallel, name.partition(".")[2]) is None:
+            del values[name]
+    shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
+    return " ".join(f"--{name} {value}" for name, value in shown.items())
 
 
 def _reasons(found: SearchResult) -> Iterator[str]:

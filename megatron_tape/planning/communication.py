@@ -1,11 +1,14 @@
 """What a GPU sends and receives in a step, by arithmetic from the configuration alone. Imports no torch."""
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.parameters import parameters, replicated_count
 from megatron_tape.planning.plan import Plan
+from megatron_tape.position import MicroBatch, encoding_of
 
 TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and context parallel"
 PIPELINE = "pipeline parallel"
@@ -99,7 +102,7 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
         return {}
     exchanged = 0
     for layer in plan.held.layers:
-        forward, backward = plan.encoding.exchanged_bytes(layer, batch)
+        forward, backward = _exchanged(model, batch)[layer]
         exchanged += forward * plan.forward_passes + backward
     of_encoding = Traffic(plan.micro_batches * exchanged, None)
     if plan.context_size == 1:
@@ -111,6 +114,13 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], Traffic]:
         return {(CONTEXT, ALL_TO_ALL): of_attention} | ({(SEQUENCE, ALL_TO_ALL): of_encoding} if exchanged else {})
     together = of_attention.bytes + of_encoding.bytes
     return {(CONTEXT, ALL_TO_ALL): Traffic(together, None if exchanged else of_attention.calls)}
+
+
+@functools.lru_cache(maxsize=256)
+def _exchanged(model: ModelConfig, batch: MicroBatch) -> tuple[tuple[int, int], ...]:
+    """Return what each layer's encoding exchanges, once for all layouts of a search with this part of a micro-batch."""
+    encoding = encoding_of(model)
+    return tuple(encoding.exchanged_bytes(layer, batch) for layer in range(model.num_layers))
 
 
 def _between_stages(plan: Plan) -> dict[tuple[str, str], Traffic]:

@@ -12,7 +12,7 @@ from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.planning.activations import keeps_attention
 from megatron_tape.planning.parameters import parameter_count, trained_parts, trains_output
 from megatron_tape.planning.plan import Plan
-from megatron_tape.position import MicroBatch, PositionEncoding, encoding_of
+from megatron_tape.position import MicroBatch, encoding_of
 
 NORMS, ACTIVATION, HEADS = 10, 5, 2
 """Elements that the elementwise operations of a layer's forward pass read and write for each token: per hidden unit
@@ -108,7 +108,7 @@ def loads(plan: Plan) -> dict[str, Load]:
     attended = (layers * (projected + heads) + averaging * 2 * heads) * batch.tokens / ranks
 
     position = sum(work.position for work in works)
-    of_encoding = sum(_moved_by_encoding(model, plan.encoding, layer, batch) for layer in plan.held.layers)
+    of_encoding = sum(_moved_by_encoding(model, batch)[layer] for layer in plan.held.layers)
     of_mlp_and_heads = tokens / plan.tensor_size * (ACTIVATION * inner + HEADS * projected)
     elementwise = layers * (NORMS * batch.local_tokens * hidden + of_mlp_and_heads)
 
@@ -145,14 +145,17 @@ def product_flops(plan: Plan) -> float:
     return (once + repeated) * plan.micro_batches
 
 
-def _moved_by_encoding(model: ModelConfig, encoding: PositionEncoding, layer: int, batch: MicroBatch) -> int:
-    """Return the bytes that a layer's forward pass reads and writes for its encoding, outside attention.
+@functools.lru_cache(maxsize=256)
+def _moved_by_encoding(model: ModelConfig, batch: MicroBatch) -> tuple[int, ...]:
+    """Return the bytes that each layer's forward pass reads and writes for its encoding, outside attention.
 
     They are the states before and after the update, the average, and what is kept for the backward pass.
     """
-    if not encoding.parameters(layer):
-        return 0
-    states = encoding.state_bytes(layer, batch.width) + encoding.updates(layer) * (
-        encoding.state_bytes(layer + 1, batch.width) + model.num_attention_heads * model.head_dim * batch.width
-    )
-    return batch.local_tokens * states + encoding.saved_bytes(layer, batch)
+    encoding, found = encoding_of(model), []
+    for layer in range(model.num_layers):
+        states = encoding.state_bytes(layer, batch.width) + encoding.updates(layer) * (
+            encoding.state_bytes(layer + 1, batch.width) + model.num_attention_heads * model.head_dim * batch.width
+        )
+        moved = batch.local_tokens * states + encoding.saved_bytes(layer, batch)
+        found.append(moved if encoding.parameters(layer) else 0)
+    return tuple(found)

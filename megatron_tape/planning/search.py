@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ HEADROOM = 0.10
 GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages that a run in bf16 can have."""
+MOST_VIRTUAL = 8
+"""Virtual stages; with more, a stage sends more than it waits less."""
 RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])
 """Kinds of recomputation, the one that keeps most first."""
 CHOSEN = (
@@ -30,6 +31,7 @@ CHOSEN = (
     "parallel.context_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_size",
+    "parallel.pipeline_layers",
     "deepspeed.zero_stage",
     "train.micro_batch_size",
     "train.recompute",
@@ -87,7 +89,8 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wante
 
     Tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation are
     tried; the global batch and all other settings stay as they are. Tensor parallelism stays within a node, and stages
-    hold equal numbers of layers. Raises ConfigError if the run itself cannot be predicted.
+    hold equal numbers of layers, or the first and the last one fewer. Raises ConfigError if the run itself cannot be
+    predicted.
     """
     found, timed = SearchResult(), []
     for candidate in candidates(plan, hardware.node_size, validate, found.refused):
@@ -105,7 +108,7 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, wante
 def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
     """Yield `plan` in every layout that `validate` accepts; count in `refused` why others were not."""
     processes, train = plan.processes, plan.config.train
-    for tensor_size, context_size, stages, virtual in _layouts(plan, node_size):
+    for tensor_size, context_size, stages, virtual, layers in _layouts(plan, node_size):
         shared = train.global_batch_size * tensor_size * context_size * stages // processes
         for micro_batch_size in (2**i for i in range(max(1, shared.bit_length()))):
             changes = {
@@ -113,7 +116,7 @@ def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[
                 "parallel.context_parallel_size": context_size,
                 "parallel.pipeline_model_parallel_size": stages,
                 "parallel.virtual_pipeline_size": virtual,
-                "parallel.pipeline_layers": None,
+                "parallel.pipeline_layers": layers,
                 "parallel.sequence_parallel": None,
                 "deepspeed.zero_stage": STAGES[0],
                 "train.micro_batch_size": micro_batch_size,
@@ -129,15 +132,19 @@ def candidates(plan: Plan, node_size: int, validate: Validate, refused: Counter[
                 yield Plan(replaced(config, changes), processes)
 
 
-def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield tensor-, context- and pipeline-parallel sizes and virtual stages that divide the GPUs and the layers."""
+def _layouts(plan: Plan, node_size: int) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
+    """Yield tensor-, context- and pipeline-parallel sizes, virtual stages and, if they are not equal, their layers."""
     layers = plan.model.num_layers
     for tensor_size in _divisors(plan.processes, node_size):
         for context_size in _divisors(plan.processes // tensor_size, plan.model.num_attention_heads):
-            yield tensor_size, context_size, 1, 1
-            for stages in _divisors(math.gcd(plan.processes // (tensor_size * context_size), layers), layers)[1:]:
-                for virtual in _divisors(layers // stages, layers):
-                    yield tensor_size, context_size, stages, virtual
+            yield tensor_size, context_size, 1, 1, None
+            for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[1:]:
+                for virtual in _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ():
+                    yield tensor_size, context_size, stages, virtual, None
+                # The embedding and the loss are about as much work as a layer.
+                each, rest = divmod(layers + 2, stages)
+                if rest == 0:
+                    yield tensor_size, context_size, stages, 1, [each - 1, *[each] * (stages - 2), each - 1]
 
 
 def _divisors(number: int, largest: int) -> list[int]:

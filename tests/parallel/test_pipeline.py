@@ -87,7 +87,7 @@ def test_a_run_continues_with_other_stages_or_without(more, move):
     assert not same or all(torch.equal(state[key], expected[key]) for key in state)
     for key, value in alone.items():
         # Adam makes much of the rounding of single gradients that are almost zero.
-        assert (state[key] - value).abs().mean() <= 1e-5 * value.abs().max(), key
+        assert (state[key] - value).abs().mean() <= 1e-4 * value.abs().max(), key
 
 
 @pytest.mark.parametrize("run", ["extended_whole", "extended_continued", "extended_tensor"])
