@@ -41,6 +41,7 @@ class Row(TypedDict):
     time: NotRequired[float]
     loss: float | None
     tokens_per_second: NotRequired[float | None]
+    seconds_left: NotRequired[float]
     validation_loss: NotRequired[float | None]
 
 
@@ -140,7 +141,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
             loss += f"; validation {_number(evaluated['validation_loss'])} at step {evaluated['step']:,}"
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
-        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
+        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
     own = run / "checkpoints"
     recorded = last.facts.get("checkpoint_directory", own)
     # A run that keeps them in itself may have been moved or copied since.
@@ -209,12 +210,9 @@ def _rows(path: Path) -> list[Row]:
     return rows
 
 
-def _eta(rows: list[Row], last: AttemptRecord, total: int | None, state: State) -> str:
-    recent = [row for row in rows if "time" in row and row["time"] >= last.facts.get("started", 0)][-20:]
-    if state.word != "running" or len(recent) < 2 or not total or recent[-1]["step"] <= recent[0]["step"]:
-        return ""
-    seconds = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
-    return f", ETA {duration(seconds * (total - recent[-1]['step']))}"
+def _eta(row: Row, last: AttemptRecord, state: State) -> str:
+    fresh = state.word == "running" and row.get("time", 0) >= last.facts.get("started", 0)
+    return f", ETA {duration(row['seconds_left'])}" if fresh and "seconds_left" in row else ""
 
 
 def _last_checkpoint(root: str | Path) -> str:
