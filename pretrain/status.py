@@ -195,18 +195,17 @@ def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Read the last rows of a file that another process may be writing."""
-    if not path.is_file():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    rows = []
-    for line in lines:
-        try:
-            rows.append(parse_record(line, Row))
-        except ValueError:  # the first line read may be cut off, and the last one incomplete
-            continue
+    """Read the last rows of a file that another process may be writing, however much of its end cannot be read."""
+    rows: list[Row] = []
+    size, tail = path.stat().st_size if path.is_file() else 0, 0
+    while not rows and tail < size:
+        tail = 4 * tail or TAIL_BYTES
+        with open(path, "rb") as file:
+            file.seek(max(0, size - tail))
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
+                rows.append(parse_record(line, Row))
     return rows
 
 

@@ -135,6 +135,13 @@ def test_rows_of_the_wrong_shape_are_left_out(run, capsys, row):
     assert f"loss        {last}; validation 4.7500 at step 5" in capsys.readouterr().out
 
 
+def test_the_last_row_is_found_however_much_follows_it_that_cannot_be_read(run, capsys):
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\n" + b"\0" * 3 * status.TAIL_BYTES + b"\nnonsense" * status.TAIL_BYTES)
+    assert status.main([str(run)]) == 0
+    assert "loss        4.0000 at step 10; validation 4.7500 at step 5" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "text",
     ["- a list", "train: 5", "train: {steps: many}", "train: {steps: -4}", "[" * 5000, "&a [*a]", "x: \0", "\t:"],
