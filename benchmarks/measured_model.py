@@ -50,6 +50,7 @@ class MeasuredModel:
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
         self.config, self.layout, self.backend = config, layout, backend
+        self.name = config.model.position_encoding
         dtype = dtype_of(config)
         settings = dataclasses.replace(config.model, attention_backend=backend)
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
@@ -98,19 +99,20 @@ class MeasuredModel:
         return bytes_kept(self.model, lambda: self.model(**self.batches[0]))
 
     def memory(self) -> dict[str, int]:
-        """Return peaks in bytes: the estimate's and, on a GPU, those since the last reset, otherwise the tensors' sum.
-
-        Tensors: weights, gradients and Adam's state as estimated, and the activations as autograd keeps them; the
-        resident size of a process that trains two models says nothing about either.
-        """
+        """Return `peaks`, with weights, gradients and Adam's state as estimated, and the estimate's peak."""
         model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
         estimated = memory(Plan(dataclasses.replace(self.config, model=model), self.layout.world_size))
+        state = estimated.weights + estimated.gradients + estimated.optimizer
+        return {**self.peaks(state), "estimated_peak": estimated.peak}
+
+    def peaks(self, state: int) -> dict[str, int]:
+        """Return peaks in bytes: on a GPU those since the last reset, otherwise `state` and what autograd keeps.
+
+        The resident size of a process that trains several models says nothing about any of them.
+        """
         if self.layout.device.type == "cuda":
-            measured = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        else:
-            state = estimated.weights + estimated.gradients + estimated.optimizer
-            measured = {"peak": state + self.activation_bytes()}
-        return {**measured, "estimated_peak": estimated.peak}
+            return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return {"peak": state + self.activation_bytes()}
 
     def release(self) -> None:
         """Free the memory of the model and its optimizer; nothing can be done with them afterwards."""

@@ -105,11 +105,11 @@ def _steps(records: Mapping[str, Record]) -> Iterator[str]:
     """Yield the speed of training steps."""
     rows = []
     for name, record in records.items():
-        for encoding, found in record.get("encodings", {}).items():
+        for model, found in record.get("models", {}).items():
             mfu, strict = (_percent(found.get(key)) for key in ("mfu", "mfu_of_rope_flops"))
             memory = f"{found['memory']['peak'] / 2**30:.1f}" if found.get("memory") else ""
             speed = f"{found['tokens_per_second']:,.0f}"
-            rows.append(f"| {name} | {encoding} | {speed} | {mfu} | {strict} | {memory} |")
+            rows.append(f"| {name} | {model} | {speed} | {mfu} | {strict} | {memory} |")
     if rows:
         yield "| training step | | tokens/s | MFU | MFU counting RoPE's FLOPs alone | GiB |"
         yield "|---|---|---|---|---|---|"

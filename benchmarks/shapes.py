@@ -15,6 +15,8 @@ from megatron_tape.position import model_config
 
 ENCODINGS = ("rope", "tape")
 """What is compared."""
+RIVALS = ("transformers", "megatron", "transformer_engine")
+"""What one would train instead, in `benchmarks.rivals`; the last is Megatron-core with the layers of that package."""
 
 
 @dataclass(frozen=True)

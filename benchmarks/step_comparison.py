@@ -1,4 +1,4 @@
-"""RoPE's and TAPE's steps side by side: in which order they are taken, that they may be compared, and the results."""
+"""Steps of RoPE, TAPE and rivals side by side: in which order, that they may be compared, and the results."""
 
 import argparse
 import dataclasses
@@ -15,6 +15,7 @@ from torch.profiler import profile
 
 from benchmarks.environment import Record
 from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory, training_backend
+from benchmarks.rivals import Rival
 from benchmarks.shapes import ENCODINGS, Shape, run_config
 from benchmarks.step_results import peak_flops, summarize
 from benchmarks.timing import matmul_peak, reason
@@ -25,20 +26,29 @@ from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.parameters import parameter_count
 
-ORDERS = {"alternate": (("rope", "tape"),), "blocks": (("rope",), ("tape",), ("tape",), ("rope",))}
-"""Which models take steps in turn, one group after the other. With blocks, of which only one model exists at a time, a
-steady drift changes both medians alike, and TAPE is built only once."""
 EQUAL = 1e-4
 """Largest difference between the models' losses of a token in fp32, as root mean square in nats."""
 TRIED = 3
 """Measured steps of each backend that RoPE tries."""
 
 
+def turns(order: str, rivals: list[str]) -> list[tuple[str, ...]]:
+    """Return which models take steps in turn, one group after the other.
+
+    With blocks, of which only one model exists at a time, a steady drift changes all medians alike, and TAPE is built
+    only once.
+    """
+    if order == "alternate":
+        return [(*ENCODINGS, *rivals)]
+    there = ["rope", *rivals, "tape"]
+    return [(name,) for name in (*there, *reversed(there))]
+
+
 class Comparison:
     """All measurements of one shape. Every rank creates one; rank 0 prints and writes the record."""
 
-    def __init__(self, arguments: argparse.Namespace, shape: Shape, layout: ParallelLayout):
-        self.arguments, self.shape, self.layout = arguments, shape, layout
+    def __init__(self, arguments: argparse.Namespace, shape: Shape, layout: ParallelLayout, rivals: list[str]):
+        self.arguments, self.shape, self.layout, self.rivals = arguments, shape, layout, rivals
         self.on_gpu = layout.device.type == "cuda"
         self.record = Record("train_step", arguments) if layout.rank == 0 else None
         self.result: dict = {}
@@ -102,7 +112,7 @@ class Comparison:
             },
             "peak_flops": self.peak,
             "matmul_flops": self.matmul,
-            "encodings": {},
+            "models": {},
             "blocks": [],
         }
 
@@ -113,9 +123,10 @@ class Comparison:
             with self._built("tape") as tape:  # which needs more memory: it runs out here, if at all
                 tape.step()
         self._choose_backend()
-        for group, again in itertools.groupby(ORDERS[self.arguments.order]):
+        rivals = [name for name in self.rivals if self._trains(name)]
+        for group, again in itertools.groupby(turns(self.arguments.order, rivals)):
             with ExitStack() as stack:
-                models = [stack.enter_context(self._built(encoding)) for encoding in group]
+                models = [stack.enter_context(self._built(name)) for name in group]
                 if not self.result["blocks"]:
                     self._check_parity()
                 for _ in again:
@@ -134,16 +145,31 @@ class Comparison:
                         block["memory"] = measured.memory()
                     self._summarize()
 
+    def _trains(self, rival: str) -> bool:
+        """Return whether a rival can take a step; if it cannot, note why."""
+        try:
+            with self._built(rival) as measured:
+                measured.step()
+        except Exception as error:  # of other people's code, or too little memory
+            self.result.setdefault("rejected_rivals", {})[rival] = reason(error)
+            self.say(f"WARNING: {rival} is not measured: {reason(error)}")
+            return False
+        return True
+
     @contextmanager
-    def _built(self, encoding: str, backend: str | None = None) -> Iterator[MeasuredModel]:
+    def _built(self, name: str, backend: str | None = None) -> Iterator[MeasuredModel]:
         """Build a model; when the block ends, free its memory."""
-        started, config = time.perf_counter(), self.config(encoding)
-        measured = MeasuredModel(config, self.layout, backend or self._backend(encoding, config))
-        self.first_losses[encoding] = measured.first_losses
-        if encoding == "rope":
-            self.plain_losses = measured.plain_losses
+        started = time.perf_counter()
+        if name in ENCODINGS:
+            config = self.config(name)
+            measured = MeasuredModel(config, self.layout, backend or self._backend(name, config))
+            self.first_losses[name] = measured.first_losses
+            if name == "rope":
+                self.plain_losses = measured.plain_losses
+        else:
+            measured = Rival(name, self.config("rope"), self.layout)
         seconds = time.perf_counter() - started
-        self.say(f"{encoding}: {parameter_count(config.model):,} parameters, built in {seconds:.1f} s")
+        self.say(f"{name}: {parameter_count(measured.config.model):,} parameters, built in {seconds:.1f} s")
         try:
             yield measured
         finally:
@@ -213,7 +239,7 @@ class Comparison:
 
     def _new_block(self, measured: MeasuredModel) -> dict:
         block = {
-            "encoding": measured.config.model.position_encoding,
+            "model": measured.name,
             **measured.description(),
             "seconds": [],
             "losses": [],
@@ -224,7 +250,8 @@ class Comparison:
 
     def _summarize(self) -> None:
         """Calculate what the blocks so far say, and write it."""
-        summarize(self.result, {encoding: self.config(encoding).model for encoding in ENCODINGS})
+        models = {encoding: self.config(encoding).model for encoding in ENCODINGS}
+        summarize(self.result, models | dict.fromkeys(self.rivals, models["rope"]))
         if self.record:
             self.record.write(self.result)
 

@@ -1,14 +1,16 @@
-"""Measure training steps of TAPE beside RoPE: the same model, batch, DeepSpeed engine and optimizer.
+"""Measure training steps of TAPE beside RoPE, with the same DeepSpeed engine, and beside what one would train instead.
 
-    python -m benchmarks.train_step                                           the CPU's figures
+    python -m benchmarks.train_step [--layers 4] [--tokens 4096]              the CPU's figures
     python -m benchmarks.train_step --shape 1.3b-4k --profile --record        a GPU's, and a trace of a step
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
 A step is the training's own (`Engine.train_step`): all micro-batches, averaging over ranks, clipping, Adam. Loading
-data is not part of it; every step trains on the same random tokens. On a CPU steps of the two alternate, and the ratio
-is the median of paired steps. A GPU holds one model at a time, and blocks of steps follow each other: RoPE, TAPE, TAPE,
-RoPE, so that a slow drift cancels. With `--rope-backend fastest`, the default there, RoPE first tries every attention
-backend that can train it and keeps the fastest. No figure appears unless both models start with the same losses.
+data is not part of it; every step trains on the same random tokens. On one process, models of the same sizes in
+transformers and Megatron-core (benchmarks/rivals.py) train on the same tokens; `--against` names fewer or none. On a
+CPU steps of all alternate, and a ratio is the median of paired steps. A GPU holds one model at a time, and blocks of
+steps follow each other: RoPE, the others, TAPE, and back, so that a slow drift cancels. With `--rope-backend fastest`,
+the default there, RoPE first tries every attention backend that can train it and keeps the fastest. No figure appears
+unless RoPE and TAPE start with the same losses.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward, causal attention as
 half of all pairs, nothing for recomputation. They include what TAPE itself adds: averaging the state, and its
@@ -30,7 +32,7 @@ import sys
 import torch
 
 from benchmarks.environment import add_record_arguments, positive, quieten_libraries
-from benchmarks.shapes import ENCODINGS, SHAPES, Shape, run_config
+from benchmarks.shapes import ENCODINGS, RIVALS, SHAPES, Shape, run_config
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS
 from megatron_tape.errors import ConfigError
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(" and ".join(missing), "cannot be imported", "install requirements.txt")
         for encoding in ENCODINGS:
             validate(run_config(encoding, shape, world_size, arguments), world_size)
+        rivals = rivals_here(arguments.against, world_size)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_tape.parallel.layout import abort_process_groups, initialize_distributed
 
     try:
-        result = Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel)).run()
+        result = Comparison(arguments, shape, initialize_distributed(arguments.tensor_parallel), rivals).run()
     except ConfigError as error:
         abort_process_groups()
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
@@ -71,6 +74,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def rivals_here(wanted: list[str] | None, processes: int) -> list[str]:
+    """Return the rivals that were asked for, by default all that can train here. Raises ConfigError if one cannot."""
+    found = []
+    for name in RIVALS if wanted is None else wanted:
+        why = "trains on one process" if processes > 1 else None
+        if name == "transformer_engine" and not torch.cuda.is_available():
+            why = "needs a GPU"
+        elif importlib.util.find_spec(name) is None:
+            why = "is not installed"
+        if why and wanted:
+            raise ConfigError("--against", f"names {name}, which {why}", "leave it out")
+        found += [] if why else [name]
+    return found
+
+
 def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Shape]:
     """Read the options; those that were not given get the defaults of the device and the shape."""
     parser = argparse.ArgumentParser(
@@ -81,6 +99,8 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
     add("--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)")
+    add("--layers", type=positive, metavar="N", help="instead of the shape's")
+    add("--tokens", type=positive, metavar="N", help="of a sequence, instead of the shape's")
     add("--micro-batch", type=positive, metavar="N", help="sequences; halved until they fit a GPU")
     add("--accumulate", type=positive, metavar="N", help="micro-batches of a step on each rank")
     add("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
@@ -91,13 +111,15 @@ def parse(argv: list[str] | None, on_gpu: bool) -> tuple[argparse.Namespace, Sha
     add("--tape-backend", choices=backends, default="auto", help="TAPE's attention (default: %(default)s)")
     rope = "fastest" if on_gpu else "auto"
     add("--rope-backend", choices=("fastest", *backends), default=rope, help="default here: %(default)s")
+    add("--against", nargs="*", choices=RIVALS, metavar="NAME", help=f"of {', '.join(RIVALS)} (default: what is here)")
     add("--order", choices=("blocks", "alternate"), help="default: alternate on a CPU, except for toy")
     add("--warmup", type=positive, metavar="N", help="steps before those that count, in every block")
     add("--repetitions", type=positive, metavar="N", help="steps of a block, or pairs if they alternate")
     add("--profile", action="store_true", help="profile a step of each: longest kernels; beside a record, a trace")
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
-    sizes = {"micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate}
+    sizes = {"layers": arguments.layers, "seq_length": arguments.tokens}
+    sizes |= {"micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate}
     changed = dataclasses.replace(SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size})
     small = arguments.shape == "toy"
     defaults = {

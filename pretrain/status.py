@@ -41,6 +41,7 @@ class Row(TypedDict):
     time: NotRequired[float]
     loss: float | None
     tokens_per_second: NotRequired[float | None]
+    seconds_left: NotRequired[float]
     validation_loss: NotRequired[float | None]
 
 
@@ -140,7 +141,7 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
             loss += f"; validation {_number(evaluated['validation_loss'])} at step {evaluated['step']:,}"
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
-        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(rows, last, total, state)}")
+        lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
     if layout := last.facts.get("layout"):
         lines.append(f"layout      {layout}")
     own = run / "checkpoints"
@@ -196,27 +197,23 @@ def _config(run: Path, last: AttemptRecord) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Read the last rows of a file that another process may be writing."""
-    if not path.is_file():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    rows = []
-    for line in lines:
-        try:
-            rows.append(parse_record(line, Row))
-        except ValueError:  # the first line read may be cut off, and the last one incomplete
-            continue
+    """Read the last rows of a file that another process may be writing, however much of its end cannot be read."""
+    rows: list[Row] = []
+    size, tail = path.stat().st_size if path.is_file() else 0, 0
+    while not rows and tail < size:
+        tail = 4 * tail or TAIL_BYTES
+        with open(path, "rb") as file:
+            file.seek(max(0, size - tail))
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the first line read may be cut off, and the last one incomplete
+                rows.append(parse_record(line, Row))
     return rows
 
 
-def _eta(rows: list[Row], last: AttemptRecord, total: int | None, state: State) -> str:
-    recent = [row for row in rows if "time" in row and row["time"] >= last.facts.get("started", 0)][-20:]
-    if state.word != "running" or len(recent) < 2 or not total or recent[-1]["step"] <= recent[0]["step"]:
-        return ""
-    seconds = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
-    return f", ETA {duration(seconds * (total - recent[-1]['step']))}"
+def _eta(row: Row, last: AttemptRecord, state: State) -> str:
+    fresh = state.word == "running" and row.get("time", 0) >= last.facts.get("started", 0)
+    return f", ETA {duration(row['seconds_left'])}" if fresh and "seconds_left" in row else ""
 
 
 def _last_checkpoint(root: str | Path) -> str:

@@ -120,7 +120,7 @@ def _supervised(config: RunConfig, watch: Watch, trainer_arguments: Callable, ex
         if not foreseen:
             raise
         print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
-        return EXIT_STALE if outcome == STALE else 1
+        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_STALE if outcome == STALE else 1
     if reason is None:
         if is_rank_0:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")

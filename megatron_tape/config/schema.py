@@ -350,9 +350,9 @@ class TrainConfig:
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return how many sequences the run has seen `steps` steps after the first `samples`."""
-        if self.batch_ramp is None:
-            return samples + steps * self.global_batch_size
-        return samples + sum(self.batch_sizes(samples, steps))
+        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # all later ones are that large
+            steps, samples = steps - 1, samples + size
+        return samples + steps * self.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,7 +179,7 @@ def _own_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    problem = f"has no GPU: the node has {devices}"
+    problem = f"has no GPU: {devices} are visible here"
     refuse(local_rank >= devices, f"process {local_rank} of this node", problem, "start no more processes than GPUs")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -198,7 +198,7 @@ def check_devices(wanted: str) -> None:
     if torch.cuda.is_available():
         processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         problem = f"is {wanted}, but only {processes} of the {devices} GPUs that are visible here would be used"
-        fix = f"start {devices} processes, or say in CUDA_VISIBLE_DEVICES which to use"
+        fix = f"start {devices} processes, say in CUDA_VISIBLE_DEVICES which to use, or set it to cpu"
         refuse(processes < devices, key, problem, fix)
         return
     fix = "see what nvidia-smi says, or set it to cpu"

@@ -52,17 +52,18 @@ class MetricsWriter:
         tensorboard: bool = True,
         clock: Callable[[], float] = time.monotonic,
         staging: Path | None = None,
+        work: Callable[[int], int] = lambda steps: steps,
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
         Copies of old files are made in `staging`, if that is on the same file system; once that directory has been
-        taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated as the
-        number of remaining steps times the mean duration of recent ones.
+        taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated from
+        that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
         """
-        self.total_steps = total_steps
+        self.total_steps, self._work = total_steps, work
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
@@ -95,6 +96,7 @@ class MetricsWriter:
             "time": time.time(),
             **dict.fromkeys(ROW_KEYS),
             **{k: v if math.isfinite(v) else None for k, v in values.items()},
+            "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self._events is not None:
@@ -134,13 +136,16 @@ class MetricsWriter:
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [form.format(values[name]) for name, form in formats.items() if name in values]
-        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
-        seconds = (last_time - first_time) / (last_step - first_step)
-        parts.append(f"ETA {duration(seconds * max(0, self.total_steps - step))}")
+        parts.append(f"ETA {duration(self._seconds_left())}")
         if "validation_loss" in values:
             loss, perplexity = values["validation_loss"], values["validation_perplexity"]
             parts.append(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}")
         return " | ".join(parts)
+
+    def _seconds_left(self) -> float:
+        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        before, done, whole = map(self._work, (first_step, last_step, self.total_steps))
+        return (last_time - first_time) / (done - before) * max(0, whole - done)
 
 
 class _Row(TypedDict):

@@ -199,7 +199,15 @@ class Trainer:
         config, attempt = self.config, self.watch.attempt
         attempt.check_owner()
         directory, tensorboard = config.logging.directory, config.logging.tensorboard
-        writer = MetricsWriter(directory, config.train.steps, self.step, tensorboard, staging=attempt.home)
+        begun, seen = self.step, self.samples
+        writer = MetricsWriter(
+            directory,
+            config.train.steps,
+            begun,
+            tensorboard,
+            staging=attempt.home,
+            work=lambda steps: config.train.samples_after(steps - begun, seen),
+        )
         writer.text("configuration", to_yaml(config), self.step)
         writer.text("parameters", self.parameters, self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:

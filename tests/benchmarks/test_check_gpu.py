@@ -221,7 +221,7 @@ def step(ratio=1.05, rope=0.5, tape=0.45):
         found = {"mfu": mfu, "mfu_of_rope_flops": mfu and mfu - 0.01, "tokens_per_second": 123456.0}
         return found | {"memory": {"peak": 2**30}}
 
-    return {"ratio_time": ratio, "encodings": {"rope": of(rope), "tape": of(tape)}}
+    return {"ratio_time": ratio, "models": {"rope": of(rope), "tape": of(tape)}}
 
 
 def attention(*ratios):

@@ -16,7 +16,6 @@ from benchmarks import (
     position_update,
     preprocess,
     rates,
-    rivals,
     state_precision,
     timing,
 )
@@ -250,11 +249,3 @@ def test_preprocessing_gives_no_figure_unless_both_tools_wrote_the_same(tmp_path
     bad = ".idx"
     with pytest.raises(ValueError, match="no speed is reported"):
         preprocess.measure(tmp_path / "corpus.jsonl", tmp_path / "t", 1, 1)
-
-
-def test_steps_of_others_alternate_with_ours_and_the_faster_of_them_is_the_measure(tmp_path):
-    rivals.main(["--shape=toy", "--warmup=1", "--repetitions=2", f"--output={tmp_path / 'rivals.json'}"])
-    found = json.loads((tmp_path / "rivals.json").read_text())
-    assert found["steps"].keys() == {"rope", "tape", "transformers", "megatron"}
-    assert found["fastest_rival"] in rivals.RIVALS and found["steps"][found["fastest_rival"]]["ratio"] == 1.0
-    assert all(step["seconds"] > 0 and step["activation_bytes"] > 0 for step in found["steps"].values())

@@ -8,23 +8,28 @@ import math
 import pytest
 import torch
 from launch import run_group
+from megatron.core.models.gpt import gpt_layer_specs
 
 from benchmarks import train_step
 from benchmarks.measured_model import MeasuredModel
+from benchmarks.rivals import Megatron, Rival
 from benchmarks.shapes import ENCODINGS, SHAPES, run_config
-from benchmarks.step_comparison import ORDERS
+from benchmarks.step_comparison import turns
 from benchmarks.step_results import peak_flops, utilization
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.errors import ConfigError
+from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.hardware import KINDS
 from megatron_tape.position.tape import TapePosition
 
 TOY = "--shape=toy"
+RIVALS = ["transformers", "megatron"]
 
 
-def measured(folder, *options):
+def measured(folder, *options, against=()):
     path = folder / "record.json"
-    assert train_step.main([TOY, f"--output={path}", *options]) == 0
+    assert train_step.main([TOY, f"--output={path}", *options, "--against", *against]) == 0
     return json.loads(path.read_text())
 
 
@@ -37,7 +42,7 @@ def blocks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
-    return measured(tmp_path_factory.mktemp("alternating"), "--order=alternate")
+    return measured(tmp_path_factory.mktemp("alternating"), "--order=alternate", against=RIVALS)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,9 @@ def check(record, processes=1):
     for block in record["blocks"]:
         assert all(math.isfinite(loss) for loss in block["losses"])
         assert len(block["seconds"]) == len(block["losses"]) and min(block["seconds"]) > 0
-    for name, found in record["encodings"].items():
-        model = run_config(name, SHAPES["toy"], 1, train_step.parse([TOY], False)[0]).model
+    for name, found in record["models"].items():
+        encoding = name if name in ENCODINGS else "rope"
+        model = run_config(encoding, SHAPES["toy"], 1, train_step.parse([TOY], False)[0]).model
         assert found["tokens_per_second"] == pytest.approx(tokens / found["seconds_per_step"])
         flops = flops_per_token(model) * found["tokens_per_second"] / processes
         assert found["tflops"] == pytest.approx(flops / 1e12) and found["mfu"] is None
@@ -64,11 +70,11 @@ def test_blocks_are_recorded_with_phases_speed_and_memory(blocks):
     record, _ = blocks
     check(record)
     assert record["environment"]["commit"] == "abc" and record["run"]["zero_stage"] == 0
-    assert tuple((block["encoding"],) for block in record["blocks"]) == ORDERS["blocks"]
-    seconds = {name: record["encodings"][name]["seconds_per_step"] for name in ENCODINGS}
+    assert [(block["model"],) for block in record["blocks"]] == turns("blocks", [])
+    seconds = {name: record["models"][name]["seconds_per_step"] for name in ENCODINGS}
     assert record["ratio_time"] == seconds["tape"] / seconds["rope"]
     assert record["ratio_memory"] > 1
-    assert record["encodings"]["tape"]["position_update"] == "plain torch"
+    assert record["models"]["tape"]["position_update"] == "plain torch"
 
 
 def test_two_engines_in_one_process_train_as_one_after_the_other(blocks, alternating):
@@ -76,9 +82,71 @@ def test_two_engines_in_one_process_train_as_one_after_the_other(blocks, alterna
     assert first["losses"] == last["losses"] and first["losses"] != tape["losses"]
     assert first["losses"][0] > first["losses"][-1] and tape["losses"][0] > again["losses"][-1]
     check(alternating)
-    assert [block["losses"] for block in alternating["blocks"]] == [first["losses"], tape["losses"]]
-    rope, tape = (block["seconds"] for block in alternating["blocks"])
+    assert [block["losses"] for block in alternating["blocks"][:2]] == [first["losses"], tape["losses"]]
+    rope, tape = (block["seconds"] for block in alternating["blocks"][:2])
     assert alternating["ratio_time"] == pytest.approx(sum(t / r for t, r in zip(tape, rope)) / 2)
+
+
+def test_rivals_learn_the_same_tokens_in_the_same_turns(alternating):
+    assert list(alternating["models"]) == [*ENCODINGS, *RIVALS]
+    rope, _, *rivals = alternating["blocks"]
+    for block in rivals:
+        assert (
+            block["losses"][0] == pytest.approx(rope["losses"][0], abs=0.3) and block["losses"][-1] < rope["losses"][0]
+        )
+    fastest, ratios = alternating["fastest_rival"], alternating["ratios_to_fastest_rival"]
+    assert fastest == min(RIVALS, key=lambda name: alternating["models"][name]["seconds_per_step"])
+    taken = {block["model"]: block["seconds"] for block in alternating["blocks"]}
+    for name, ratio in ratios.items():
+        assert ratio == pytest.approx(sum(a / b for a, b in zip(taken[name], taken[fastest])) / 2)
+
+
+def test_in_blocks_and_bf16_rivals_stand_between_rope_and_tape_so_that_a_drift_cancels(tmp_path):
+    record = measured(tmp_path, "--precision=bf16", against=RIVALS)
+    there = ["rope", *RIVALS, "tape"]
+    assert [block["model"] for block in record["blocks"]] == [*there, *reversed(there)]
+    for name in RIVALS:
+        first, again = (block["losses"] for block in record["blocks"] if block["model"] == name)
+        assert first == again and first[-1] < first[0]
+        ratio = (
+            record["models"][name]["seconds_per_step"] / record["models"][record["fastest_rival"]]["seconds_per_step"]
+        )
+        assert record["ratios_to_fastest_rival"][name] == ratio
+
+
+def test_a_rival_that_cannot_take_a_step_is_left_out_with_the_reason(tmp_path, monkeypatch):
+    def step(self):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Rival, "step", step)
+    record = measured(tmp_path, against=["transformers"])
+    assert set(record["models"]) == set(ENCODINGS) and "no room" in record["rejected_rivals"]["transformers"]
+
+
+def test_the_layers_of_transformer_engine_are_taken_where_it_is_installed(monkeypatch):
+    taken, local = [], gpt_layer_specs.get_gpt_layer_local_spec
+    monkeypatch.setattr(
+        gpt_layer_specs,
+        "get_gpt_layer_with_transformer_engine_spec",
+        lambda: taken.append("engine") or local(normalization="RMSNorm"),
+    )
+    model = run_config("rope", SHAPES["toy"], 1, train_step.parse([TOY], False)[0]).model
+    layout = initialize_distributed()
+    assert Megatron(model, torch.float32, layout, transformer_engine=False).mask is not None and not taken
+    assert Megatron(model, torch.float32, layout, transformer_engine=True).mask is None and taken
+
+
+def test_rivals_are_those_that_can_train_here(monkeypatch, capsys):
+    assert train_step.rivals_here(None, 1) == RIVALS and train_step.rivals_here(None, 2) == []
+    assert train_step.main([TOY, "--against", "transformer_engine"]) == 2
+    assert "--against names transformer_engine, which needs a GPU" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="is not installed"):
+        train_step.rivals_here(["transformer_engine"], 1)
+    with pytest.raises(ConfigError, match="trains on one process"):
+        train_step.rivals_here(["megatron"], 2)
+    monkeypatch.setattr(train_step.importlib.util, "find_spec", lambda name: name)
+    assert train_step.rivals_here(None, 1) == [*RIVALS, "transformer_engine"]
 
 
 def test_bf16_trains_under_zero_1_and_rope_takes_its_fastest_backend(tmp_path):
@@ -87,7 +155,7 @@ def test_bf16_trains_under_zero_1_and_rope_takes_its_fastest_backend(tmp_path):
     assert record["run"]["zero_stage"] == 1 and record["run"]["recompute"] == "full"
     tried = record["rope_backends"]["seconds_per_step"]
     assert set(tried) == {"tiled", "torch"} and "flash_attn" in record["rope_backends"]["rejected"]
-    assert record["encodings"]["rope"]["attention"] == min(tried, key=tried.get)
+    assert record["models"]["rope"]["attention"] == min(tried, key=tried.get)
 
 
 def test_two_data_parallel_processes_train_on_twice_the_tokens(two_processes):
@@ -104,7 +172,7 @@ def test_two_tensor_parallel_processes_train_as_one(two_processes, alternating):
     case = two_processes["tensor_parallel"]
     assert case["status"] == 0
     check(case["record"], processes=2)
-    for ours, alone in zip(case["record"]["blocks"], alternating["blocks"], strict=True):
+    for ours, alone in zip(case["record"]["blocks"], alternating["blocks"][:2], strict=True):
         assert ours["losses"] == pytest.approx(alone["losses"], abs=1e-4)
 
 
@@ -133,7 +201,7 @@ def test_micro_batches_are_halved_until_they_fit(tmp_path, monkeypatch):
 
 def test_a_single_sequence_that_does_not_fit_ends_with_a_sentence(tmp_path, monkeypatch, capsys):
     out_of_memory_above(monkeypatch, 0)
-    assert train_step.main([TOY, "--order=alternate", f"--output={tmp_path / 'record.json'}"]) == 1
+    assert train_step.main([TOY, "--order=alternate", f"--output={tmp_path / 'record.json'}", "--against"]) == 1
     assert "--micro-batch of 1 is too large: memory ran out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -184,6 +252,11 @@ def test_the_155m_shape_is_the_recipe():
     ours = run_config("tape", shape, 1, arguments)
     assert ours.model == recipe.model
     assert ours.train.global_batch_size * 4 == recipe.train.global_batch_size
+
+
+def test_layers_and_tokens_can_differ_from_the_shape():
+    _, shape = train_step.parse([TOY, "--layers=3", "--tokens=48"], False)
+    assert shape == dataclasses.replace(SHAPES["toy"], layers=3, seq_length=48)
 
 
 def test_the_defaults_of_a_cpu_and_a_gpu():

@@ -54,7 +54,7 @@ def test_every_situation_is_named_by_one_word(last, queue, word, well):
 def run(tmp_path):
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None, "nodes": ["alpha"], "log": "job.out"})
     rows = [{"step": step, "loss": 5 - step / 10, "tokens_per_second": 1000.0} for step in range(1, 11)]
-    rows = [row | {"time": time.time() + row["step"]} for row in rows]
+    rows = [row | {"time": time.time() + row["step"], "seconds_left": 40.0 - row["step"]} for row in rows]
     rows[4]["validation_loss"] = 4.75
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
     (tmp_path / "config.yaml").write_text("train: {steps: 40}\n")
@@ -76,6 +76,13 @@ def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     ):
         assert expected in output
     assert "alpha, from step 0" in output
+
+
+def test_the_time_left_is_that_of_the_attempt_that_runs(run, capsys):
+    path = run / "attempts" / "000001" / "attempt.json"
+    write_record(path, json.loads(path.read_text()) | {"started": time.time() + 60})
+    assert status.main([str(run)]) == 0
+    assert "speed       1,000 tokens/s\n" in capsys.readouterr().out
 
 
 def test_an_attempt_that_could_not_use_the_newest_checkpoint_says_where_it_began(run, capsys):
@@ -126,6 +133,13 @@ def test_rows_of_the_wrong_shape_are_left_out(run, capsys, row):
     assert status.main([str(run)]) == 0
     last = "not finite at step 12" if b"null" in row else "4.0000 at step 10"
     assert f"loss        {last}; validation 4.7500 at step 5" in capsys.readouterr().out
+
+
+def test_the_last_row_is_found_however_much_follows_it_that_cannot_be_read(run, capsys):
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\n" + b"\0" * 3 * status.TAIL_BYTES + b"\nnonsense" * status.TAIL_BYTES)
+    assert status.main([str(run)]) == 0
+    assert "loss        4.0000 at step 10; validation 4.7500 at step 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import errno
 import io
+import itertools
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_tape.config.schema import TrainConfig
 from megatron_tape.run.metrics import MetricsWriter
 
 SCALARS = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.0, "tflops_per_second": 1.5}
@@ -24,7 +26,7 @@ def rows(directory):
     assert content == "" or content.endswith("\n")
     found = [json.loads(line, parse_constant=refuse) for line in content.splitlines()]
     for row in found:
-        row.pop("time")
+        del row["time"], row["seconds_left"]
     return found
 
 
@@ -93,12 +95,12 @@ def test_a_resumed_run_leaves_one_line_without_gaps_or_repeats_and_a_fresh_one_s
 
 def test_a_file_torn_at_any_byte_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
-    write(tmp_path, [10, 20, 30])
+    write(tmp_path, [10, 20, 30], clock=lambda: 1.0)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     first = whole.index(b"\n") + 1
     for length in range(first, len(whole)):
         (tmp_path / "metrics.jsonl").write_bytes(whole[:length])
-        write(tmp_path, [20, 30], resume_step=10)
+        write(tmp_path, [20, 30], resume_step=10, clock=lambda: 1.0)
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
@@ -133,6 +135,18 @@ def test_the_time_left_follows_the_recent_steps_and_forgets_a_slow_start(tmp_pat
         writer.log(step, SCALARS)
     writer.close()
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:01:00")
+
+
+def test_the_time_left_counts_sequences_as_a_ramp_makes_later_steps_larger(tmp_path, capsys):
+    train = TrainConfig(steps=20, global_batch_size=32, batch_ramp={"from": 16, "over_samples": 160})
+    seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # a second for each sequence
+    writer = MetricsWriter(tmp_path, 20, tensorboard=False, clock=lambda: next(seconds), work=train.samples_after)
+    for step in range(1, 11):
+        writer.log(step, SCALARS)
+    writer.close()
+    assert train.samples_after(10) == 10 * 16 and train.samples_after(20) == 10 * 16 + 10 * 32
+    assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:05:20")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["seconds_left"] == 320
 
 
 def test_tensorboard_opens_on_losses_and_mean_norms_and_shows_each_scalar_and_text_under_its_tag(tmp_path):

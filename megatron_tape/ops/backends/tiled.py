@@ -8,6 +8,7 @@ Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (
 tokens), D head dimension.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -21,6 +22,8 @@ from megatron_tape.ops.bias import Bias
 
 QUERIES, KEYS = 128, 256
 """Rows and columns of a tile."""
+LOG2_E = 1 / math.log(2)
+"""Scores are multiplied by it, since exp2 takes CPUs a third of the time of exp, and exp(x) = exp2(x LOG2_E)."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -68,7 +71,7 @@ class _Tiles:
     def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
         """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in place."""
         rows, columns = scores.shape[1] // self.R, scores.shape[2]
-        scores.view(self.B, -1, rows, columns).add_(bias)
+        scores.view(self.B, -1, rows, columns).add_(bias, alpha=LOG2_E)
         return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
@@ -103,7 +106,7 @@ class _TiledAttention(torch.autograd.Function):
         outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
         for rows, blocks in tiles.blocks():
-            queries = _rows(q, rows, dtype) * D**-0.5
+            queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
             largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
             total, averaged = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], wide.shape[-1])
             for columns in blocks:
@@ -114,7 +117,7 @@ class _TiledAttention(torch.autograd.Function):
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A row that has seen nothing yet has no largest score to subtract.
                 shift = now.masked_fill(now == float("-inf"), 0.0)
-                p, shrink = _exp(scores.sub_(shift)), largest.sub_(shift).exp_()
+                p, shrink = _exp2(scores.sub_(shift)), largest.sub_(shift).exp2_()
                 tiles.hide(p, rows, columns, 0.0)
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
@@ -122,7 +125,7 @@ class _TiledAttention(torch.autograd.Function):
             parts = averaged.div_(total).view(B, G, R, -1, wide.shape[-1]).split([v.shape[-1] for v in values], dim=-1)
             for output, part in zip(outputs, parts):
                 output[:, :, :, rows] = part
-            lse[:, :, :, rows] = total.log_().add_(largest).view(B, G, R, -1)
+            lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
         ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
         ctx.count, ctx.bias, ctx.first = count, bias, first
         return tuple(outputs)
@@ -140,7 +143,7 @@ class _TiledAttention(torch.autograd.Function):
         bias = None if ctx.bias is None else _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
         for rows, blocks in tiles.blocks():
             queries, gradient = (
-                _rows(q, rows, dtype) * D**-0.5,
+                _rows(q, rows, dtype) * (D**-0.5 * LOG2_E),
                 torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1),
             )
             of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
@@ -149,7 +152,7 @@ class _TiledAttention(torch.autograd.Function):
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
                     tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
-                p = _exp(scores.sub_(of_row[0]))
+                p = _exp2(scores.sub_(of_row[0]))
                 tiles.hide(p, rows, columns, 0.0)
                 dwide[:, columns].baddbmm_(p.mT, gradient)
                 ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
@@ -162,18 +165,18 @@ class _TiledAttention(torch.autograd.Function):
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
         dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return (
-            *(None, None, None, None, dq, dk.view_as(k).to(k.dtype)),
+            *(None, None, None, None, dq, dk.div_(LOG2_E).view_as(k).to(k.dtype)),
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
             *(() if bias is None else bias.gradients),
         )
 
 
-def _exp(x: Tensor) -> Tensor:
-    """Return exp(x), in place, but not less than exp(-60), which vanishes beside the largest weight of a row, 1.
+def _exp2(x: Tensor) -> Tensor:
+    """Return exp2(x), in place, but not less than exp2(-90), which vanishes beside the largest weight of a row, 1.
 
     CPUs take several times as long for results that are smaller than normal numbers.
     """
-    return x.clamp_(min=-60.0).exp_()
+    return x.clamp_(min=-90.0).exp2_()
 
 
 class _BiasGradient:
