@@ -32,6 +32,12 @@ DRAWN_AT_ONCE = 4096
 """Numbers; otherwise a model this small would be drawn at once."""
 ROPE, FUSED = "--model.position_encoding=rope", "--model.attention_backend=triton"
 CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
+
+
+def stages(number):
+    return [f"--parallel.pipeline_model_parallel_size={number}"]
+
+
 MANY = {
     "zero_0": ["--deepspeed.zero_stage=0", "--train.precision=fp32", "--model.num_query_groups=8"],
     "zero_1_recomputed": [FULL, GATE],
@@ -52,6 +58,9 @@ MANY = {
     "fused_rope": [FUSED, ROPE, ONE],
     "context_and_qk_norm": CONTEXT,
     "context_and_qk_norm_fused": [*CONTEXT, FUSED],
+    "stage_of_four": [*stages(4), "--model.num_layers=4"],
+    "last_stage_of_two_tied": [*stages(2), ONE, "--model.tie_embeddings=true"],
+    "virtual_stages_recomputed": [*stages(2), ONE, "--parallel.virtual_pipeline_size=2", "--model.num_layers=4", FULL],
     "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
 }
 

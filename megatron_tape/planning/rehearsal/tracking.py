@@ -22,6 +22,7 @@ from megatron_tape.planning.communication import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    PIPELINE,
     REDUCE_SCATTER,
     SEND,
     Traffic,
@@ -208,7 +209,8 @@ class Tracker(TorchDispatchMode):
         process_group = dist.ProcessGroup.unbox(boxed)
         if process_group.size() == 1:
             return
-        group = self._group_name(process_group)
+        # Two stages send each other some of their tensors in the group of all ranks, so that these do not wait for others.
+        group = PIPELINE if kind == SEND else self._group_name(process_group)
         if kind != "barrier" and not all(_on_gpu(x) and x.is_contiguous() for x in inputs):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
         if kind != "barrier" and all(x.numel() == 1 for x in inputs):
