@@ -209,7 +209,7 @@ class Tracker(TorchDispatchMode):
         process_group = dist.ProcessGroup.unbox(boxed)
         if process_group.size() == 1:
             return
-        # Two stages send each other some of their tensors in the group of all ranks, so that these do not wait for others.
+        # Two stages send each other some tensors in the group of all ranks, which then do not wait for the others.
         group = PIPELINE if kind == SEND else self._group_name(process_group)
         if kind != "barrier" and not all(_on_gpu(x) and x.is_contiguous() for x in inputs):
             self.faults[f"NCCL refuses {kind} of a tensor that is on the CPU or not contiguous at {_place()}"] += 1
