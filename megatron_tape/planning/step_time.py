@@ -39,9 +39,8 @@ UPDATE_BYTES = 50
 fp32, and the weight rounded."""
 OPERATIONS = 80
 """Operations that the host starts in one layer's forward pass; the backward pass has about as many."""
-SLICES = 5
-"""Operations of DeepSpeed's ZeRO 3 for each parameter, rank and micro-batch: it cuts and joins gradients rank by rank
-(docs/rehearsal.md)."""
+OPERATIONS_OF_PARAMETER = 40
+"""Operations of ZeRO 3 for each parameter and micro-batch, which gather it and cut its gradient (by rehearsals)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
     sent = _communication(plan, hardware, forward, backward + repeated)
     started = OPERATIONS * plan.model.num_layers * (1 + plan.forward_passes)
     if plan.zero_stage == 3:
-        started += SLICES * plan.replicas * parameters(plan.model, plan.extension).total()
+        started += OPERATIONS_OF_PARAMETER * parameters(plan.model, plan.extension).total()
     on_gpu = forward + backward + repeated + (sent["tensor_parallel"] + sent["context_parallel"]) / plan.micro_batches
     updated = plan.trained_elements / (plan.replicas if plan.zero_stage > 0 else 1)
     gradient_bytes = GRADIENT_BYTES * plan.trained_elements * plan.micro_batches

@@ -25,6 +25,7 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
+from megatron_tape.training.zero_3 import replace_loops_over_ranks
 
 Batch = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -169,6 +170,7 @@ class Engine:
             self.deepspeed_engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._replicated.sum()
+            replace_loops_over_ranks()
             self.deepspeed_engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
