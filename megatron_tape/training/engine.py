@@ -15,8 +15,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+import torch.distributed as dist
+from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
@@ -50,8 +50,8 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "contiguous_gradients": True,
     }
     if stage in (1, 2):
-        # Stage 2 would divide bf16 gradients by the number of ranks before it turns them to fp32. So it divides their
-        # sum, and sends as much: DeepSpeed 0.19.8 reduces by all-reduce either way.
+        # With offload_optimizer, DeepSpeed 0.19.8 itself averages gradients, by all-reduce in any case. Stage 2 would
+        # divide those in bf16 by the number of ranks before it turns them to fp32; now it divides their sum.
         zero["reduce_scatter"] = False
     if config.deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -59,6 +59,9 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     in_bf16 = config.train.precision == "bf16"
     return {
         "train_micro_batch_size_per_gpu": micro,
+    # Asked for it without offload_optimizer, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose
+    # gradient is not finite; there `ScatteredGradients` adds up in fp32.
+    asks_for_fp32 = in_bf16 and (stage > 1 or config.deepspeed.offload_optimizer)
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
@@ -67,7 +70,7 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
-        "data_types": {"grad_accum_dtype": "fp32" if in_bf16 and stage > 1 else None},  # see `_sum_in_fp32`
+        "data_types": {"grad_accum_dtype": "fp32" if asks_for_fp32 else None},
         "steps_per_print": None,
         # DeepSpeed's own, on by default, would synchronize the device twice in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
@@ -141,8 +144,6 @@ class Engine:
             _gather_for_whole_layers(model)
         if config.deepspeed.scatters_gradients:
             ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
-        elif self.zero_stage == 1 and config.train.precision == "bf16":
-            _sum_in_fp32(self.deepspeed_engine.optimizer)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
 
@@ -292,17 +293,6 @@ class Engine:
         if self.zero_stage in (1, 2) and self.optimizer_steps:
             self.deepspeed_engine.optimizer._hp_optimizer_states_linked = False
             self.deepspeed_engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:
-    """Let ZeRO 1 add up and average bf16 gradients in fp32.
-
-    Asked for that in its configuration, DeepSpeed 0.19.8 takes its `BF16_Optimizer`, which skips no step whose gradient
-    is not finite. This class can do it as well, and does where the optimizer is offloaded; it reads these fields at
-    every backward pass.
-    """
-    zero.gradient_accumulation_dtype = torch.float32
-    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
 @contextlib.contextmanager
