@@ -89,6 +89,9 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         by = joint if keys == joint_keys else tensor
         refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
     clash, key = functools.partial(_clash, config), "parallel.sequence_parallel"
+    copies, ranks = config.deepspeed.hierarchical_partition, world_size // tensor_size
+    keys, why = f"deepspeed.hierarchical_partition {tensor_key}", f"which leaves {ranks} ranks to divide"
+    clash(ranks > copies and ranks % copies != 0, keys, "change either", why)
     clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"
@@ -158,6 +161,8 @@ def _validate_precision(config: RunConfig) -> None:
         ("model.attention_backend", config.model.attention_backend in LIBRARIES),
     ):
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
+    copies = deepspeed.hierarchical_partition > 1 and deepspeed.zero_stage < 3
+    clash(copies, "deepspeed.hierarchical_partition deepspeed.zero_stage", "set it to 1, or zero_stage to 3")
     offloads = deepspeed.offload_optimizer and deepspeed.zero_stage == 0
     clash(offloads, "deepspeed.offload_optimizer deepspeed.zero_stage", "set zero_stage to 1, 2 or 3")
 

@@ -53,15 +53,17 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         # With offload_optimizer, DeepSpeed 0.19.8 itself averages gradients, by all-reduce in any case. Stage 2 would
         # divide those in bf16 by the number of ranks before it turns them to fp32; now it divides their sum.
         zero["reduce_scatter"] = False
+    if (size := min(config.deepspeed.hierarchical_partition, layout.replica_size)) > 1:
+        zero["zero_hpz_partition_size"] = size
     if config.deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
-    return {
-        "train_micro_batch_size_per_gpu": micro,
     # Asked for it without offload_optimizer, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose
     # gradient is not finite; there `ScatteredGradients` adds up in fp32.
     asks_for_fp32 = in_bf16 and (stage > 1 or config.deepspeed.offload_optimizer)
+    return {
+        "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad if stage > 0 else 0.0,
@@ -84,6 +86,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
     """
     if config.deepspeed.zero_stage < 3:
         return None
+    _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
     with _torch_launcher_variables(layout):
         # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
         zero = deepspeed.zero.Init(
@@ -91,6 +94,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
             data_parallel_group=layout.mpu.get_data_parallel_group(),
             config_dict_or_path=deepspeed_config(config, layout),
             mpu=layout.mpu,
+            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
@@ -99,6 +103,29 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         parameter.partition()
 
     return partition
+
+
+def _set_hierarchy(size: int, layout: ParallelLayout) -> None:
+    """Tell DeepSpeed which ranks keep the weights once more; by itself it would take consecutive ones."""
+    size = min(size, layout.replica_size)
+    found = _hierarchy(size, layout.tensor_parallel_size, layout.world_size) if size > 1 else None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = found
+
+
+@functools.cache
+def _hierarchy(size: int, tensor_parallel_size: int, world_size: int) -> dist.ProcessGroup:
+    """Return this rank's group of `size` ranks that hold the same tensor-parallel shares, next to each other."""
+    span = size * tensor_parallel_size
+    starts = [first + rank for first in range(0, world_size, span) for rank in range(tensor_parallel_size)]
+    every = [list(range(start, start + span, tensor_parallel_size)) for start in starts]
+    return dist.new_subgroups_by_enumeration(every)[0]
+
+
+def _drop_copies(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 copy the weights anew where `hierarchical_partition` has made copies before the weights were set."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
 
 
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
@@ -132,6 +159,8 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout.groups.tp)
+        _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
+        _drop_copies(model)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -141,6 +170,7 @@ class Engine:
                 dist_init_required=False,
             )
         if self.zero_stage == 3:
+            replace_loops_over_ranks()
             _gather_for_whole_layers(model)
         if config.deepspeed.scatters_gradients:
             ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
@@ -171,7 +201,6 @@ class Engine:
             self.deepspeed_engine.backward(loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._replicated.sum()
-            replace_loops_over_ranks()
             self.deepspeed_engine.step()
         loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
@@ -257,6 +286,7 @@ class Engine:
         for name, parameter in self.trained.items():
             for key in self.keys_of(name, optimizer_steps):
                 self._set(parameter, key, read(f"{key}/{name}"))
+        _drop_copies(self.module)
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
