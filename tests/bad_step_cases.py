@@ -5,6 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from models import build, random_tokens, small_model
 
 from megatron_tape.config.schema import (
@@ -16,6 +17,7 @@ from megatron_tape.config.schema import (
     TrainConfig,
 )
 from megatron_tape.training.engine import Engine
+from megatron_tape.training.zero_3 import average_and_scatter
 
 CASES = [
     (tp, stage, what, precision)
@@ -138,6 +140,15 @@ def overlapped(stage, precision):
     return all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
+def scattered():
+    """Whether gradients of odd sizes are averaged and cut as DeepSpeed's own function does it."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(dist.get_rank())
+    tensors = [torch.randn(size, generator=generator) for size in [(1,), (2,), (7, 3), (64,), (5, 13)]]
+    expected = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], group)
+    found = average_and_scatter(tensors, group)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
     results = {name_of(*case): trial(*case) for case in CASES}
@@ -152,5 +163,8 @@ def main(folder):
         results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
         for precision in ("fp32", "bf16"):
             results[f"overlapped_zero{stage}_{precision}"] = overlapped(stage, precision)
+    outcome = torch.tensor(scattered()).int()
+    dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
+    results["scattered"] = bool(outcome)
     results["averaged_zero1_offload"] = averaged(1, offload_optimizer=True)
     return results

@@ -45,6 +45,7 @@ MANY = {
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
     "zero_1_in_bf16": [BY_BF16],
     "zero_2_not_overlapping_in_bf16": [ZERO_2, "--deepspeed.overlap_comm=false", BY_BF16],
+    "zero_3_hierarchical": ["--deepspeed.zero_stage=3", "--deepspeed.hierarchical_partition=2"],
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
     "without_tensor_parallelism_zero_3": [ONE, "--deepspeed.zero_stage=3"],
     "rope": [ROPE, ZERO_2],

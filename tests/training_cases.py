@@ -1,16 +1,19 @@
 """Runs the training command again and again inside one process group, for test_training.py and test_resuming.py."""
 
+import contextlib
 import json
 import logging
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import tensor_parallel_cases
 import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.model.names import kind_of
+from megatron_tape.training import engine
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -77,6 +80,24 @@ def zero(stage):
     return option("deepspeed.zero_stage", stage)
 
 
+def hierarchy(size):
+    return zero(3), option("deepspeed.hierarchical_partition", size)
+
+
+@contextlib.contextmanager
+def gathering_all():
+    """Let ZeRO 3 cut all parameters; by default it keeps small ones, which here are all, on every rank."""
+    settings = engine.deepspeed_config
+
+    def changed(*arguments):
+        found = settings(*arguments)
+        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return found
+
+    with mock.patch.object(engine, "deepspeed_config", changed):
+        yield
+
+
 OFFLOAD = option("deepspeed.offload_optimizer", "true")
 
 
@@ -106,6 +127,12 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
     for size, stage in EVALUATED[sizes]:
         name = f"evaluated-{size}"
         rows[f"evaluated_tp{size}"] = run(folder, name, prefix, tp(size), zero(stage), *evaluated(data))
+    if sizes == (2,):
+        for size in (1, 2):
+            for partition in (1, 2):
+                name, hierarchical = f"partition_{partition}_tp{size}", hierarchy(partition)
+                with gathering_all():
+                    rows[name] = run(folder, name, prefix, tp(size), *hierarchical, *accumulate)
     for stage in (1, 2, 3) if last == 2 else ():  # gradients of parameters that both tensor-parallel ranks hold
         name = f"apart_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(2), zero(stage), option("deepspeed.overlap_comm", "false"))
@@ -236,5 +263,7 @@ def main(folder, data, what):
     before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
+    with gathering_all():
+        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, *hierarchy(2))
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     return results | frozen_runs(folder, prefix)

@@ -48,6 +48,9 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
         by = joint if keys == joint_keys else tensor
         refuse(size % divisor != 0, (key, *keys), f"{size} is not divisible by {by}", "change either")
     clash, key = functools.partial(clashes, config), "parallel.sequence_parallel"
+    copies, ranks = config.deepspeed.hierarchical_partition, world_size // tensor_size
+    keys, why = f"deepspeed.hierarchical_partition {tensor_key}", f"which leaves {ranks} ranks to divide"
+    clash(ranks > copies and ranks % copies != 0, keys, "change either", why)
     clash(tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", "set it to null", "so nothing can be sharded")
     if tensor_size > 1 and not sequence_parallel:
         fix = f"set {key} to true or null"

@@ -94,6 +94,8 @@ def _validate_precision(config: RunConfig) -> None:
         ("model.attention_backend", config.model.attention_backend in LIBRARIES),
     ):
         clash(precision == "fp32" and in_bf16, f"{key} train.precision", "change either, as it needs bf16")
+    copies = deepspeed.hierarchical_partition > 1 and deepspeed.zero_stage < 3
+    clash(copies, "deepspeed.hierarchical_partition deepspeed.zero_stage", "set it to 1, or zero_stage to 3")
     offloads = deepspeed.offload_optimizer and deepspeed.zero_stage == 0
     clash(offloads, "deepspeed.offload_optimizer deepspeed.zero_stage", "set zero_stage to 1, 2 or 3")
 

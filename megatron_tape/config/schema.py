@@ -264,6 +264,9 @@ class DeepSpeedConfig:
     overlap_comm: bool = True
     """Average gradients, and gather what stage 3 has cut, beside computation. This changes no result; it has not been
     run on a GPU."""
+    hierarchical_partition: Count = 1
+    """With stage 3, keep the weights once more within each so many data-parallel ranks, such as those of a node, from
+    where all but the first forward pass of a step gathers them; 1 does not."""
     offload_optimizer: bool = False
     """Keep optimizer state and its step in host memory."""
     reduce_bucket_size: Count = 500_000_000

@@ -14,6 +14,7 @@ TENSOR, CONTEXT, SEQUENCE = "tensor parallel", "context parallel", "tensor and c
 PIPELINE = "pipeline parallel"
 DATA = "data parallel"
 """All ranks that hold the same weights, over which ZeRO partitions, those of other context ranks included."""
+NODE = "data parallel within hierarchical_partition"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 SEND, BROADCAST = "send", "broadcast"
 
@@ -52,8 +53,8 @@ def communication(plan: Plan, replicated_share: int | None = None) -> dict[tuple
         found[TENSOR, ALL_REDUCE].calls += replicated_share > 0
     found |= _between_stages(plan)
     if plan.replicas > 1:
-        for kind, size in _of_zero(plan).items():
-            found[DATA, kind] = Traffic(size, None)
+        for key, size in _of_zero(plan).items():
+            found[key] = Traffic(size, None)
     return found
 
 
@@ -143,18 +144,20 @@ def gathered_parameters(plan: Plan) -> list[tuple[int, int]]:
     return [(size, count) for size, count in sizes if size > PERSISTENCE_THRESHOLD]
 
 
-def _of_zero(plan: Plan) -> Counter[str]:
+def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
     """Count what is sent among the ranks that hold different sequences."""
     trained, stage = plan.trained_elements, plan.zero_stage
     if stage == 3:
         # Large parameters are gathered for each forward pass, and for the backward pass those that were let go before
         # it; small ones after each step.
         large = sum(size * count for size, count in gathered_parameters(plan))
-        gathered = plan.micro_batches * (large + max(0, large - REUSE_DISTANCE // 2)) + plan.elements - large
-        scattered = plan.gradient_width * trained * plan.micro_batches
-        return Counter({ALL_GATHER: plan.width * gathered, REDUCE_SCATTER: scattered})
+        again = (plan.micro_batches - 1) * large + plan.micro_batches * max(0, large - REUSE_DISTANCE // 2)
+        found = Counter({(DATA, REDUCE_SCATTER): plan.gradient_width * trained * plan.micro_batches})
+        found[DATA, ALL_GATHER] = plan.width * plan.elements
+        found[NODE if plan.hierarchy > 1 else DATA, ALL_GATHER] += plan.width * again
+        return found
     average = REDUCE_SCATTER if plan.config.deepspeed.scatters_gradients else ALL_REDUCE
-    found = Counter({average: plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
+    found = Counter({(DATA, average): plan.gradient_width * trained * (plan.micro_batches if stage == 2 else 1)})
     if stage > 0:
-        found[ALL_GATHER] = plan.width * trained
+        found[DATA, ALL_GATHER] = plan.width * trained
     return found

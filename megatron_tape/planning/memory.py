@@ -25,7 +25,7 @@ class State:
     optimizer: int
     """Adam's two moments of the trained parameters and, except under ZeRO 0, a copy of them, all in fp32."""
     buffers: int = 0
-    """Buckets of gradients and, at stage 3, the weights gathered at any one time."""
+    """Buckets of gradients and, at stage 3, the weights gathered at any one time, and hierarchical_partition's copy."""
     bucket_copy: int = 0
     """While a bucket is averaged: what is there beside it and the gradients."""
     update: int = 0
@@ -102,6 +102,8 @@ def zero_state(plan: Plan) -> State:
     copy = plan.gradient_width * min(bucket, trained) if plan.gradient_width != bucket_width else 0
     if stage == 3 and plan.replicas > 1:
         buffers += width * min(plan.elements, LIVE_PARAMETERS)
+        if plan.hierarchy > 1:
+            buffers += width * -(-plan.elements // plan.hierarchy)
     if not settings.offload_optimizer:
         # The update takes an fp32 copy of the gradients, and square roots.
         return State(weights, gradients, 12 * share, buffers, copy, update=8 * share + bucket_width * bucket)

@@ -19,6 +19,7 @@ from megatron_tape.planning.communication import (
     ALL_GATHER,
     CONTEXT,
     DATA,
+    NODE,
     PIPELINE,
     REUSE_DISTANCE,
     SEQUENCE,
@@ -40,9 +41,8 @@ UPDATE_BYTES = 50
 fp32, and the weight rounded."""
 OPERATIONS = 80
 """Operations that the host starts in one layer's forward pass; the backward pass has about as many."""
-SLICES = 5
-"""Operations of DeepSpeed's ZeRO 3 for each parameter, rank and micro-batch: it cuts and joins gradients rank by rank
-(docs/rehearsal.md)."""
+OPERATIONS_OF_PARAMETER = 40
+"""Operations of ZeRO 3 for each parameter and micro-batch, which gather it and cut its gradient (by rehearsals)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _step_time(plan: Plan, hardware: Hardware) -> StepTime:
     sent = _communication(plan, hardware, forward, backward + repeated)
     started = OPERATIONS * len(plan.held.layers) * (1 + plan.forward_passes)
     if plan.zero_stage == 3:
-        started += SLICES * plan.replicas * parameters(plan.model, plan.extension).total()
+        started += OPERATIONS_OF_PARAMETER * parameters(plan.model, plan.extension).total()
     exchanged = sent["tensor_parallel"] + sent["context_parallel"] + sent["pipeline_parallel"]
     on_gpu = forward + backward + repeated + exchanged / plan.micro_batches
     host = max(0.0, started * hardware.operation_start - on_gpu)
@@ -148,39 +148,43 @@ def _communication(plan: Plan, hardware: Hardware, forward: float, backward: flo
         SEQUENCE: (Group(plan.tensor_size * plan.context_size, 1), "context_parallel"),
         PIPELINE: (Group(plan.stages, plan.config.parallel.ranks_per_stage), "pipeline_parallel"),
         DATA: (Group(plan.replicas, plan.tensor_size * plan.stages), "zero"),
+        NODE: (Group(plan.hierarchy, plan.tensor_size), "zero"),
     }
     found = dict.fromkeys((phase for _, phase in groups.values()), 0.0)
     for (name, kind), traffic in communication(plan).items():
         group, phase = groups[name]
         calls = traffic.calls
-        if calls is None and name == DATA:
-            calls = _calls_of_zero(plan, kind)
+        if calls is None and phase == "zero":
+            calls = _calls_of_zero(plan, name, kind)
         elif calls is None:
             # State and averages, there and back; again where layers are recomputed. In a group of context ranks alone
             # as often queries, keys and values, and attention's output.
             exchanges = 2 if name == CONTEXT else 1
             calls = exchanges * plan.micro_batches * len(plan.held.layers) * (2 + 2 * plan.forward_passes)
         seconds = group.seconds(kind, traffic.bytes, calls, hardware)
-        if name == DATA and plan.config.deepspeed.overlap_comm:
-            seconds -= _hidden(plan, kind, seconds, forward, backward)
+        if phase == "zero" and plan.config.deepspeed.overlap_comm:
+            seconds -= _hidden(plan, name, kind, seconds, forward, backward)
         found[phase] += seconds
     return found
 
 
-def _hidden(plan: Plan, kind: str, seconds: float, forward: float, backward: float) -> float:
+def _hidden(plan: Plan, name: str, kind: str, seconds: float, forward: float, backward: float) -> float:
     """Return how much of ZeRO's communication of one kind runs beside computation, with `overlap_comm`.
 
     Averages of gradients run beside the backward pass, in stage 1 only beside that of the last micro-batch; the last
     bucket is complete when it ends. Stage 3 gathers weights beside the forward pass; the others gather them after the
     update, when nothing is left to compute.
     """
+    if kind == ALL_GATHER and plan.zero_stage == 3:
+        once = name == DATA and plan.hierarchy > 1
+        return min(seconds, (1 if once else plan.micro_batches) * forward)
     if kind == ALL_GATHER:
-        return min(seconds, plan.micro_batches * forward) if plan.zero_stage == 3 else 0.0
+        return 0.0
     beside = (plan.micro_batches if plan.zero_stage > 1 else 1) * backward
     return min(seconds * (1 - 1 / _buckets(plan)), beside)
 
 
-def _calls_of_zero(plan: Plan, kind: str) -> int:
+def _calls_of_zero(plan: Plan, name: str, kind: str) -> int:
     """Return about how many collectives ZeRO makes in a step: by buckets, or matrix by matrix."""
     if kind != ALL_GATHER:
         return _buckets(plan) * (plan.micro_batches if plan.zero_stage > 1 else 1)
@@ -188,8 +192,10 @@ def _calls_of_zero(plan: Plan, kind: str) -> int:
         return _buckets(plan)
     large = gathered_parameters(plan)
     # Most are gathered for the backward pass, too, if not all of them stay.
-    passes = 2 if sum(size * count for size, count in large) > REUSE_DISTANCE // 2 else 1
-    return plan.micro_batches * passes * sum(count for _, count in large)
+    passes = plan.micro_batches * (2 if sum(size * count for size, count in large) > REUSE_DISTANCE // 2 else 1)
+    if plan.hierarchy > 1:
+        passes = 1 if name == DATA else passes - 1
+    return passes * sum(count for _, count in large)
 
 
 def _buckets(plan: Plan) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+import torch.distributed as dist
+from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
@@ -27,6 +27,7 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
+from megatron_tape.training.zero_3 import replace_loops_over_ranks
 
 Batch = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,13 +52,18 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "contiguous_gradients": True,
     }
     if stage in (1, 2):
-        # Stage 2 would divide bf16 gradients by the number of ranks before it turns them to fp32. So it divides their
-        # sum, and sends as much: DeepSpeed 0.19.8 reduces by all-reduce either way.
+        # With offload_optimizer, DeepSpeed 0.19.8 itself averages gradients, by all-reduce in any case. Stage 2 would
+        # divide those in bf16 by the number of ranks before it turns them to fp32; now it divides their sum.
         zero["reduce_scatter"] = False
+    if (size := min(config.deepspeed.hierarchical_partition, layout.replica_size)) > 1:
+        zero["zero_hpz_partition_size"] = size
     if config.deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
+    # Asked for it without offload_optimizer, stage 1 would be DeepSpeed's `BF16_Optimizer`, which skips no step whose
+    # gradient is not finite; there `ScatteredGradients` adds up in fp32.
+    asks_for_fp32 = in_bf16 and (stage > 1 or config.deepspeed.offload_optimizer)
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
@@ -68,7 +74,7 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
-        "data_types": {"grad_accum_dtype": "fp32" if in_bf16 and stage > 1 else None},  # see `_sum_in_fp32`
+        "data_types": {"grad_accum_dtype": "fp32" if asks_for_fp32 else None},
         "steps_per_print": None,
         # DeepSpeed's own, on by default, would synchronize the device twice in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
@@ -82,6 +88,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
     """
     if config.deepspeed.zero_stage < 3:
         return None
+    _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
     with _torch_launcher_variables(layout):
         # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
         zero = deepspeed.zero.Init(
@@ -89,6 +96,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
             data_parallel_group=layout.mpu.get_data_parallel_group(),
             config_dict_or_path=deepspeed_config(config, layout),
             mpu=layout.mpu,
+            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
@@ -97,6 +105,29 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         parameter.partition()
 
     return partition
+
+
+def _set_hierarchy(size: int, layout: ParallelLayout) -> None:
+    """Tell DeepSpeed which ranks keep the weights once more; by itself it would take consecutive ones."""
+    size = min(size, layout.replica_size)
+    found = _hierarchy(size, layout.tensor_parallel_size, layout.world_size) if size > 1 else None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = found
+
+
+@functools.cache
+def _hierarchy(size: int, tensor_parallel_size: int, world_size: int) -> dist.ProcessGroup:
+    """Return this rank's group of `size` ranks that hold the same tensor-parallel shares, next to each other."""
+    span = size * tensor_parallel_size
+    starts = [first + rank for first in range(0, world_size, span) for rank in range(tensor_parallel_size)]
+    every = [list(range(start, start + span, tensor_parallel_size)) for start in starts]
+    return dist.new_subgroups_by_enumeration(every)[0]
+
+
+def _drop_copies(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 copy the weights anew where `hierarchical_partition` has made copies before the weights were set."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
 
 
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
@@ -130,6 +161,8 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout)
+        _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
+        _drop_copies(model)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -139,11 +172,10 @@ class Engine:
                 dist_init_required=False,
             )
         if self.zero_stage == 3:
+            replace_loops_over_ranks()
             _gather_for_whole_layers(model)
         if config.deepspeed.scatters_gradients:
             self._scattered = ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
-        elif self.zero_stage == 1 and config.train.precision == "bf16":
-            _sum_in_fp32(self.deepspeed_engine.optimizer)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
         """How many updates Adam has made; skipped steps do not count."""
@@ -301,6 +333,7 @@ class Engine:
             for key in ("weight", *(MOMENTS if optimizer_steps else ())):
                 if (value := read(f"{key}/{name}")) is not None:
                     self._set(self.trained[name], key, value)
+        _drop_copies(self.module)
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)
@@ -342,17 +375,6 @@ class Engine:
 def _scaled(loss: Tensor) -> Tensor:
     """Return the loss, or NaN if it is not finite: its gradient must not be finite either, or a step would follow."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-
-
-def _sum_in_fp32(zero: DeepSpeedZeroOptimizer) -> None:
-    """Let ZeRO 1 add up and average bf16 gradients in fp32.
-
-    Asked for that in its configuration, DeepSpeed 0.19.8 takes its `BF16_Optimizer`, which skips no step whose gradient
-    is not finite. This class can do it as well, and does where the optimizer is offloaded; it reads these fields at
-    every backward pass.
-    """
-    zero.gradient_accumulation_dtype = torch.float32
-    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
 @contextlib.contextmanager

@@ -45,6 +45,10 @@ def test_gradients_are_averaged_in_bf16_on_request(results, stage):
     assert over_ranks == pytest.approx([1, 1], rel=1e-6)
 
 
+def test_zero_3_averages_and_cuts_as_deepspeed_does(results):
+    assert results["scattered"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overlapping_communication_changes_no_weight(results, stage, precision):

@@ -14,7 +14,9 @@ def resumed(tmp_path_factory):
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "context_parallel", "bf16", "offload", "ramp_offload", "workers", *FROZEN])
+@pytest.mark.parametrize(
+    "case", [*LAYOUTS, "context_parallel", "hierarchical", "bf16", "offload", "ramp_offload", "workers", *FROZEN]
+)
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +24,7 @@ from megatron_tape.model import backend, initialization
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.planning.communication import CONTEXT, DATA, PIPELINE, SEQUENCE, TENSOR
+from megatron_tape.planning.communication import CONTEXT, DATA, NODE, PIPELINE, SEQUENCE, TENSOR
 from megatron_tape.planning.rehearsal.tracking import Record, Tracker, place_of
 from megatron_tape.position import replaced
 from megatron_tape.run.attempts import Attempt
@@ -161,8 +162,8 @@ class _ObservedRun:
             # Comparing kernels with plain torch and writing weights to a file need numbers.
             with (
                 mock.patch.object(backend, "check_fused_kernels", lambda *_: None),
-                mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
                 mock.patch.object(backend, "library_fails", lambda *_: "is not rehearsed"),
+                mock.patch.object(backend, "loss_disagrees", lambda *_: "Liger's kernels are not rehearsed"),
                 mock.patch.object(initialization, "chunks_of", _first_chunk(initialization.chunks_of)),
                 mock.patch.multiple(
                     training,
@@ -207,6 +208,8 @@ class _ObservedRun:
         self.outcome.config = replaced(self.outcome.config, {"model.attention_backend": model.attention_backend})
         self.outcome.start = self.tracker.record.peak
         engine = Engine(model, config, layout)
+        if (group := deepspeed_groups._get_zero_param_intra_parallel_group()) is not None:
+            self.tracker.name_group(group, NODE)
         train_step = engine.train_step
 
         def observed_step(*arguments):
