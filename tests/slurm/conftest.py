@@ -11,7 +11,7 @@ from filelock import FileLock
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cluster as clusters
-from runs import settings
+from runs import TWO_STAGES, settings
 
 MISSING = clusters.missing()
 INJECTED = Path(__file__).parent / "injected"
@@ -71,16 +71,25 @@ def inputs(shared):
     return shared("inputs", fill)
 
 
-@pytest.fixture(scope="session")
-def whole(shared, inputs):
-    """An uninterrupted run of two processes without Slurm."""
+def uninterrupted(shared, inputs, name, **overrides):
+    """Return the folder of an uninterrupted run of two processes without Slurm."""
 
     def fill(folder):
         shutil.copytree(inputs, folder, dirs_exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "pretrain.train"]
-        python(folder, *launcher, "--config", "tiny.yaml", *settings())
+        python(folder, *launcher, "--config", "tiny.yaml", *settings(**overrides))
 
-    return shared("whole", fill)
+    return shared(name, fill)
+
+
+@pytest.fixture(scope="session")
+def whole(shared, inputs):
+    return uninterrupted(shared, inputs, "whole")
+
+
+@pytest.fixture(scope="session")
+def whole_of_stages(shared, inputs):
+    return uninterrupted(shared, inputs, "whole-of-stages", **TWO_STAGES)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from cluster import wait_until
 from megatron_tape.run.judging import read_attempts
 
 STEPS, INTERVAL = 60, 5
+TWO_STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4}
+"""One on each node."""
 
 
 def settings(run="runs/tiny", **overrides):

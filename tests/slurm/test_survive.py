@@ -9,7 +9,7 @@ import time
 
 import pytest
 from cluster import REPOSITORY, wait_until
-from runs import STEPS, rows, step_of, wait_for_attempt, wait_for_step
+from runs import STEPS, TWO_STAGES, rows, step_of, wait_for_attempt, wait_for_step
 
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checkpoint.directories import checkpointed_step
@@ -144,6 +144,28 @@ def test_the_death_of_either_node_costs_the_steps_since_the_last_checkpoint(clus
     finish(cluster, job)
     _, second, third = check_equal(start.run, whole, attempts=3)
     assert second.facts["checkpoint_step"] >= 10 and third.facts["checkpoint_step"] >= 25
+
+
+@slow
+def test_pipeline_stages_on_two_nodes_survive_signals_a_killed_stage_and_the_death_of_a_node(
+    cluster, start, whole_of_stages
+):
+    job = start(overrides=TWO_STAGES | IN_BACKGROUND)
+    wait_for_step(cluster, job, start.run, 7)
+    cluster.run("scancel", "--signal=USR1", job)
+    wait_for_attempt(cluster, job, start.run, 2)
+    wait_for_step(cluster, job, start.run, 16)
+    assert cluster.kill(2, 1)
+    wait_for_attempt(cluster, job, start.run, 3)
+    if cluster.mode() != "plain":
+        wait_for_step(cluster, job, start.run, 28)
+        cluster.control("kill-node", "nodeB")
+        time.sleep(3)
+        cluster.control("start-node", "nodeB")
+    finish(cluster, job)
+    records = check_equal(start.run, whole_of_stages)
+    assert [record.outcome for record in records][0] == "interrupted" and len(records) >= 3
+    assert records[-1].facts["layout"] == "1 tensor parallel x 2 pipeline parallel x 1 data parallel"
 
 
 @slow
