@@ -67,10 +67,10 @@ def test_whatever_a_run_does_is_the_same_with_stages(more, run):
     """Evaluations, samples, a stage that trains nothing, a loss that is not finite, LoRA."""
     expected, rows = (group["rows"][run] for group in more)
     for row, other in zip(rows, expected, strict=True):
-        keys = {key for key in other if key != "time" and "per_second" not in key}
-        assert keys == {key for key in row if key != "time" and "per_second" not in key}
+        keys = {key for key in other if key != "time" and "second" not in key}
+        assert keys == {key for key in row if key != "time" and "second" not in key}
         for key in keys:
-            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-5)), key  # NaN is null
+            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # NaN is null
     assert more[0]["updates"] == more[1]["updates"] == STEPS - 1
 
 
