@@ -210,6 +210,7 @@ class Trainer:
         )
         writer.text("configuration", to_yaml(config), self.step)
         writer.text("parameters", self.parameters, self.step)
+        writer.text("layout", config.parallel.described(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             file.write(to_yaml(config))
         return writer

@@ -1,0 +1,28 @@
+"""What pipeline stages send each other."""
+
+import pytest
+import torch
+
+from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_states_and_gradients_cross_a_boundary_bit_for_bit(dtype, copies):
+    generator = torch.Generator().manual_seed(0)
+    tokens, batch, width = 5, 2, 6
+    # All bit patterns, those of NaN and infinity among them; T may be several times the tokens of the rank.
+    shape = (copies * tokens, batch, 3, 4)
+    state = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int32).view(torch.float32)
+    hidden = torch.randn(tokens, batch, width, generator=generator).to(dtype).requires_grad_()
+    state.requires_grad_()
+    packed = pack(hidden, state)
+    assert packed.shape == (tokens, batch, width + packed_width(shape, torch.float32, tokens, dtype))
+    received = packed.detach().requires_grad_()
+    got = unpack(received, width, shape, torch.float32)
+    assert torch.equal(got[0], hidden) and torch.equal(got[1].view(torch.int32), state.detach().view(torch.int32))
+    gradients = torch.randn(hidden.shape, generator=generator).to(dtype), state.detach().flip(0)
+    torch.autograd.backward(got, gradients)
+    torch.autograd.backward(packed, received.grad)
+    assert torch.equal(hidden.grad, gradients[0])
+    assert torch.equal(state.grad.view(torch.int32), gradients[1].view(torch.int32))
