@@ -472,7 +472,16 @@ def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
 
 
 COMPARED = (
-    *("selective_copy", "grid_navigation_1d", "recall", "addition", "addition_5_digits", "addition_hints", "language"),
+    *(
+        "selective_copy",
+        "selective_copy_published",
+        "grid_navigation_1d",
+        "recall",
+        "addition",
+        "addition_5_digits",
+        "addition_hints",
+        "language",
+    ),
 )
 
 
