@@ -1,6 +1,7 @@
 """Process groups, seeds, and what DeepSpeed needs to know of them."""
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -252,6 +253,7 @@ def _destroy_groups() -> None:
     held = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
     groups = {group for values in held for group in values if isinstance(group, dist.ProcessGroup)}
     parallel_state.destroy_model_parallel()
+    gc.collect()  # of models in cycles of references, which hold groups
     for group in groups - {dist.group.WORLD}:
         with contextlib.suppress(ValueError):  # Megatron has destroyed some of them itself
             dist.destroy_process_group(group)
