@@ -40,8 +40,9 @@ class StretchOfLayers(torch.nn.ModuleList):
         for number, layer in enumerate(layers, first):
             self.add_module(str(number), layer)
 
-    def __getitem__(self, index: int) -> torch.nn.Module:
-        return list(self)[index]
+    def __getitem__(self, index: int | slice) -> torch.nn.Module:
+        found = list(self)[index]
+        return torch.nn.ModuleList(found) if isinstance(index, slice) else found
 
 
 class Decoder(GPTModel):

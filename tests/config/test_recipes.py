@@ -31,7 +31,8 @@ WORLD_SIZES = {
     "tape_155m": (4, 1, 8, 64),
     "tape_1b": (8, 2, 16, 64),
     "tape_7b": (64, 2, 8, 2048),
-    "tape_70b": (512, 8, 64, 8192),
+    "tape_70b": (512, 16, 64, 4096),
+    "tape_405b": (4096, 256, 1024),
 }
 WORLD_SIZES |= {f"encodings/{name}": (1, 2) for name in ENCODINGS}
 WORLD_SIZES |= {f"{name}_{encoding}": (1, 2) for name in SYNTHETIC for encoding in ("tape", "rope")}

@@ -162,17 +162,22 @@ def test_recomputation_gives_the_same_gradients(encoding):
         assert all(torch.equal(gradients[0][name], again[name]) for name in gradients[0])
 
 
+def record_norms(built):
+    for update in built.position_updates():
+        update.record_norms = True
+
+
 def test_position_norms_start_at_rope_and_count_the_update():
     for variant, factor in (("plain", 1.0), ("yarn", 0.1 * math.log(4) + 1)):
         built, _ = build(small_model(**VARIANTS[variant]), randomize=False)
-        built.record_position_norms(True)
+        record_norms(built)
         built(random_tokens())
         norms = [update.norms for update in built.position_updates()]
         assert len(norms) == 2
         for state, change, count in norms:
             assert (state / count).sqrt().tolist() == pytest.approx([factor] * 2, abs=1e-5) and not change.any()
     built, _ = build(small_model())
-    built.record_position_norms(True)
+    record_norms(built)
     built(random_tokens())
     assert all((update.norms[1] > 0).all() for update in built.position_updates())
 
