@@ -16,18 +16,15 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel.layout import ParallelLayout
-from megatron_tape.training import zero_shares
+from megatron_tape.training import zero_3, zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
-from megatron_tape.training.zero_3 import replace_loops_over_ranks
 
 Batch = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -88,7 +85,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
     """
     if config.deepspeed.zero_stage < 3:
         return None
-    _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
+    zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
     with _torch_launcher_variables(layout):
         # Given a module, be it empty, DeepSpeed replaces torch's linear function, which would keep gathered weights.
         zero = deepspeed.zero.Init(
@@ -105,40 +102,6 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         parameter.partition()
 
     return partition
-
-
-def _set_hierarchy(size: int, layout: ParallelLayout) -> None:
-    """Tell DeepSpeed which ranks keep the weights once more; by itself it would take consecutive ones."""
-    size = min(size, layout.replica_size)
-    found = _hierarchy(size, layout.tensor_parallel_size, layout.world_size) if size > 1 else None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = found
-
-
-@functools.cache
-def _hierarchy(size: int, tensor_parallel_size: int, world_size: int) -> dist.ProcessGroup:
-    """Return this rank's group of `size` ranks that hold the same tensor-parallel shares, next to each other."""
-    span = size * tensor_parallel_size
-    starts = [first + rank for first in range(0, world_size, span) for rank in range(tensor_parallel_size)]
-    every = [list(range(start, start + span, tensor_parallel_size)) for start in starts]
-    return dist.new_subgroups_by_enumeration(every)[0]
-
-
-def _drop_copies(model: torch.nn.Module) -> None:
-    """Let ZeRO 3 copy the weights anew where `hierarchical_partition` has made copies before the weights were set."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_secondary_tensor"):
-            parameter.ds_secondary_tensor = None
-
-
-def _gather_for_whole_layers(model: torch.nn.Module) -> None:
-    """Let ZeRO 3 gather the encoding's parameters with each layer.
-
-    It would gather them only for `LayerPosition.forward`, but a bias is computed from them before, inside attention.
-    """
-    for layer in model.modules():
-        if isinstance(layer, PositionTransformerLayer):
-            for parameter in layer.position.parameters():
-                deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 def stream_of(seed: int, step: int) -> np.random.Generator:
@@ -161,8 +124,8 @@ class Engine:
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         self.adam = build_optimizer(model, config.optimizer, config.deepspeed, layout)
-        _set_hierarchy(config.deepspeed.hierarchical_partition, layout)
-        _drop_copies(model)
+        zero_3.set_hierarchy(config.deepspeed.hierarchical_partition, layout)
+        zero_3.drop_copies(model)
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
                 model=model,
@@ -172,8 +135,8 @@ class Engine:
                 dist_init_required=False,
             )
         if self.zero_stage == 3:
-            replace_loops_over_ranks()
-            _gather_for_whole_layers(model)
+            zero_3.replace_loops_over_ranks()
+            zero_3.gather_for_whole_layers(model)
         if config.deepspeed.scatters_gradients:
             self._scattered = ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
@@ -333,7 +296,7 @@ class Engine:
             for key in ("weight", *(MOMENTS if optimizer_steps else ())):
                 if (value := read(f"{key}/{name}")) is not None:
                     self._set(self.trained[name], key, value)
-        _drop_copies(self.module)
+        zero_3.drop_copies(self.module)
 
     def _set(self, parameter: torch.nn.Parameter, key: str, value: Tensor) -> None:
         value = value.to(self.layout.device)

@@ -1,14 +1,55 @@
-"""ZeRO 3's averaging of gradients and gathering of weights, without loops over the ranks.
+"""What ZeRO 3 gathers where, and its averaging of gradients and gathering of weights without loops over the ranks.
 
 DeepSpeed 0.19.8 cuts and joins every tensor rank by rank. With hundreds of ranks, that keeps the host busy for longer
 than a step keeps the GPU. The functions here send the same numbers, and cut and join them for all ranks at once.
 """
 
+import functools
+
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.utils import groups
 from torch import Tensor
+
+from megatron_tape.model.layers import PositionTransformerLayer
+from megatron_tape.parallel.layout import ParallelLayout
+
+
+def set_hierarchy(size: int, layout: ParallelLayout) -> None:
+    """Tell DeepSpeed which ranks keep the weights once more; by itself it would take consecutive ones."""
+    size = min(size, layout.replica_size)
+    found = _hierarchy(size, layout.tensor_parallel_size, layout.world_size) if size > 1 else None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = found
+
+
+@functools.cache
+def _hierarchy(size: int, tensor_parallel_size: int, world_size: int) -> dist.ProcessGroup:
+    """Return this rank's group of `size` ranks that hold the same tensor-parallel shares, next to each other."""
+    span = size * tensor_parallel_size
+    starts = [first + rank for first in range(0, world_size, span) for rank in range(tensor_parallel_size)]
+    every = [list(range(start, start + span, tensor_parallel_size)) for start in starts]
+    return dist.new_subgroups_by_enumeration(every)[0]
+
+
+def drop_copies(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 copy the weights anew where `hierarchical_partition` has made copies before the weights were set."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
+
+
+def gather_for_whole_layers(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 gather the encoding's parameters with each layer.
+
+    It would gather them only for `LayerPosition.forward`, but a bias is computed from them before, inside attention.
+    """
+    for layer in model.modules():
+        if isinstance(layer, PositionTransformerLayer):
+            for parameter in layer.position.parameters():
+                deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 def replace_loops_over_ranks() -> None:
