@@ -30,7 +30,7 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
     The import is `base` in the run's directory, complete or absent. Raises CheckpointError on every rank.
     """
-    return on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
+    return import_on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
 
 
 def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
@@ -68,7 +68,7 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
         raise CheckpointError(str(target), problem, f"set it to the former, or {fix}")
 
 
-def on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
+def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
     """Return on every rank what `work` returns on rank 0, or raise its error; `work` calls its argument as it advances.
 
     However long it takes, no rank is taken for hung as long as it advances.

@@ -288,14 +288,14 @@ def test_a_long_import_is_no_hang_as_long_as_it_advances(monkeypatch):
             begun.append(len(stages))
         return Path("made")
 
-    assert importing.on_rank_0(work, layout, watch) == Path("made")
+    assert importing.import_on_rank_0(work, layout, watch) == Path("made")
     assert len(begun) == 3 and len(stages) <= 4
 
     def fail(advance):
         raise ValueError("the reason")
 
     with pytest.raises(CheckpointError, match="extension.from cannot be imported: the reason"):
-        importing.on_rank_0(fail, layout, watch)
+        importing.import_on_rank_0(fail, layout, watch)
 
 
 def test_settings_of_the_base_are_the_lowest_layer(bases, data, capsys):
