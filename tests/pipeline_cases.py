@@ -175,7 +175,7 @@ def more(folder, data):
         dist.barrier()
         rows[f"{name}_continued"] = run(folder, name, *tied, *after)
         states[f"{name}_continued"] = whole_state(folder, name, STEPS)
-    return {"rows": rows, "states": states, "updates": updates}
+    return {"rows": rows, "states": states, "updates": updates, "folder": str(folder)}
 
 
 def main(folder, data, what):

@@ -1,10 +1,16 @@
 """Pipeline stages against one process: losses, gradients, checkpoints, and everything else that a run does."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from conversions import convert
 from datasets_for_tests import write_all
 from launch import run_group
 from pipeline_cases import LAYOUTS, LONG, MOVES, OF_FOUR, STEPS, run_under
+
+from megatron_tape.evaluation.results import read_results
+from pretrain import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +101,22 @@ def test_a_run_with_stages_is_extended_under_every_layout(more, run):
     expected, rows = more[0]["rows"]["extended"], more[1]["rows"][run]
     for row, other in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_run_with_stages_is_evaluated_and_exported_like_any_other(more, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
+    settings = [f"--perplexity.data={data}/b", "--perplexity.lengths=[8, 16]", "--device=cpu"]
+    found = {}
+    for group, kind in zip(more, ("alone", "stages")):
+        run, export = Path(group["folder"], "evaluated"), tmp_path / kind
+        done = convert("to-hf", "--checkpoint", run, "--output", export)
+        assert done.returncode == 0, done.stderr
+        for model in (run, export):
+            output = tmp_path / f"{kind}-results-{model.name}"
+            assert evaluate.main(["perplexity", f"--model={model}", f"--output={output}", *settings]) == 0
+            scores = read_results(output).tasks["perplexity"].scores
+            found[kind, model == export] = {(s.metric, s.group, s.length): s.value for s in scores}
+    expected = found.pop(("alone", False))
+    assert len(expected) > 2
+    for kind, values in found.items():
+        assert values == pytest.approx(expected, rel=1e-4), kind

@@ -7,7 +7,14 @@ from pretrain import scaling
 
 PAGE = scaling.PAGE.read_text(encoding="utf-8")
 TABLES = PAGE.partition(scaling.BEGINNING)[2].partition(scaling.END)[0]
-SAMPLE = [("155M", 4096, 8), ("155M", 131072, 4096), ("1B", 32768, 512), ("7B", 131072, 64), ("70B", 4096, 8), ("70B", 4096, 512)]
+SAMPLE = [
+    ("155M", 4096, 8),
+    ("155M", 131072, 4096),
+    ("1B", 32768, 512),
+    ("7B", 131072, 64),
+    ("70B", 4096, 8),
+    ("70B", 4096, 512),
+]
 
 
 @pytest.mark.parametrize("model, length, gpus", SAMPLE)

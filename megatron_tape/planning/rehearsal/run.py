@@ -40,8 +40,8 @@ STEPS, MEASURED = 5, 4
 """The first steps create what later ones find, such as Adam's moments; DeepSpeed begins some of its timers only after
 the second. The last is logged, evaluated and saved."""
 MICRO_BATCHES = 2
-"""The most micro-batches in a step without pipeline stages; any further ones would only repeat the second. With stages,
-there are as many as stages, which is when the first one keeps most."""
+"""The most micro-batches in a step, for each pipeline stage; any further ones would only repeat these. The first stage
+keeps most, gradients of all its layers included, from twice as many as there are stages on."""
 
 
 @dataclass
@@ -87,10 +87,10 @@ def rehearse(config: RunConfig) -> Rehearsal:
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with five steps of at most two micro-batches; it reads nothing and writes only into `home`."""
+    """Return `config` with five steps of at most two micro-batches for each stage; it reads nothing and writes only into `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule = config.train, config.schedule
-    micro_batches = max(MICRO_BATCHES, config.parallel.pipeline_model_parallel_size)
+    micro_batches = MICRO_BATCHES * config.parallel.pipeline_model_parallel_size
     changed = {
         "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
         "train.batch_ramp": None,
