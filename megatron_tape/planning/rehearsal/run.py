@@ -87,7 +87,7 @@ def rehearse(config: RunConfig) -> Rehearsal:
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with five steps of at most two micro-batches for each stage; it reads nothing and writes only into `home`."""
+    """Return `config` with five steps of few micro-batches; it reads nothing and writes only into `home`."""
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
     train, schedule = config.train, config.schedule
     micro_batches = MICRO_BATCHES * config.parallel.pipeline_model_parallel_size
