@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", type=lambda text: kinds.get(text.lower(), text), choices=KINDS, help=gpu_help)
     add("--rates", metavar="FILE", help="rates measured by python -m benchmarks.rates, in place of assumed ones")
     search_help = (
-        "list the ten fastest layouts that fit on --processes GPUs: tensor- and context-parallel sizes, ZeRO stage, "
-        "micro-batch size and recomputation; the global batch stays"
+        "list the ten fastest layouts that fit on --processes GPUs: tensor-, context- and pipeline-parallel sizes, "
+        "virtual stages, ZeRO stage, micro-batch size and recomputation; the global batch stays"
     )
     add("--search", action="store_true", help=search_help)
     return parser

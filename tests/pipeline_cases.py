@@ -42,6 +42,9 @@ def cases(data):
         "full": [option("train.recompute", "full"), *packed(data)],
         "bf16": [option("train.precision", "bf16")],
         "bf16_tied": [option("train.precision", "bf16"), option("model.tie_embeddings", "true")],
+        # The first steps have as many micro-batches as two, or four, stages.
+        "ramp": [option("train.batch_ramp", "{from: 2, over_samples: 8}")],
+        "deep_ramp": [option("model.num_layers", 8), option("train.batch_ramp", "{from: 4, over_samples: 8}")],
         "zero0": [option("deepspeed.zero_stage", 0), option("model.tie_embeddings", "true")],
     }
 
@@ -52,6 +55,7 @@ LAYOUTS = {
     2: {"pp2": [option(STAGES, 2)], "pp2_v2": [option(STAGES, 2), option(VIRTUAL, 2)]},
     4: {
         "pp4": [option(STAGES, 4)],
+        "pp4_v2": [option(STAGES, 4), option(VIRTUAL, 2)],
         "pp2_tp2": [option(STAGES, 2), option("parallel.tensor_model_parallel_size", 2)],
         "pp2_cp2": [option(STAGES, 2), option("parallel.context_parallel_size", 2)],
         "pp2_dp2": [option(STAGES, 2)],
@@ -67,7 +71,11 @@ def run_under(layout):
     """Names of the cases that are run under a layout."""
     if layout in ("alone", "pp2"):
         return tuple(cases(""))
-    return OF_FOUR if layout in ("pp4", "pp2_tp2", "pp2_v2") else OF_FOUR[:4]
+    if layout == "pp4_v2":
+        return ("deep_ramp",)
+    if layout == "pp2_v2":
+        return (*OF_FOUR, "ramp")
+    return OF_FOUR if layout in ("pp4", "pp2_tp2") else OF_FOUR[:4]
 
 
 def run(folder, name, *overrides, expect=0, trains=None):

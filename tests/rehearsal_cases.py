@@ -61,6 +61,7 @@ MANY = {
     "context_and_qk_norm_fused": [*CONTEXT, FUSED],
     "stage_of_four": [*stages(4), "--model.num_layers=4"],
     "last_stage_of_two_tied": [*stages(2), ONE, "--model.tie_embeddings=true"],
+    "stage_of_four_tied": [*stages(4), ONE, "--model.num_layers=4", "--model.tie_embeddings=true"],
     "virtual_stages_recomputed": [*stages(2), ONE, "--parallel.virtual_pipeline_size=2", "--model.num_layers=4", FULL],
     "chosen": ["--model.attention_backend=auto", ONE, "--model.num_query_groups=8"],
 }

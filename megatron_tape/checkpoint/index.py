@@ -62,19 +62,20 @@ def share(sizes: Mapping[str, int], ranks: int, most: int | None = None) -> dict
     return chosen
 
 
-def writers(sizes: Mapping[str, int], tensor_size: int, ranks: int, limit: int | None) -> dict[str, int]:
+def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
     """Return which of `ranks` ranks with the same weights writes each tensor.
 
-    `sizes` are the bytes of this shard's tensors, of `tensor_size` alike; `limit` is `checkpoint.writers`.
+    `sizes` are the bytes of this shard's tensors, of `shards` alike, those of other tensor-parallel ranks and stages;
+    `limit` is `checkpoint.writers`.
     """
-    return share(sizes, ranks, writer_count(sum(sizes.values()), tensor_size, limit))
+    return share(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 
 
-def writer_count(size: int, tensor_size: int, limit: int | None) -> int:
-    """Return how many ranks may write a shard of `size` bytes, one of `tensor_size` shards, at most."""
+def writer_count(size: int, shards: int, limit: int | None) -> int:
+    """Return how many ranks may write a shard of `size` bytes, one of `shards`, at most."""
     if limit is None:
-        limit = min(MOST_FILES, tensor_size * math.ceil(size / FILE_BYTES))
-    return max(1, limit // tensor_size)
+        limit = min(MOST_FILES, shards * math.ceil(size / FILE_BYTES))
+    return max(1, limit // shards)
 
 
 def readers(

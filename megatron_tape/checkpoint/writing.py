@@ -126,9 +126,9 @@ class Save:
         self._tensors = engine.training_state(chosen.__getitem__, frozen)
         # The stages, one after another, number the files that they write.
         ranks = layout.gather_stages(sorted(set(chosen.values())))
-        files = [(stage, rank) for stage, of_stage in enumerate(ranks) for rank in of_stage]
+        places = [(stage, rank) for stage, of_stage in enumerate(ranks) for rank in of_stage]
         place = layout.pipeline_rank, layout.replica_rank
-        self._number = files.index(place) if place in files else None
+        self._number = places.index(place) if place in places else None
         self._state = _state(writer, self._step, samples, progress)
         is_rank_0 = layout.rank == 0
         random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None

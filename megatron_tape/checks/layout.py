@@ -71,7 +71,8 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
         return
     stretches, given = stages * virtual, parallel.pipeline_layers
     problem = f"{stages} stages times {virtual_key} {virtual} do not divide model.num_layers {layers}"
-    nearest = [n for n in range(1, layers // virtual + 1) if layers % (n * virtual) == 0] or [1]
+    least = 1 if virtual == 1 else 2
+    nearest = [n for n in range(least, layers // virtual + 1) if layers % (n * virtual) == 0] or [1]
     near = min(nearest, key=lambda n: abs(n - stages))
     fix = f"set {STAGES} to {near}, or say in {layers_key} how many layers each of the {stretches} stretches has"
     refuse(given is None and layers % stretches != 0, (STAGES, virtual_key, "model.num_layers"), problem, fix)
@@ -84,7 +85,10 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
         clash(refused, f"{key} {STAGES}", "set it to " + ("0 or 1" if key.endswith("stage") else "false"), why)
     encoding = encoding_of(model)
     silent = encoding.carries(1) and type(encoding).carried is PositionEncoding.carried
-    clash(silent, f"{STAGES} model.position_encoding", "set it to 1", "which does not say what it sends (carried)")
+    keys = f"{STAGES} model.position_encoding"
+    clash(silent, keys, "set it to 1", "which does not say what it sends (carried)")
+    carries = {encoding.carries(layer) for layer in (1, *(stretch.start for stretch in parallel.stretches(layers)[1:]))}
+    clash(len(carries) > 1, keys, "set it to 1", "which sends a state from some layers on only (carries)")
     for key, size in config.train.batch_size_keys().items():
         micro_batches = size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)
         problem = f"{size} gives each pipeline {micro_batches} micro-batches"

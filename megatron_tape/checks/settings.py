@@ -57,7 +57,8 @@ def _validate_checkpoint(config: RunConfig) -> None:
     shares = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     few = checkpoint.writers is not None and checkpoint.writers < shares
     why, fix = "and each tensor-parallel rank of each stage writes its own shares", f"set it to {shares} or to null"
-    clash(few, "checkpoint.writers parallel.tensor_model_parallel_size", fix, why)
+    keys = "checkpoint.writers parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size"
+    clash(few, keys, fix, why)
 
 
 def _parameters_of_encoding(model: ModelConfig) -> list[str]:

@@ -6,7 +6,7 @@ Stages hand on one tensor, in which the position state goes with the hidden stat
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -85,15 +85,16 @@ class Pipeline(nn.Module):
         batches: list[dict[str, Tensor]],
         positions: Tensor,
         scaled: Callable[[Tensor], Tensor],
-        before_last: Callable[[], AbstractContextManager] = nullcontext,
+        accumulating: Callable[[], AbstractContextManager],
     ) -> Tensor:
         """Run the batches, arguments of `LanguageModel.forward`, forward and backward.
 
-        The gradients are those of the mean of what `scaled` makes of the losses. Until the last backward pass of each
-        stretch of layers, `before_last` is entered. Returns the sum of the losses in the last stage, elsewhere 0.
+        The gradients are those of the mean of what `scaled` makes of the losses. Megatron's `no_sync_func`,
+        `accumulating`, is entered but for the last backward pass of each stretch of layers. Returns the sum of the
+        losses in the last stage, elsewhere 0.
         """
         tokens = batches[0]["tokens"]
-        self._config.no_sync_func = before_last
+        self._config.no_sync_func = accumulating
 
         def forward(batches: Iterator[dict[str, Tensor]], stretch: LanguageModel) -> tuple[Tensor, Callable]:
             return stretch(**next(batches), positions=positions), loss_of
@@ -148,14 +149,19 @@ class TiedWeight:
         self.weight: Tensor | None = None
         self._gradient: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of this tensor-parallel rank's part."""
+        model = self._pipeline.model
+        return model.vocab_size // self._pipeline.groups.tp.size(), model.hidden_size
+
     def start(self, device: torch.device) -> None:
         """Make the copy on `device`; call it when the first stage has the weight."""
         pipeline = self._pipeline
         if pipeline.is_first:
             self.weight = dict(pipeline.named_parameters())[TIED]
         elif pipeline.is_last:
-            rows = pipeline.model.vocab_size // pipeline.groups.tp.size()
-            self.weight = torch.empty(rows, pipeline.model.hidden_size, dtype=pipeline.dtype, device=device)
+            self.weight = torch.empty(self.shape, dtype=pipeline.dtype, device=device)
             pipeline.stretches[-1].gpt.use_output_weight(self.weight)
             if self.trained:
                 self.weight.requires_grad_().register_post_accumulate_grad_hook(self._add)

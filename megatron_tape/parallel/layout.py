@@ -134,8 +134,6 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
         answers[f"get_{name}_parallel_group"] = lambda group=group: group
         answers[f"get_{name}_parallel_rank"] = group.rank
         answers[f"get_{name}_parallel_world_size"] = group.size
-    answers["get_pipeline_model_parallel_rank"] = groups.pp.rank
-    answers["get_pipeline_model_parallel_world_size"] = groups.pp.size
     return SimpleNamespace(**answers)
 
 

@@ -137,12 +137,14 @@ class Engine:
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks()
             zero_3.gather_for_whole_layers(model)
+        self._tied = model.tied if layout.pipeline_size > 1 else None
         if config.deepspeed.scatters_gradients:
-            self._scattered = ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
+            late = None if self._tied is None else self.trained.get(TIED)
+            zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
+            self._scattered = ScatteredGradients(zero, overlap, late)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
         """How many updates Adam has made; skipped steps do not count."""
-        self._tied = model.tied if layout.pipeline_size > 1 else None
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
@@ -187,22 +189,20 @@ class Engine:
         """Do the same with Megatron's schedule, which calls the model itself.
 
         DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
-        pass, unless that of a tied embedding has to come from the last stage.
+        pass, unless a part of a tied embedding's has to come from the last stage.
         """
-        given, engine, zero = list(batches), self.deepspeed_engine, self.zero_stage > 0
-        waits = self._tied is not None and self._tied.trained
-        with self._accumulating() if waits else contextlib.nullcontext():
-            before_last = contextlib.nullcontext if waits else self._accumulating
-            total = self.module.train_micro_batches(given, self._positions(given[0], step), _scaled, before_last)
-        if waits and (gradient := self._tied.gradient()) is not None:
-            weight = self.names[TIED]
-            self._scattered.add(weight, gradient) if zero else weight.grad.add_(gradient)
+        micro_batches, engine = list(batches), self.deepspeed_engine
+        positions = self._positions(micro_batches[0], step)
+        total = self.module.train_micro_batches(micro_batches, positions, _scaled, self._accumulating)
+        tied_trains = self._tied is not None and self._tied.trained
+        if tied_trains and (gradient := self._tied.gradient()) is not None:
+            self._scattered.add_to_late(gradient) if self.zero_stage else self.names[TIED].grad.add_(gradient)
         engine.allreduce_gradients()
         self._replicated.sum()
         engine.step()
-        if zero:
+        if self.zero_stage:
             engine.optimizer.clear_backward_seen_flag()
-        if self._tied is not None:
+        if tied_trains:
             self._tied.share()
         return self.layout.from_last_stage(total)
 

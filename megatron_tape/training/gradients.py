@@ -91,17 +91,19 @@ class _Scattered(NamedTuple):
 class ScatteredGradients:
     """Averages gradients under ZeRO 1 and 2 by a reduce-scatter of each parameter group, as soon as all of it is there.
 
+    The group of the parameter `late` waits for the end of the step, as something is still to be added to its gradient.
+
     ZeRO cuts each parameter group into equal parts for the ranks. DeepSpeed 0.19.8 fills buckets across the groups, of
     which ranks need unequal parts, and so averages them by all-reduce, which sends twice as much. This object replaces
     the methods that do so. It adds up in fp32, sums in `communication_precision`, and divides the sum. ZeRO 1 averages
     after the last micro-batch, ZeRO 2 after each of them.
     """
 
-    def __init__(self, zero: DeepSpeedZeroOptimizer, overlap: bool):
-        self._zero, self._overlap = zero, overlap
+    def __init__(self, zero: DeepSpeedZeroOptimizer, overlap: bool, late: Parameter | None = None):
+        self._zero, self._overlap, self._late = zero, overlap, late
         self._sums: dict[int, Tensor] = {}
         """By group, the flat sum of this rank's gradients that have not been averaged yet."""
-        self._under_way: _Scattered | None = None
+        self._under_way: list[_Scattered] = []
         self._missing: list[set[int]] = []
         self._begin()
         zero.gradient_accumulation_dtype = torch.float32
@@ -116,17 +118,18 @@ class ScatteredGradients:
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         self._sum_of(group)[first : first + parameter.numel()].add_(parameter.grad.reshape(-1))
         parameter.grad = None
-        if self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary():
+        averages = self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
+        if averages and parameter is not self._late:
             self._missing[group].discard(parameter.param_idx_in_group)
             if not self._missing[group]:
                 self._scatter(group)
 
-    def add(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Add what another rank has found of a parameter's gradient, before its group is averaged."""
+    def add_to_late(self, gradient: Tensor) -> None:
+        """Add what another rank has found of the gradient of `late`, before its group is averaged."""
         groups = enumerate(self._zero.bit16_groups)
-        group = next(number for number, parameters in groups if any(one is parameter for one in parameters))
-        first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
-        self._sum_of(group)[first : first + parameter.numel()].add_(gradient.reshape(-1))
+        group = next(number for number, parameters in groups if any(one is self._late for one in parameters))
+        first = self._zero.round_robin_bit16_offsets[group][self._late.param_idx_in_group]
+        self._sum_of(group)[first : first + self._late.numel()].add_(gradient.reshape(-1))
 
     def _sum_of(self, group: int) -> Tensor:
         if group not in self._sums:
@@ -135,24 +138,25 @@ class ScatteredGradients:
         return self._sums[group]
 
     def _scatter(self, group: int) -> None:
-        """Begin to average a group, once the one before it is done, since each takes memory."""
-        self._receive()
+        """Begin to average a group."""
+        if self._zero.partition_gradients:
+            self._receive()  # the group before takes memory, and the next micro-batch's gradients will
         flat = self._sum_of(group).to(self._zero.communication_data_type)
         del self._sums[group]
         ranks = self._zero.dp_process_group
         share = flat.chunk(ranks.size())[ranks.rank()]
-        self._under_way = _Scattered(group, dist.reduce_scatter_tensor(share, flat, group=ranks, async_op=True), share)
+        work = dist.reduce_scatter_tensor(share, flat, group=ranks, async_op=True)
+        self._under_way.append(_Scattered(group, work, share))
         if not self._overlap:
             self._receive()
 
     def _receive(self) -> None:
-        if self._under_way is None:
-            return
-        group, work, share = self._under_way
-        self._under_way = None
-        work.wait()
-        averaged = self._zero._get_compact_grad_partition_buffer(group).flat_partition
-        averaged.add_(share, alpha=1 / self._zero.dp_process_group.size())
+        """Wait for what is under way: on a GPU, nothing computes meanwhile, nor sends what a pipeline's stages need."""
+        for group, work, share in self._under_way:
+            work.wait()
+            averaged = self._zero._get_compact_grad_partition_buffer(group).flat_partition
+            averaged.add_(share, alpha=1 / self._zero.dp_process_group.size())
+        self._under_way.clear()
 
     def _finish(self, **_: Any) -> None:
         """Average what is left, such as a group of which a parameter has no gradient; DeepSpeed calls this."""

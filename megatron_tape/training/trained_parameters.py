@@ -40,7 +40,8 @@ def select_trained(model: LanguageModel | Pipeline, trains: Trains, recomputes: 
     if isinstance(model, LanguageModel) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model is trained")
     if isinstance(model, Pipeline) and model.tied is not None:
-        model.tied.trained = trains(TIED, None)
+        # Only the first stage has the parameter, and all must know.
+        model.tied.trained = trains(TIED, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))
     if not recomputes or model.embedding is None:
         return
     if not any(parameter.requires_grad for parameter in model.embedding.parameters()):

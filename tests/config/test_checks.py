@@ -312,3 +312,12 @@ def test_what_stages_cannot_share_is_refused_with_the_nearest_that_works(changes
     with pytest.raises(ConfigError) as refused:
         validate(make(**{key: value for key, value in settings.items() if key != "processes"}), settings["processes"])
     assert fix in refused.value.fix
+
+
+def test_stages_are_refused_where_only_some_are_sent_a_state(monkeypatch):
+    settings = {key: value for key, value in STAGED.items() if key != "processes"}
+    validate(make(**settings), 2)
+    monkeypatch.setattr(ENCODINGS["tape"], "updates", lambda self, layer: layer > 0)
+    with pytest.raises(ConfigError) as refused:
+        validate(make(**settings), 2)
+    assert refused.value.subjects == ("parallel.pipeline_model_parallel_size", "model.position_encoding")

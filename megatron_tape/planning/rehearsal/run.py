@@ -134,7 +134,8 @@ class _GatheredState:
     def save(self, *_: object, **__: object) -> bool:
         self._begin()
         sizes, layout = self._engine.state_sizes(), self._engine.layout
-        chosen = writers(sizes, layout.tensor_parallel_size, layout.replica_size, None)
+        shares = layout.tensor_parallel_size * layout.pipeline_size
+        chosen = writers(sizes, shares, layout.replica_size, None)
         self._engine.training_state(chosen.__getitem__)
         self._outcome.save = self._begin()
         return True
@@ -256,8 +257,9 @@ class _ObservedRun:
 
     def _measure_state(self, engine: Engine) -> None:
         weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-        if isinstance(engine.module, Pipeline) and engine.module.tied is not None:
-            weights.append(engine.module.tied.weight)
+        tied = engine.module.tied if isinstance(engine.module, Pipeline) else None
+        if tied is not None and tied.weight is not None:  # only in the first and the last stage
+            weights.append(tied.weight)
         adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
         self.outcome.weights = self.tracker.bytes_of(weights)
         self.outcome.optimizer = self.tracker.bytes_of(weights + adam) - self.outcome.weights
