@@ -8,6 +8,7 @@ import functools
 
 from megatron_tape.checks.layout import validate_layout
 from megatron_tape.config.examples import examples_of
+from megatron_tape.config.monitoring import profile_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
@@ -44,6 +45,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_precision(config)
     _validate_data(config)
     _validate_evaluations(config)
+    _validate_monitoring(config, world_size)
     _validate_trained_parts(config)
     _validate_lora(config)
     _validate_shifted_sparse(config)
@@ -171,6 +173,12 @@ def _validate_long_documents(config: RunConfig) -> None:
 def _validate_evaluations(config: RunConfig) -> None:
     _check_names("train.evaluations", config.train.evaluations, tuple(EVALUATIONS))
     build_tasks(config)
+
+
+def _validate_monitoring(config: RunConfig, world_size: int) -> None:
+    for rank in profile_of(config.train.profile).ranks if config.train.profile is not None else ():
+        fix = f"choose from 0 to {world_size - 1}"
+        refuse(rank >= world_size, "train.profile.ranks", f"names {rank}, but {world_size} processes train", fix)
 
 
 def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ TAGS = {
     "lr": "train/learning_rate",
     "tokens_per_second": "speed/tokens_per_second",
     "tflops_per_second": "speed/tflops_per_second",
+    "mfu": "speed/mfu",
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",
 }
@@ -77,8 +78,10 @@ class MetricsWriter:
         keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+    def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
+
+        `words` are added to the row in `metrics.jsonl`.
 
         The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, after an evaluation,
         `validation_loss`, to which its perplexity is added. A name with a slash is used as the TensorBoard tag. The
@@ -96,6 +99,7 @@ class MetricsWriter:
             "time": time.time(),
             **dict.fromkeys(ROW_KEYS),
             **{k: v if math.isfinite(v) else None for k, v in values.items()},
+            **(words or {}),
             "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
@@ -133,6 +137,7 @@ class MetricsWriter:
             "lr": "lr {:.3e}",
             "tokens_per_second": "{:,.0f} tokens/s",
             "tflops_per_second": "{:.2f} TFLOP/s",
+            "mfu": "MFU {:.1%}",
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [form.format(values[name]) for name, form in formats.items() if name in values]

@@ -25,6 +25,15 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_3, zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
+from megatron_tape.training.step_clock import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    FORWARD_BACKWARD,
+    OPTIMIZER,
+    StepClock,
+)
 
 Batch = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -120,6 +129,7 @@ class Engine:
         self.layout = layout
         self._seed = config.train.seed
         self.zero_stage = config.deepspeed.zero_stage
+        self.clock = StepClock(layout.device)
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
@@ -134,14 +144,20 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        # Called in a step alone, and with ZeRO from within the backward pass.
+        averaging = self.clock.phase(COMMUNICATION)(self.deepspeed_engine.allreduce_gradients)
+        self.deepspeed_engine.allreduce_gradients = averaging
         if self.zero_stage == 3:
-            zero_3.replace_loops_over_ranks()
+            zero_3.replace_loops_over_ranks(self.clock.waiting)
             zero_3.gather_for_whole_layers(model)
         if config.deepspeed.scatters_gradients:
-            self._scattered = ScatteredGradients(self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm)
+            zero = self.deepspeed_engine.optimizer
+            self._scattered = ScatteredGradients(zero, config.deepspeed.overlap_comm, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
         """How many updates Adam has made; skipped steps do not count."""
+        self.before_update: Callable[[], None] | None = None
+        """Called in every step when the gradients are averaged, and before they are clipped."""
         self._tied = model.tied if layout.pipeline_size > 1 else None
         if self._tied is not None:
             self._tied.start(layout.device)
@@ -164,7 +180,8 @@ class Engine:
         self.deepspeed_engine.train()
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         total = run(itertools.islice(batches, self.micro_batches), step)
-        loss = self.layout.tokens.average(total / self.micro_batches).item()
+        with self.clock.phase(COMMUNICATION):
+            loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
@@ -174,13 +191,18 @@ class Engine:
     def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
         """Compute the gradients and update; return the sum of the losses."""
         total = torch.zeros((), device=self.layout.device)
-        for batch in batches:
-            loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
-            total += loss.detach()
-            self.deepspeed_engine.backward(_scaled(loss))
+        for batch in self.clock.each(DATA, batches):
+            with self.clock.phase(FORWARD):
+                loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
+                total += loss.detach()
+            with self.clock.phase(BACKWARD):
+                self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
-                self._replicated.sum()
-            self.deepspeed_engine.step()
+                with self.clock.phase(COMMUNICATION):
+                    self._replicated.sum()
+                self._show_gradients()
+            with self.clock.phase(OPTIMIZER):
+                self.deepspeed_engine.step()
         return total
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
@@ -189,22 +211,30 @@ class Engine:
         DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
         pass, unless that of a tied embedding has to come from the last stage.
         """
-        given, engine, zero = list(batches), self.deepspeed_engine, self.zero_stage > 0
+        given, engine, zero = list(self.clock.each(DATA, batches)), self.deepspeed_engine, self.zero_stage > 0
         waits = self._tied is not None and self._tied.trained
-        with self._accumulating() if waits else contextlib.nullcontext():
+        computing = self.clock.phase(FORWARD_BACKWARD)
+        with computing, self._accumulating() if waits else contextlib.nullcontext():
             before_last = contextlib.nullcontext if waits else self._accumulating
             total = self.module.train_micro_batches(given, self._positions(given[0], step), _scaled, before_last)
-        if waits and (gradient := self._tied.gradient()) is not None:
-            weight = self.names[TIED]
-            self._scattered.add(weight, gradient) if zero else weight.grad.add_(gradient)
-        engine.allreduce_gradients()
-        self._replicated.sum()
-        engine.step()
-        if zero:
-            engine.optimizer.clear_backward_seen_flag()
-        if self._tied is not None:
-            self._tied.share()
+        with self.clock.phase(COMMUNICATION):
+            if waits and (gradient := self._tied.gradient()) is not None:
+                weight = self.names[TIED]
+                self._scattered.add(weight, gradient) if zero else weight.grad.add_(gradient)
+            engine.allreduce_gradients()
+            self._replicated.sum()
+        self._show_gradients()
+        with self.clock.phase(OPTIMIZER):
+            engine.step()
+            if zero:
+                engine.optimizer.clear_backward_seen_flag()
+            if self._tied is not None:
+                self._tied.share()
         return self.layout.from_last_stage(total)
+
+    def _show_gradients(self) -> None:
+        if self.before_update is not None:
+            self.before_update()
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:

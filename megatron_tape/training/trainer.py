@@ -26,7 +26,7 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.run.attempts import INTERRUPTED, Attempt
+from megatron_tape.run.attempts import INTERRUPTED, TRAINING, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.text import counted
@@ -36,6 +36,8 @@ from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.model_building import build_model, dtype_of
 from megatron_tape.training.schedule import learning_rate
+from megatron_tape.training.step_clock import SAVE
+from megatron_tape.training.step_times import utilization
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
 
 logger = logging.getLogger(__name__)
@@ -233,25 +235,27 @@ class Trainer:
             result = self.engine.train_step(self.micro_batches, rate, step)
             seconds, timed_samples = seconds + time.perf_counter() - started, timed_samples + size
             self.step, self.samples = step, self.samples + size
-            watch.progress("training", step)
+            watch.progress(TRAINING, step)
             self._count_bad_steps(result)
             found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
             if self.logs(step):
                 self._log(result, rate, timed_samples * config.model.seq_length / seconds, found)
                 seconds, timed_samples = 0.0, 0
-            self.saves.look()
+            with self.engine.clock.phase(SAVE):
+                self.saves.look()
             stopping = layout.any_rank(watch.stop is not None)
             last, saved = step == config.train.steps, False
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
-                saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
+                with self.engine.clock.phase(SAVE):
+                    saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
             if stopping and not (last and saved):
                 return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"
-            watch.progress("training")
+            watch.progress(TRAINING)
         return None
 
     def _count_bad_steps(self, result: StepResult) -> None:
@@ -276,7 +280,8 @@ class Trainer:
             "lr": rate,
             "tokens": self.samples * self.config.model.seq_length,
             "tokens_per_second": speed,
-            "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
+            "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
+            **utilization(flops, self.layout),
         }
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
@@ -284,7 +289,7 @@ class Trainer:
         whole = joined(found)
         if self.writer is None:
             return
-        self.writer.log(self.step, whole.scalars)
+        self.writer.log(self.step, whole.scalars, whole.words)
         for tag, text in whole.texts.items():
             self.writer.text(tag, text, self.step)
         for tag, png in whole.pictures.items():

@@ -113,6 +113,15 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.batch_ramp.from",
          {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
+        # Monitoring.
+        ("train.straggler_factor", {"train__straggler_factor": 1.0}),
+        ("train.profile.steps", {"train__profile": {"steps": [3]}}),
+        ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
+        ("train.profile.steps", {"train__profile": {"steps": [0, 3]}}),
+        ("train.profile.ranks", {"train__profile": {"ranks": []}}),
+        ("train.profile.ranks", {"processes": 2, "train__profile": {"ranks": [0, 2]}}),
+        ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
+        ("train.profile.memory", {"train__profile": {"memory": 1}}),
         # Pipeline stages.
         (PROCESSES, {**STAGED, "processes": 6, TENSOR: 2}),
         ("parallel.pipeline_model_parallel_size", {**STAGED, "processes": 3, STAGES: 3}),
