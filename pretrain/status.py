@@ -24,6 +24,7 @@ from megatron_tape.io.records import parse_record, read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
 from megatron_tape.run.goodput import KEPT, shares, spent, totals
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
+from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
@@ -159,6 +160,9 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
     for slow in last.stragglers:
         lines.append(f"slow rank   {slow['rank']} on {slow['place']}: {slow['times']:.2f} times the median's seconds")
+    with contextlib.suppress(ValueError):
+        if (shown := read_wandb(run)) is not None:
+            lines.append(f"wandb       {shown['url'] or f'offline; wandb sync {run}/wandb/offline-run-* sends it'}")
     if log := last.facts.get("log"):
         lines.append(f"log         {log}")
     lines.append(f"attempts    {len(attempts)}{f', the last {SHOWN}:' if len(attempts) > SHOWN else ':'}")

@@ -474,6 +474,9 @@ class LoggingConfig:
     """What the sampled text continues."""
     tensorboard: bool = True
     """Write TensorBoard files."""
+    wandb: dict[str, str | None] | None = None
+    """Also show the metrics in Weights & Biases, whose package must be installed: {project: tape}. Other keys: entity,
+    name, and mode, online or offline."""
 
 
 @dataclass(frozen=True, kw_only=True)

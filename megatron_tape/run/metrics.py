@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
+from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import duration
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -54,17 +55,19 @@ class MetricsWriter:
         clock: Callable[[], float] = time.monotonic,
         staging: Path | None = None,
         work: Callable[[int], int] = lambda steps: steps,
+        wandb: WandbRun | None = None,
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
         Copies of old files are made in `staging`, if that is on the same file system; once that directory has been
         taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated from
         that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
+        `wandb` gets the scalars under TensorBoard's tags.
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
         """
-        self.total_steps, self._work = total_steps, work
+        self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
@@ -103,8 +106,11 @@ class MetricsWriter:
             "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        tagged = _by_tag(values)
         if self._events is not None:
-            self._events.add_scalars(_by_tag(values), step)
+            self._events.add_scalars(tagged, step)
+        if self._wandb is not None:
+            self._wandb.log(step, tagged)
         with suppress(OSError):  # the console may be a file on a full disk
             print(self._line(step, values), flush=True)
 
@@ -129,6 +135,8 @@ class MetricsWriter:
         self._rows.close()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
-from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.monitoring import wandb_of
+from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
@@ -29,6 +30,7 @@ from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.run.attempts import INTERRUPTED, TRAINING, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
+from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import counted
 from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
@@ -202,6 +204,10 @@ class Trainer:
         attempt.check_owner()
         directory, tensorboard = config.logging.directory, config.logging.tensorboard
         begun, seen = self.step, self.samples
+        to_wandb = None
+        if config.logging.wandb is not None:
+            self.watch.progress("joining Weights & Biases")
+            to_wandb = WandbRun(wandb_of(config.logging.wandb), directory, config_dict(config))
         writer = MetricsWriter(
             directory,
             config.train.steps,
@@ -209,6 +215,7 @@ class Trainer:
             tensorboard,
             staging=attempt.home,
             work=lambda steps: config.train.samples_after(steps - begun, seen),
+            wandb=to_wandb,
         )
         writer.text("configuration", to_yaml(config), self.step)
         writer.text("parameters", self.parameters, self.step)

@@ -3,6 +3,7 @@
 import pytest
 from configurations import make
 
+from megatron_tape.checks import settings
 from megatron_tape.checks.layout import PROCESSES
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
@@ -122,6 +123,8 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.profile.ranks", {"processes": 2, "train__profile": {"ranks": [0, 2]}}),
         ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
         ("train.profile.memory", {"train__profile": {"memory": 1}}),
+        ("logging.wandb.project", {"logging__wandb": {}}),
+        ("logging.wandb.mode", {"logging__wandb": {"project": "tape", "mode": "none"}}),
         # Pipeline stages.
         (PROCESSES, {**STAGED, "processes": 6, TENSOR: 2}),
         ("parallel.pipeline_model_parallel_size", {**STAGED, "processes": 3, STAGES: 3}),
@@ -321,3 +324,13 @@ def test_what_stages_cannot_share_is_refused_with_the_nearest_that_works(changes
     with pytest.raises(ConfigError) as refused:
         validate(make(**{key: value for key, value in settings.items() if key != "processes"}), settings["processes"])
     assert fix in refused.value.fix
+
+
+def test_weights_and_biases_is_refused_without_its_package(monkeypatch):
+    given = {"logging__wandb": {"project": "tape"}}
+    monkeypatch.setattr(settings, "installed", lambda: True)
+    validate(make(**given), 1)
+    monkeypatch.setattr(settings, "installed", lambda: False)
+    with pytest.raises(ConfigError, match="run pip install wandb==") as refused:
+        validate(make(**given), 1)
+    assert refused.value.key == "logging.wandb"

@@ -109,6 +109,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "logging.directory": home,
         "logging.interval": STEPS,
         "logging.tensorboard": False,
+        "logging.wandb": None,
     }
     return replaced(dataclasses.replace(config, evaluation=EvaluationConfig()), changed)
 
