@@ -22,7 +22,9 @@ from megatron_tape.checkpoint.directories import newest_whole, read_manifest
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED
+from megatron_tape.run.goodput import KEPT, shares, spent, totals
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
+from megatron_tape.run.weights_and_biases import read_wandb
 from megatron_tape.text import duration
 
 SILENT_SECONDS = 60
@@ -142,6 +144,10 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
         lines.append(loss)
         speed = row.get("tokens_per_second") or 0
         lines.append(f"speed       {speed:,.0f} tokens/s{_eta(row, last, state)}")
+    waits = state.word in ("waiting", "between attempts")
+    if of_kinds := shares(totals(spent(attempts), time.time() if waits else None)):
+        rest = ", ".join(f"{kind} {share:.1%}" for kind, share in of_kinds.items() if kind != KEPT)
+        lines.append(f"goodput     {of_kinds.get(KEPT, 0):.1%} of the time{f'; {rest}' if rest else ''}")
     if layout := last.facts.get("layout"):
         lines.append(f"layout      {layout}")
     own = run / "checkpoints"
@@ -152,6 +158,11 @@ def screen(run: Path, attempts: list[AttemptRecord], state: State) -> list[str]:
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if errors and last.outcome != FINISHED:
         lines.append(f"last error  attempt {errors[-1].number}, {last_error(errors[-1])}")
+    for slow in last.stragglers:
+        lines.append(f"slow rank   {slow['rank']} on {slow['place']}: {slow['times']:.2f} times the median's seconds")
+    with contextlib.suppress(ValueError):
+        if (shown := read_wandb(run)) is not None:
+            lines.append(f"wandb       {shown['url'] or f'offline; wandb sync {run}/wandb/offline-run-* sends it'}")
     if log := last.facts.get("log"):
         lines.append(f"log         {log}")
     lines.append(f"attempts    {len(attempts)}{f', the last {SHOWN}:' if len(attempts) > SHOWN else ':'}")

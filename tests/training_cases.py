@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -12,8 +13,11 @@ import tensor_parallel_cases
 import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
+from megatron_tape.data.batches import Batches
 from megatron_tape.model.names import kind_of
+from megatron_tape.run.judging import read_attempts
 from megatron_tape.training import engine
+from megatron_tape.training.step_clock import StepClock
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -35,11 +39,16 @@ def assert_close(rows, expected, steps=STEPS):
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
+        norms, expected = ({key: row[key] for key in row if key.startswith("gradient_norm_")} for row in (row, other))
+        assert norms.keys() == expected.keys()
+        for key, norm in norms.items():
+            assert math.isclose(norm, expected[key], rel_tol=1e-4, abs_tol=1e-4 * row["grad_norm"]), (row["step"], key)
+        assert math.isclose(math.hypot(*norms.values()), row["grad_norm"], rel_tol=1e-4)
 
 
 def without_speed(rows):
-    of_time = ("time", "seconds_left", "tokens_per_second", "tflops_per_second")
-    return [{key: value for key, value in row.items() if key not in of_time} for row in rows]
+    of_time = ("time", "seconds_left", "tokens_per_second", "tflops_per_second", "slowest_rank")
+    return [{k: v for k, v in row.items() if k not in of_time and not k.startswith("seconds/")} for row in rows]
 
 
 def rows(folder):
@@ -234,6 +243,28 @@ def frozen_runs(folder, prefix):
     return results
 
 
+def slow_rank(folder, prefix):
+    """Two ranks whose clocks show only 1 s for a forward pass on rank 0, 3 s on rank 1, and 0.5 s for its data."""
+    rank, moment = dist.get_rank(), [0.0]
+
+    def advance(result, seconds):
+        moment[0] += seconds
+        return result
+
+    positions, training = engine.Engine._positions, Batches.training
+    computing = lambda *given: advance(positions(*given), (1.0, 3.0)[rank])  # noqa: E731
+    loading = lambda batches: (advance(batch, 0.5 * rank) for batch in training(batches))  # noqa: E731
+    with (
+        mock.patch.object(engine, "StepClock", lambda device: StepClock(device, lambda: moment[0])),
+        mock.patch.object(engine.Engine, "_positions", computing),
+        mock.patch.object(Batches, "training", loading),
+    ):
+        steps = [option("train.steps", 12), option("logging.interval", 2), option("train.eval_interval", "null")]
+        rows = run(folder, "slow", prefix, tp(1), zero(1), option("train.global_batch_size", 8), *steps)
+    (attempt,) = read_attempts(f"{folder}/slow")
+    return {"rows": rows, "stragglers": list(attempt.stragglers), "node": os.uname().nodename}
+
+
 def main(folder, data, what):
     size = int(__import__("os").environ["WORLD_SIZE"])
     prefix = option("data.prefix", f"{data}/a")
@@ -265,5 +296,6 @@ def main(folder, data, what):
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
     with gathering_all():
         results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, *hierarchy(2))
+    results["slow"] = slow_rank(folder, prefix)
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     return results | frozen_runs(folder, prefix)

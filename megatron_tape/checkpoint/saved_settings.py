@@ -42,6 +42,8 @@ WITHOUT_EFFECT = (
     "data.cache_directory",
     "data.num_workers",
     "train.hang_timeout",
+    "train.profile",
+    "train.straggler_factor",
     "train.device",
     "train.allow_slow_attention",
     "train.garbage_interval",

@@ -8,6 +8,7 @@ import functools
 
 from megatron_tape.checks.layout import validate_layout
 from megatron_tape.config.examples import examples_of
+from megatron_tape.config.monitoring import profile_of, wandb_of
 from megatron_tape.config.schema import (
     LORA_TARGETS,
     OF_ENCODING,
@@ -27,6 +28,7 @@ from megatron_tape.model.settings import validate_model
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.ops.backends import LIBRARIES, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
+from megatron_tape.run.weights_and_biases import INSTALL, installed
 from megatron_tape.synthetic.settings import generator_of
 from megatron_tape.training.hooks import EVALUATIONS
 
@@ -44,6 +46,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _validate_precision(config)
     _validate_data(config)
     _validate_evaluations(config)
+    _validate_monitoring(config, world_size)
     _validate_trained_parts(config)
     _validate_lora(config)
     _validate_shifted_sparse(config)
@@ -172,6 +175,16 @@ def _validate_long_documents(config: RunConfig) -> None:
 def _validate_evaluations(config: RunConfig) -> None:
     _check_names("train.evaluations", config.train.evaluations, tuple(EVALUATIONS))
     build_tasks(config)
+
+
+def _validate_monitoring(config: RunConfig, world_size: int) -> None:
+    for rank in profile_of(config.train.profile).ranks if config.train.profile is not None else ():
+        fix = f"choose from 0 to {world_size - 1}"
+        refuse(rank >= world_size, "train.profile.ranks", f"names {rank}, but {world_size} processes train", fix)
+    if config.logging.wandb is not None:
+        wandb_of(config.logging.wandb)
+        problem = "is set, but the package wandb is not installed"
+        refuse(not installed(), "logging.wandb", problem, f"run {INSTALL}, or set it to null")
 
 
 def _check_names(key: str, names: list[str], choices: tuple[str, ...]) -> None:

@@ -29,6 +29,8 @@ ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "flash_attn", "flash_a
 SAMPLE_SOURCES = ("generator", "examples")
 """Keys of `data` whose samples `data.samples` makes, with a mask of the tokens that enter the loss."""
 DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
+EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
+"""What `train.evaluations` names by default."""
 ON_VALIDATION_DATA = frozenset({"validation_loss"})
 """Those of `train.evaluations` that read the validation split; without any of them it is not indexed."""
 
@@ -308,15 +310,25 @@ class TrainConfig:
     computation; with selective, all of a layer but attention, whose outputs are kept."""
     eval_interval: Count | None = None
     """Steps between evaluations; null means never."""
-    evaluations: list[str] = field(default_factory=lambda: ["validation_loss", "sample", "position_norms"])
+    evaluations: list[str] = field(
+        default_factory=lambda: ["validation_loss", "sample", "position_norms", "gradient_norms"]
+    )
     """What is evaluated: validation_loss on the validation split; sample, text that continues logging.sample_prompt;
-    position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step."""
+    position_norms, TAPE's distance from RoPE by layer, which also adds these norms to every logged step; and for every
+    logged step gradient_norms, those of the embeddings, attention, MLPs, the positional encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
     garbage_interval: Count = 100
     """Steps between two collections of Python's garbage, which all ranks make together."""
+    profile: dict[str, list[int] | bool] | None = None
+    """Trace steps with torch's profiler: {steps: [10, 12]} writes a trace of steps 10 to 12, for ui.perfetto.dev, to
+    logging.directory/profile. Other keys: ranks that write one, [0]; and memory, whether to add allocations and on a
+    GPU a memory snapshot, false. SIGUSR2 traces the next two steps, on the same ranks."""
+    straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.3
+    """A rank whose own forward and backward passes take more than so many times as long as the median rank's, over ten
+    steps or more, is named once, with its node and GPU, in the log and by pretrain.status; null compares none."""
     hang_timeout: Positive | None = 1800.0
     """Seconds without progress (a step, an evaluation batch or a save) after which a process writes its stacks and ends
     the attempt; the start-up may take at least an hour. null means never."""
@@ -462,6 +474,9 @@ class LoggingConfig:
     """What the sampled text continues."""
     tensorboard: bool = True
     """Write TensorBoard files."""
+    wandb: dict[str, str | None] | None = None
+    """Also show the metrics in Weights & Biases, whose package must be installed: {project: tape}. Other keys: entity,
+    name, and mode, online or offline."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
-NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 """Signals that schedulers and terminals send to every process of a run, but only the training process handles."""
 
 

@@ -50,6 +50,17 @@ def kind_of(name: str) -> str:
     return "norms" if name.endswith("layernorm.weight") else "matrices"
 
 
+BLOCKS = ("embeddings", "attention", "mlp", "position", "norms", "lora")
+
+
+def block_of(name: str) -> str:
+    """Return which of `BLOCKS` a parameter belongs to: its kind, or where its matrix or bias is."""
+    kind = kind_of(name)
+    if kind in ("matrices", "biases"):
+        return "mlp" if ".mlp." in name else "attention"
+    return kind
+
+
 def part_of(name: str) -> str:
     """Return which part of the model a parameter is: one of `config.schema.TRAINABLE`, or `matrices` or `biases`."""
     kind = kind_of(name)

@@ -86,6 +86,11 @@ KINDS = {
 """Kinds of GPUs by name."""
 
 
+def peak_of(gpu: str) -> float | None:
+    """Return the dense bf16 peak in FLOP/s of a GPU as CUDA names it, or None if it is not among `KINDS`."""
+    return next((kind.peak for name, kind in KINDS.items() if name.split("-")[0] in gpu), None)
+
+
 class Rates(TypedDict):
     """A file of measured rates. `python -m benchmarks.rates` writes one."""
 

@@ -28,6 +28,8 @@ RECORDS = 32
 STOP_BYTES = 1000
 
 FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
+TRAINING = "training"
+"""The stage in which steps are made."""
 UNREADY = "unready"
 """The nodes could not train together, for a reason that may pass. After REFUSED, another start would fail again."""
 
@@ -72,6 +74,23 @@ class Heartbeat(TypedDict):
     hang_timeout: float | None
     from_step: NotRequired[int]
     """The step after which the attempt has continued, once it is known: of damaged checkpoints, earlier ones serve."""
+    began: NotRequired[float]
+    """When training began."""
+    stages: NotRequired[dict[str, float]]
+    """Seconds by stage from then to `since`."""
+
+
+class Straggler(TypedDict):
+    """A rank that computed for longer than the others: the contents of `straggler-RRRRR.json`."""
+
+    rank: int
+    place: str
+    """Its node and GPU."""
+    step: int
+    seconds: float
+    """Of its own forward and backward passes in a step, a mean over the steps before."""
+    times: float
+    """How many times as long that is as the median rank's."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +176,9 @@ class Attempt:
         if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
             end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
             write_record(path, end | {"bad_nodes": list(bad_nodes)})
+
+    def record_straggler(self, straggler: Straggler) -> None:
+        write_record(self.directory / f"straggler-{straggler['rank']:05d}.json", straggler)
 
 
 def stop_reason(directory: Path) -> str | None:

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.event_files import EventFile, RecordFile, keep_events, rewrite
+from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import duration
 
 ROW_KEYS = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -28,6 +29,7 @@ TAGS = {
     "lr": "train/learning_rate",
     "tokens_per_second": "speed/tokens_per_second",
     "tflops_per_second": "speed/tflops_per_second",
+    "mfu": "speed/mfu",
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",
 }
@@ -53,17 +55,19 @@ class MetricsWriter:
         clock: Callable[[], float] = time.monotonic,
         staging: Path | None = None,
         work: Callable[[int], int] = lambda steps: steps,
+        wandb: WandbRun | None = None,
     ):
         """Open the files, dropping what an earlier attempt wrote past `resume_step` (0: everything).
 
         Copies of old files are made in `staging`, if that is on the same file system; once that directory has been
         taken away, the old files can no longer be replaced. `clock` returns seconds; the time left is estimated from
         that of recent steps, in proportion to `work`: what so many steps from the first do, such as their sequences.
+        `wandb` gets the scalars under TensorBoard's tags.
 
         Raises:
             OSError: if the files cannot be created, or there is no room for a copy of the records to keep.
         """
-        self.total_steps, self._work = total_steps, work
+        self.total_steps, self._work, self._wandb = total_steps, work, wandb
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
@@ -77,8 +81,10 @@ class MetricsWriter:
         keep_events(directory / "tensorboard", last_kept, RESTATED_TEXTS if tensorboard else (), staging)
         self._events = EventFile(directory / "tensorboard", resume_step + 1) if tensorboard else None
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+    def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
         """Record the scalars of `step` and the current time; a full or failing disk raises nothing.
+
+        `words` are added to the row in `metrics.jsonl`.
 
         The usual names are `loss, grad_norm, lr, tokens_per_second, tflops_per_second` and, after an evaluation,
         `validation_loss`, to which its perplexity is added. A name with a slash is used as the TensorBoard tag. The
@@ -96,11 +102,15 @@ class MetricsWriter:
             "time": time.time(),
             **dict.fromkeys(ROW_KEYS),
             **{k: v if math.isfinite(v) else None for k, v in values.items()},
+            **(words or {}),
             "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        tagged = _by_tag(values)
         if self._events is not None:
-            self._events.add_scalars(_by_tag(values), step)
+            self._events.add_scalars(tagged, step)
+        if self._wandb is not None:
+            self._wandb.log(step, tagged)
         with suppress(OSError):  # the console may be a file on a full disk
             print(self._line(step, values), flush=True)
 
@@ -125,6 +135,8 @@ class MetricsWriter:
         self._rows.close()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         formats = {
@@ -133,6 +145,7 @@ class MetricsWriter:
             "lr": "lr {:.3e}",
             "tokens_per_second": "{:,.0f} tokens/s",
             "tflops_per_second": "{:.2f} TFLOP/s",
+            "mfu": "MFU {:.1%}",
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [form.format(values[name]) for name, form in formats.items() if name in values]

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_tape.run.attempts import HUNG, STALE, Attempt, stop_reason
+from megatron_tape.run.attempts import HUNG, STALE, TRAINING, Attempt, Straggler, stop_reason
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
@@ -28,6 +28,7 @@ STARTUP_SECONDS = 3600.0
 EXIT_STALE = 76
 EXIT_HUNG = 77
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+PROFILE_SIGNAL = signal.SIGUSR2
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
@@ -38,7 +39,8 @@ def longest_wait(hang_timeout: float | None) -> float | None:
 class Watch:
     """Created at the very start, so that no signal is lost; `attach` follows once the attempt is known.
 
-    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps.
+    SIGUSR1, SIGTERM and `Attempt.request_stop` set `stop` to the reason, which the training loop checks between steps;
+    SIGUSR2 asks for a profile of the next ones.
     After `hang_timeout` seconds (None: never) without `progress`, every thread's Python stack is added to
     `stacks-NODE.txt` in the attempt's directory, its last collectives are in `collectives-RANK.json` beside it, and the
     process ends. Before `begin_training` the timeout is at least
@@ -54,10 +56,14 @@ class Watch:
         self._attempt: Attempt | None = None
         self._rank = 0
         self._facts: dict[str, Any] = {"stage": "starting", "step": None}
-        self._begun: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
+        self._stages: dict[str, float] | None = None
+        """Seconds by stage since training began."""
         self._since = time.monotonic()
         self._ended = threading.Event()
+        self._profile_requested = False
         self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self._handlers[PROFILE_SIGNAL] = signal.signal(PROFILE_SIGNAL, self._on_profile_signal)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -66,6 +72,14 @@ class Watch:
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop = self.stop or signal.Signals(number).name
 
+    def _on_profile_signal(self, number: int, frame: object) -> None:
+        self._profile_requested = True
+
+    def take_profile_request(self) -> bool:
+        """Return whether a profile was asked for since the last call."""
+        requested, self._profile_requested = self._profile_requested, False
+        return requested
+
     def attach(self, attempt: Attempt, rank: int) -> None:
         """Start watching; rank 0 also writes the heartbeat."""
         self._attempt, self._rank = attempt, rank
@@ -73,16 +87,20 @@ class Watch:
 
     def progress(self, stage: str, step: int | None = None) -> None:
         """Note that work has advanced, and what comes next: a stage of the start-up, or of a step."""
+        before, now = self._facts["stage"], time.monotonic()
+        if self._stages is not None:
+            self._stages[before] = self._stages.get(before, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
-        self._since = time.monotonic()
+        self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
             # If a hang holds Python's global lock, the thread cannot act; this timer does not need the lock.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self, step: int = 0) -> None:
         """Apply `hang_timeout` as it was given from now on; `step` steps are already done."""
-        self.progress("training")
-        self._begun = {"from_step": step}
+        self.progress(TRAINING)
+        self._begun = {"from_step": step, "began": time.time()}
+        self._stages = {}
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
@@ -107,6 +125,12 @@ class Watch:
                 self._attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
                 if self._rank == 0:
                     self._beat()
+
+    def record_straggler(self, straggler: Straggler) -> None:
+        """Record a rank that is slower than the others."""
+        if self._attempt is not None:
+            with contextlib.suppress(OSError):
+                self._attempt.record_straggler(straggler)
 
     def _watch(self) -> None:
         owner_seen = beaten = float("-inf")
@@ -133,7 +157,10 @@ class Watch:
 
     def _beat(self) -> None:
         since = time.time() - (time.monotonic() - self._since)
-        self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **self._facts, **self._begun)
+        facts = {**self._facts, **self._begun}
+        if self._stages is not None:
+            facts["stages"] = {stage: round(seconds, 3) for stage, seconds in self._stages.copy().items()}
+        self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
     def _hang(self) -> None:
         where = f"{self._facts['stage']} (step {self._facts['step']})"

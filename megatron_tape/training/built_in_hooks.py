@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_tape.config.monitoring import profile_of
+from megatron_tape.training.gradient_norms import GradientNorms
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training, register
 from megatron_tape.training.position_norms import PositionNorms
+from megatron_tape.training.profiling import Profiling
+from megatron_tape.training.step_times import StepTimes
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
@@ -65,10 +69,16 @@ def sample_text(
     return tokenizer.decode(ids)
 
 
-for _name, _kind in {"validation_loss": ValidationLoss, "sample": Sample, "position_norms": PositionNorms}.items():
+for _name, _kind in {
+    "validation_loss": ValidationLoss,
+    "sample": Sample,
+    "position_norms": PositionNorms,
+    "gradient_norms": GradientNorms,
+}.items():
     register(_name, _kind)
 
 
 def hooks_of(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks that `train.evaluations` names, in their order."""
-    return {name: HOOKS[name]() for name in config.train.evaluations}
+    """Return the hooks of every run, and those that `train.evaluations` names, in their order."""
+    always = {"step_times": StepTimes(), "profile": Profiling(profile_of(config.train.profile))}
+    return always | {name: HOOKS[name]() for name in config.train.evaluations}

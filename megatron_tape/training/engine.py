@@ -25,6 +25,15 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_3, zero_shares
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
+from megatron_tape.training.step_clock import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    FORWARD_BACKWARD,
+    OPTIMIZER,
+    StepClock,
+)
 
 Batch = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -120,6 +129,7 @@ class Engine:
         self.layout = layout
         self._seed = config.train.seed
         self.zero_stage = config.deepspeed.zero_stage
+        self.clock = StepClock(layout.device)
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
@@ -134,17 +144,22 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        # Called in a step alone, and with ZeRO from within the backward pass.
+        averaging = self.clock.phase(COMMUNICATION)(self.deepspeed_engine.allreduce_gradients)
+        self.deepspeed_engine.allreduce_gradients = averaging
         if self.zero_stage == 3:
-            zero_3.replace_loops_over_ranks()
+            zero_3.replace_loops_over_ranks(self.clock.waiting)
             zero_3.gather_for_whole_layers(model)
         self._tied = model.tied if layout.pipeline_size > 1 else None
         if config.deepspeed.scatters_gradients:
             late = None if self._tied is None else self.trained.get(TIED)
             zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
-            self._scattered = ScatteredGradients(zero, overlap, late)
+            self._scattered = ScatteredGradients(zero, overlap, late, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
         """How many updates Adam has made; skipped steps do not count."""
+        self.before_update: Callable[[], None] | None = None
+        """Called in every step when the gradients are averaged, and before they are clipped."""
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
@@ -166,7 +181,8 @@ class Engine:
         self.deepspeed_engine.train()
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         total = run(itertools.islice(batches, self.micro_batches), step)
-        loss = self.layout.tokens.average(total / self.micro_batches).item()
+        with self.clock.phase(COMMUNICATION):
+            loss = self.layout.tokens.average(total / self.micro_batches).item()
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
@@ -176,13 +192,18 @@ class Engine:
     def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
         """Compute the gradients and update; return the sum of the losses."""
         total = torch.zeros((), device=self.layout.device)
-        for batch in batches:
-            loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
-            total += loss.detach()
-            self.deepspeed_engine.backward(_scaled(loss))
+        for batch in self.clock.each(DATA, batches):
+            with self.clock.phase(FORWARD):
+                loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
+                total += loss.detach()
+            with self.clock.phase(BACKWARD):
+                self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
-                self._replicated.sum()
-            self.deepspeed_engine.step()
+                with self.clock.phase(COMMUNICATION):
+                    self._replicated.sum()
+                self._show_gradients()
+            with self.clock.phase(OPTIMIZER):
+                self.deepspeed_engine.step()
         return total
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
@@ -191,20 +212,28 @@ class Engine:
         DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
         pass, unless a part of a tied embedding's has to come from the last stage.
         """
-        micro_batches, engine = list(batches), self.deepspeed_engine
+        micro_batches, engine = list(self.clock.each(DATA, batches)), self.deepspeed_engine
         positions = self._positions(micro_batches[0], step)
-        total = self.module.train_micro_batches(micro_batches, positions, _scaled, self._accumulating)
+        with self.clock.phase(FORWARD_BACKWARD):
+            total = self.module.train_micro_batches(micro_batches, positions, _scaled, self._accumulating)
         tied_trains = self._tied is not None and self._tied.trained
-        if tied_trains and (gradient := self._tied.gradient()) is not None:
-            self._scattered.add_to_late(gradient) if self.zero_stage else self.names[TIED].grad.add_(gradient)
-        engine.allreduce_gradients()
-        self._replicated.sum()
-        engine.step()
-        if self.zero_stage:
-            engine.optimizer.clear_backward_seen_flag()
-        if tied_trains:
-            self._tied.share()
+        with self.clock.phase(COMMUNICATION):
+            if tied_trains and (gradient := self._tied.gradient()) is not None:
+                self._scattered.add_to_late(gradient) if self.zero_stage else self.names[TIED].grad.add_(gradient)
+            engine.allreduce_gradients()
+            self._replicated.sum()
+        self._show_gradients()
+        with self.clock.phase(OPTIMIZER):
+            engine.step()
+            if self.zero_stage:
+                engine.optimizer.clear_backward_seen_flag()
+            if tied_trains:
+                self._tied.share()
         return self.layout.from_last_stage(total)
+
+    def _show_gradients(self) -> None:
+        if self.before_update is not None:
+            self.before_update()
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:

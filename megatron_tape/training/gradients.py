@@ -7,6 +7,9 @@ accumulated and averaged over the ranks that hold the same weights: a sum of ave
 tensor-parallel group hold shares of equal sizes, so ZeRO gives each of them the same parts of these parameters.
 """
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,16 @@ def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
     """Return the trained parameters whose gradients a tensor-parallel rank computes from its own tokens alone."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
+
+
+def own_part(parameter: Parameter, zero_stage: int) -> Tensor | None:
+    """Return the part of a parameter's averaged gradient that this rank's optimizer uses, or None if it uses none."""
+    if zero_stage == 0:
+        return parameter.grad
+    if zero_stage == 3:
+        return safe_get_local_grad(parameter)
+    held = parameter._hp_mapping
+    return None if held is None else held.get_lp_grad_fragment(parameter._index_in_param_group)
 
 
 def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -55,21 +68,12 @@ class ReplicatedGradients:
             return
         if self._offloaded and self._layout.device.type == "cuda":
             torch.cuda.synchronize(self._layout.device)  # DeepSpeed copies gradients to the host asynchronously
-        parts = [(parameter, self._part(parameter)) for parameter in self._parameters]
+        parts = [(parameter, own_part(parameter, self._zero_stage)) for parameter in self._parameters]
         parts = [(parameter, part) for parameter, part in parts if part is not None]
         sum_over_group([part for _, part in parts], self._layout.groups.tp, self._layout.device)
         if self._offloaded:
             for parameter, part in parts:
                 self._update_norm(parameter, part)
-
-    def _part(self, parameter: Parameter) -> Tensor | None:
-        """Return the part of the parameter's gradient that this rank's optimizer uses, or None if it uses none."""
-        if self._zero_stage == 0:
-            return parameter.grad
-        if self._zero_stage == 3:
-            return safe_get_local_grad(parameter)
-        held = parameter._hp_mapping
-        return None if held is None else held.get_lp_grad_fragment(parameter._index_in_param_group)
 
     def _update_norm(self, parameter: Parameter, part: Tensor) -> None:
         """Replace the norm of a part that has changed: with offloading, DeepSpeed takes norms in the backward pass."""
@@ -99,8 +103,15 @@ class ScatteredGradients:
     after the last micro-batch, ZeRO 2 after each of them.
     """
 
-    def __init__(self, zero: DeepSpeedZeroOptimizer, overlap: bool, late: Parameter | None = None):
-        self._zero, self._overlap, self._late = zero, overlap, late
+    def __init__(
+        self,
+        zero: DeepSpeedZeroOptimizer,
+        overlap: bool,
+        late: Parameter | None = None,
+        waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    ):
+        """Replace the methods. `waiting` is entered while the rank waits for others."""
+        self._zero, self._overlap, self._late, self._waiting = zero, overlap, late, waiting
         self._sums: dict[int, Tensor] = {}
         """By group, the flat sum of this rank's gradients that have not been averaged yet."""
         self._under_way: list[_Scattered] = []
@@ -153,7 +164,8 @@ class ScatteredGradients:
     def _receive(self) -> None:
         """Wait for what is under way: on a GPU, nothing computes meanwhile, nor sends what a pipeline's stages need."""
         for group, work, share in self._under_way:
-            work.wait()
+            with self._waiting():
+                work.wait()
             averaged = self._zero._get_compact_grad_partition_buffer(group).flat_partition
             averaged.add_(share, alpha=1 / self._zero.dp_process_group.size())
         self._under_way.clear()

@@ -31,6 +31,8 @@ class HookResult:
     """Texts for TensorBoard."""
     pictures: dict[str, bytes] = field(default_factory=dict)
     """Pictures for TensorBoard, as PNG."""
+    words: dict[str, str] = field(default_factory=dict)
+    """Words for `metrics.jsonl`, such as the name of a node."""
 
 
 class Training(Protocol):
@@ -75,7 +77,7 @@ class Hook:
         return HookResult()
 
 
-EVALUATIONS = ["validation_loss", "sample", "position_norms"]
+EVALUATIONS = ["validation_loss", "sample", "position_norms", "gradient_norms"]
 """The names that `train.evaluations` may have."""
 HOOKS: dict[str, Callable[[], Hook]] = {}
 """What makes the hook of each name; `built_in_hooks` adds our own."""
@@ -92,7 +94,7 @@ def joined(results: Iterable[tuple[str, HookResult]]) -> HookResult:
     """Return the results of several hooks, each with the hook's name, as one; ValueError where two share a name."""
     whole = HookResult()
     for hook, found in results:
-        for kind in ("scalars", "texts", "pictures"):
+        for kind in ("scalars", "texts", "pictures", "words"):
             held, new = getattr(whole, kind), getattr(found, kind)
             if twice := held.keys() & new.keys():
                 raise ValueError(f"the evaluation {hook} returns {sorted(twice)[0]}, which another one returned before")

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
 from megatron_tape.checkpoint.saved_settings import changes, check_same_vocabulary
-from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.monitoring import wandb_of
+from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
@@ -26,9 +27,10 @@ from megatron_tape.model.initialization import initialize_weights, weight_initia
 from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.run.attempts import INTERRUPTED, Attempt
+from megatron_tape.run.attempts import INTERRUPTED, TRAINING, Attempt
 from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
+from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import counted
 from megatron_tape.training.built_in_hooks import hooks_of
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
@@ -36,6 +38,8 @@ from megatron_tape.training.engine import Engine, StepResult, zero_partition
 from megatron_tape.training.hooks import Hook, HookResult, joined
 from megatron_tape.training.model_building import build_model, dtype_of
 from megatron_tape.training.schedule import learning_rate
+from megatron_tape.training.step_clock import SAVE
+from megatron_tape.training.step_times import utilization
 from megatron_tape.training.trained_parameters import Trains, everything, parameter_table, select_trained
 
 logger = logging.getLogger(__name__)
@@ -200,6 +204,10 @@ class Trainer:
         attempt.check_owner()
         directory, tensorboard = config.logging.directory, config.logging.tensorboard
         begun, seen = self.step, self.samples
+        to_wandb = None
+        if config.logging.wandb is not None:
+            self.watch.progress("joining Weights & Biases")
+            to_wandb = WandbRun(wandb_of(config.logging.wandb), directory, config_dict(config))
         writer = MetricsWriter(
             directory,
             config.train.steps,
@@ -207,6 +215,7 @@ class Trainer:
             tensorboard,
             staging=attempt.home,
             work=lambda steps: config.train.samples_after(steps - begun, seen),
+            wandb=to_wandb,
         )
         writer.text("configuration", to_yaml(config), self.step)
         writer.text("parameters", self.parameters, self.step)
@@ -233,25 +242,27 @@ class Trainer:
             result = self.engine.train_step(self.micro_batches, rate, step)
             seconds, timed_samples = seconds + time.perf_counter() - started, timed_samples + size
             self.step, self.samples = step, self.samples + size
-            watch.progress("training", step)
+            watch.progress(TRAINING, step)
             self._count_bad_steps(result)
             found = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
             if self.logs(step):
                 self._log(result, rate, timed_samples * config.model.seq_length / seconds, found)
                 seconds, timed_samples = 0.0, 0
-            self.saves.look()
+            with self.engine.clock.phase(SAVE):
+                self.saves.look()
             stopping = layout.any_rank(watch.stop is not None)
             last, saved = step == config.train.steps, False
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
-                saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
+                with self.engine.clock.phase(SAVE):
+                    saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
             if stopping and not (last and saved):
                 return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"
-            watch.progress("training")
+            watch.progress(TRAINING)
         return None
 
     def _count_bad_steps(self, result: StepResult) -> None:
@@ -276,7 +287,8 @@ class Trainer:
             "lr": rate,
             "tokens": self.samples * self.config.model.seq_length,
             "tokens_per_second": speed,
-            "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
+            "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
+            **utilization(flops, self.layout),
         }
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
@@ -284,7 +296,7 @@ class Trainer:
         whole = joined(found)
         if self.writer is None:
             return
-        self.writer.log(self.step, whole.scalars)
+        self.writer.log(self.step, whole.scalars, whole.words)
         for tag, text in whole.texts.items():
             self.writer.text(tag, text, self.step)
         for tag, png in whole.pictures.items():

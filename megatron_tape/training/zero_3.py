@@ -4,13 +4,16 @@ DeepSpeed 0.19.8 cuts and joins every tensor rank by rank. With hundreds of rank
 than a step keeps the GPU. The functions here send the same numbers, and cut and join them for all ranks at once.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle, ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor
 
@@ -52,13 +55,18 @@ def gather_for_whole_layers(model: torch.nn.Module) -> None:
                 deepspeed.zero.register_external_parameter(layer, parameter)
 
 
-def replace_loops_over_ranks() -> None:
-    """Let DeepSpeed call these functions, until the process ends."""
-    stage3.reduce_scatter_coalesced = average_and_scatter
-    partition_parameters.AllGatherCoalescedHandle.wait = _wait
+def replace_loops_over_ranks(waiting: Callable[[], AbstractContextManager]) -> None:
+    """Let DeepSpeed call these functions, until the process ends; `waiting` is entered while they wait for others."""
+    stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
+    partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(_wait, waiting=waiting)
+    partition_parameters.AllGatherHandle.wait = functools.partialmethod(_wait_for_one, waiting=waiting)
 
 
-def average_and_scatter(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def average_and_scatter(
+    tensors: list[Tensor],
+    group: dist.ProcessGroup,
+    waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> list[Tensor]:
     """Average each tensor over `group`, and return this rank's part of it, flat.
 
     The parts of a tensor are equal, but the last ones may be shorter or empty.
@@ -75,15 +83,22 @@ def average_and_scatter(tensors: list[Tensor], group: dist.ProcessGroup) -> list
             columns[whole, :rest] = flat[whole * size :]
         parts.append(min(size, max(0, tensor.numel() - rank * size)))
     rows.div_(ranks)
-    dist.reduce_scatter_tensor(rows[rank], rows.view(-1), group=group)
+    with waiting():
+        dist.reduce_scatter_tensor(rows[rank], rows.view(-1), group=group)
     return [share[:part] for share, part in zip(rows[rank].split(sizes), parts)]
 
 
-def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:
+def _wait(
+    handle: AllGatherCoalescedHandle,
+    handle_dependency: bool = True,
+    *,
+    waiting: Callable[[], AbstractContextManager],
+) -> None:
     """Wait for gathered weights, and give each parameter its own."""
     if handle.complete:
         return
-    handle.allgather_handle.wait()
+    with waiting():
+        handle.allgather_handle.wait()
     gathered = handle.partitions[0]._base  # the tensor of which there is a part for each rank
     rows, first = gathered.view(handle.world_size, -1), 0
     for parameter in handle.params:
@@ -97,3 +112,14 @@ def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> N
     if gathered.is_cuda:
         gathered.record_stream(torch.cuda.current_stream())
     handle.complete = True
+
+
+_DEEPSPEEDS = partition_parameters.AllGatherHandle.wait
+
+
+def _wait_for_one(
+    handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Callable[[], AbstractContextManager]
+) -> None:
+    """Wait for the weights of a parameter that is gathered alone."""
+    with waiting():
+        _DEEPSPEEDS(handle, handle_dependency)

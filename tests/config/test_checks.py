@@ -3,6 +3,7 @@
 import pytest
 from configurations import make
 
+from megatron_tape.checks import settings
 from megatron_tape.checks.layout import PROCESSES
 from megatron_tape.checks.settings import validate
 from megatron_tape.config.schema import ATTENTION_BACKENDS, blend, split_shares
@@ -113,6 +114,17 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("train.batch_ramp.from",
          {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
+        # Monitoring.
+        ("train.straggler_factor", {"train__straggler_factor": 1.0}),
+        ("train.profile.steps", {"train__profile": {"steps": [3]}}),
+        ("train.profile.steps", {"train__profile": {"steps": [4, 3]}}),
+        ("train.profile.steps", {"train__profile": {"steps": [0, 3]}}),
+        ("train.profile.ranks", {"train__profile": {"ranks": []}}),
+        ("train.profile.ranks", {"processes": 2, "train__profile": {"ranks": [0, 2]}}),
+        ("train.profile.step", {"train__profile": {"step": [1, 2]}}),
+        ("train.profile.memory", {"train__profile": {"memory": 1}}),
+        ("logging.wandb.project", {"logging__wandb": {}}),
+        ("logging.wandb.mode", {"logging__wandb": {"project": "tape", "mode": "none"}}),
         # Pipeline stages.
         (PROCESSES, {**STAGED, "processes": 6, TENSOR: 2}),
         ("parallel.pipeline_model_parallel_size", {**STAGED, "processes": 3, STAGES: 3}),
@@ -321,3 +333,13 @@ def test_stages_are_refused_where_only_some_are_sent_a_state(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         validate(make(**settings), 2)
     assert refused.value.subjects == ("parallel.pipeline_model_parallel_size", "model.position_encoding")
+
+
+def test_weights_and_biases_is_refused_without_its_package(monkeypatch):
+    given = {"logging__wandb": {"project": "tape"}}
+    monkeypatch.setattr(settings, "installed", lambda: True)
+    validate(make(**given), 1)
+    monkeypatch.setattr(settings, "installed", lambda: False)
+    with pytest.raises(ConfigError, match="run pip install wandb==") as refused:
+        validate(make(**given), 1)
+    assert refused.value.key == "logging.wandb"

@@ -382,6 +382,28 @@ def test_evaluations_during_training_are_drawn_with_a_panel_for_each_length(tmp_
     ]
 
 
+def test_the_time_of_runs_is_shown_by_phase_by_attempt_and_as_shares(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"seconds/forward": 2.0, "seconds/backward": 4.0} | ({"seconds/save": 3.0} if row["step"] > 150 else {})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    beat = {"stage": "training", "hang_timeout": None, "stages": {"training": 60.0}}
+    for number, started in ((1, 1000), (2, 1200)):
+        directory = run / "attempts" / f"{number:06d}"
+        directory.mkdir(parents=True)
+        times = {"time": started + 80, "since": started + 80, "began": started + 20}
+        steps = {"from_step": 100 * (number - 1), "step": 150 * number}
+        (directory / "attempt.json").write_text(json.dumps({"started": started}))
+        (directory / "heartbeat.json").write_text(json.dumps(beat | times | steps))
+    content = page(read_models([run, write_run(tmp_path / "plain")]))
+    assert "forward 2, backward 4 and save 1.5" in content
+    assert "Attempts of run on a time line: 1 from 0:00:00 to 0:01:20 and 2 from 0:03:20 to 0:04:40." in content
+    table = content[content.index("What the time since the first attempt became") :]
+    shares = re.findall(r"\d+\.\d(?=<| *<|$)", table[: table.index("</table>")])
+    assert shares == ["35.7", "7.1", "14.3", "42.9"]  # of 280 s: kept, repeated, start, between attempts
+
+
 @pytest.mark.parametrize(
     "content, sentence",
     [

@@ -78,6 +78,19 @@ def test_the_screen_shows_how_the_run_is_doing(run, capsys):
     assert "alpha, from step 0" in output
 
 
+def test_the_screen_shows_what_became_of_the_time_and_which_ranks_are_slow(run, capsys):
+    attempt = Attempt.open(run, run / "checkpoints", 1)
+    path, now = attempt.directory / "heartbeat.json", time.time()
+    write_record(attempt.directory / "attempt.json", {"started": now - 100, "nodes": ["alpha"]})
+    times = {"began": now - 90, "since": now, "time": now, "stages": {"training": 80.0, "saving": 10.0}}
+    write_record(path, json.loads(path.read_text()) | times | {"from_step": 0})
+    attempt.record_straggler({"rank": 5, "place": "alpha, GPU 5", "step": 10, "seconds": 3.0, "times": 1.5})
+    assert status.main([str(run)]) == 0
+    output = capsys.readouterr().out
+    assert "goodput     80.0% of the time; saves 10.0%, start 10.0%\n" in output
+    assert "slow rank   5 on alpha, GPU 5: 1.50 times the median's seconds\n" in output
+
+
 def test_the_time_left_is_that_of_the_attempt_that_runs(run, capsys):
     path = run / "attempts" / "000001" / "attempt.json"
     write_record(path, json.loads(path.read_text()) | {"started": time.time() + 60})

@@ -1,11 +1,17 @@
 """Evaluations as hooks: one that a test registers, and those that every run has."""
 
+import gzip
+import json
+import os
+import signal
+
 import pytest
 import torch
 from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_cases import RECIPE, option, rows
 
+from megatron_tape.training.engine import Engine
 from megatron_tape.training.hooks import EVALUATIONS, HOOKS, Hook, HookResult, joined, register
 from megatron_tape.training.position_norms import picture
 from pretrain import train
@@ -68,6 +74,33 @@ def test_only_named_evaluations_run(run):
     assert not any("validation_loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
 
 
+def test_named_steps_and_those_after_a_signal_are_traced_and_training_stays_as_it_is(run, monkeypatch):
+    assert run("--train.profile={steps: [1, 2], memory: true}", "--train.steps=6") == 0
+    train_step = Engine.train_step
+
+    def signaled(engine, batches, rate, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return train_step(engine, batches, rate, step)
+
+    traces, traced = run.folder / "profile", rows(run.folder)
+    assert names_in(traces / "steps-1-2-rank-0.json.gz") > {"aten::mm", "[memory]"}
+    run.folder.rename(run.folder.with_name("traced"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "train_step", signaled)
+        assert run("--train.profile={ranks: [0]}", "--train.steps=6") == 0
+    assert [path.name for path in traces.iterdir()] == ["steps-4-5-rank-0.json.gz"]
+    found = names_in(traces / "steps-4-5-rank-0.json.gz")
+    assert "aten::mm" in found and "[memory]" not in found
+    assert rows(run.folder) == traced
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def names_in(trace):
+    with gzip.open(trace) as file:
+        return {event["name"] for event in json.load(file)["traceEvents"]}
+
+
 def test_two_evaluations_cannot_return_the_same_name():
     found = HookResult(scalars={"loss": 1.0})
     with pytest.raises(ValueError, match="the evaluation toy returns loss"):
@@ -78,4 +111,8 @@ def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):
     with pytest.raises(SystemExit):
         run("--train.evaluations=[validation_loss,perplexity]")
     error = capfd.readouterr().err
-    assert "perplexity" in error and "validation_loss, sample, position_norms, toy" in error and error.count("\n") == 1
+    assert (
+        "perplexity" in error
+        and "validation_loss, sample, position_norms, gradient_norms, toy" in error
+        and error.count("\n") == 1
+    )

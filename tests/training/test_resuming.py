@@ -29,6 +29,17 @@ def test_training_a_part_is_the_same_under_every_zero_stage(resumed, stage):
     assert rows[-1]["position/update_norm/layer_00"] > 0
 
 
+def test_a_slow_rank_is_named_once_with_its_own_seconds_and_a_stalling_loader_is_seen(resumed):
+    slow = resumed["slow"]
+    of_rank_0, of_ranks = {"data": 0.0, "forward": 2.0}, {"compute_median": 2.0, "compute_slowest": 6.0}
+    expected = of_rank_0 | of_ranks | {"data_slowest": 1.0}  # two micro-batches
+    for row in slow["rows"]:
+        assert {key: row[f"seconds/{key}"] for key in expected} == expected
+        assert row["slowest_rank"] == f"1 on {slow['node']}"
+    straggler = {"rank": 1, "place": slow["node"], "step": 12, "seconds": 6.0, "times": 3.0}
+    assert slow["stragglers"] == [straggler]
+
+
 def test_saving_changes_nothing(resumed):
     assert without_speed(resumed["unsaved"]) == without_speed(resumed["bf16"]["whole"])
 

@@ -23,6 +23,7 @@ from megatron_tape.evaluation.report.models import Model, clean
 from megatron_tape.evaluation.report.published import published_tables
 from megatron_tape.evaluation.report.scores import draw_scores, score_tables
 from megatron_tape.evaluation.report.tables import Table, enumerated, heading, task_names, task_title
+from megatron_tape.evaluation.report.time_spent import attempts_of, goodput, phases, time_lines
 from megatron_tape.evaluation.report.training_curves import curves, evaluation_seconds, runs_table, training_speeds
 from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.tasks import TASKS
@@ -72,7 +73,7 @@ class Section:
 def page(models: Sequence[Model], comparisons: Sequence[Comparison] = ()) -> str:
     """Return the HTML file about these models, whose labels all differ, and about comparisons of variants."""
     compared = [_comparison(comparison, number) for number, comparison in enumerate(comparisons, 1)]
-    sections = [_scores, _training, _tasks, _settings, _speeds, _published]
+    sections = [_scores, _training, _time_spent, _tasks, _settings, _speeds, _published]
     with in_order([model.label for model in models]):
         made = [*compared, *(section(models) for section in sections)]
     environment = Environment(
@@ -162,6 +163,13 @@ def _training(models: Sequence[Model]) -> Section:
     table = runs_table(models)
     parts = [Part(tables=[table], pictures=list(map(embedded, curves(models))))] if table is not None else []
     return Section("training", "Training", parts=parts)
+
+
+def _time_spent(models: Sequence[Model]) -> Section:
+    runs = attempts_of(models)
+    pictures = list(map(embedded, [*phases(models), *time_lines(runs)]))
+    tables = [table for table in [goodput(runs)] if table is not None]
+    return Section("time", "Where the time went", parts=[Part(tables=tables, pictures=pictures)] if pictures else [])
 
 
 def _tasks(models: Sequence[Model]) -> Section:

@@ -32,6 +32,7 @@ from megatron_tape.run.watch import Watch
 from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import replicated_parameters
+from megatron_tape.training.hooks import HOOKS
 from megatron_tape.training.trained_parameters import trained_by
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "logging.directory": home,
         "logging.interval": STEPS,
         "logging.tensorboard": False,
+        "logging.wandb": None,
     }
     return replaced(dataclasses.replace(config, evaluation=EvaluationConfig()), changed)
 
@@ -169,6 +171,7 @@ class _ObservedRun:
                 mock.patch.multiple(
                     training,
                     build_batches=_random_batches,
+                    hooks_of=lambda config: {name: HOOKS[name]() for name in config.train.evaluations},
                     Engine=self._engine,
                     CheckpointSaver=lambda engine, *_: _GatheredState(engine, self._end_record, self.outcome),
                 ),

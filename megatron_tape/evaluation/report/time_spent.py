@@ -1,0 +1,96 @@
+"""Where the time of runs went: phases of a step, attempts on a time line, and the share that became steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tape.evaluation.base import Picture
+from megatron_tape.evaluation.figures import COLORS, legend, new_figure, panels, plain, shorten
+from megatron_tape.evaluation.report.models import Model, Run
+from megatron_tape.evaluation.report.tables import Cell, Column, Table, enumerated, number
+from megatron_tape.evaluation.report.training_curves import thinned
+from megatron_tape.run.goodput import BETWEEN, KINDS, START, Spent, spent, totals
+from megatron_tape.run.judging import read_attempts
+from megatron_tape.text import counted, duration
+
+PHASES = ("data", "forward", "backward", "forward_backward", "communication", "optimizer", "save")
+"""In the order of a step."""
+BAR = (START, *(kind for kind in KINDS if kind not in (START, BETWEEN)))
+"""Kinds of time as an attempt's bar shows them."""
+MOST_ATTEMPTS = 60
+"""Attempts that a time line shows: the last ones."""
+_UNITS = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def phases(models: Sequence[Model]) -> list[Picture]:
+    """Return a picture of the seconds of a step by phase, with a panel for each run that has logged them twice."""
+    found = {model.label: curves for model in models if model.run is not None and (curves := _phases(model.run))}
+    if not found:
+        return []
+    figure, shown = panels(len(found), width=4.6)
+    means = []
+    for axes, (label, (steps, curves)) in zip(shown, found.items()):
+        parts = {phase: thinned(steps, values) for phase, values in curves.items()}
+        colors = [COLORS[PHASES.index(phase)] for phase in parts]
+        names = [phase.replace("_", " and ") for phase in parts]
+        x = next(iter(parts.values()))[0]
+        axes.stackplot(x, [y for _, y in parts.values()], colors=colors, labels=names, linewidth=0)
+        axes.set(xlabel="step", ylabel="seconds of a step")
+        axes.set_title(plain(shorten(label)), fontsize=10)
+        of_phases = [f"{name} {sum(values) / len(values):.3g}" for name, values in zip(names, curves.values())]
+        means.append(f"{label}: {enumerated(of_phases)}")
+    legend(figure)
+    return [Picture("phases", f"Seconds of a step by phase, on rank 0; means of {'; '.join(means)}.", figure)]
+
+
+def _phases(run: Run) -> tuple[list[float], dict[str, list[float]]] | None:
+    """Return the steps at which phases were logged, and the seconds of each phase, 0 where a row has none."""
+    rows = [row for row in run.rows if any(f"seconds/{phase}" in row for phase in PHASES)]
+    curves = {phase: [row.get(f"seconds/{phase}", 0.0) for row in rows] for phase in PHASES}
+    curves = {phase: values for phase, values in curves.items() if any(values)}
+    return ([row["step"] for row in rows], curves) if len(rows) > 1 and curves else None
+
+
+def attempts_of(models: Sequence[Model]) -> dict[str, list[Spent]]:
+    """Return how each run's attempts spent their time, by its label, of runs that have records of it."""
+    found = {model.label: spent(read_attempts(model.run.path)) for model in models if model.run is not None}
+    return {label: attempts for label, attempts in found.items() if sum(totals(attempts).values()) > 0}
+
+
+def goodput(runs: dict[str, list[Spent]]) -> Table | None:
+    """Return a table of the shares of each run's time since its first attempt."""
+    if not runs:
+        return None
+    seconds = {label: totals(attempts) for label, attempts in runs.items()}
+    kinds = [kind for kind in KINDS if any(of_run[kind] for of_run in seconds.values())]
+    rows = []
+    for label, of_run in seconds.items():
+        whole = sum(of_run.values())
+        attempts = counted(len(runs[label]), "attempt")
+        shares = [number(100 * of_run[kind] / whole, 1) for kind in kinds]
+        rows.append([Cell(label, label), Cell(duration(whole), whole, attempts, "number"), *shares])
+    columns = [Column("run"), *(Column(name, "number") for name in ("time", *(f"{kind}, %" for kind in kinds)))]
+    return Table("What the time since the first attempt became", columns, rows)
+
+
+def time_lines(runs: dict[str, list[Spent]]) -> list[Picture]:
+    """Return a picture of each run's attempts on a time line; a bar's colours are shares, not moments."""
+    pictures = []
+    for label, attempts in runs.items():
+        shown, begin = attempts[-MOST_ATTEMPTS:], attempts[0].started
+        size, unit = next((size, unit) for size, unit in _UNITS if attempts[-1].ended - begin >= size or size == 1)
+        figure, (axes,) = new_figure(width=9.2, height=1.4 + 0.22 * len(shown))
+        numbers = [str(attempt.number) for attempt in shown]
+        left = [(attempt.started - begin) / size for attempt in shown]
+        for kind in BAR:
+            widths = [attempt.seconds[kind] / size for attempt in shown]
+            if any(widths):
+                axes.barh(numbers, widths, left=left, color=COLORS[KINDS.index(kind)], label=kind, height=0.7)
+                left = [place + width for place, width in zip(left, widths)]
+        axes.invert_yaxis()
+        axes.set(xlabel=f"{unit} since the first attempt began", ylabel="attempt")
+        axes.set_title(plain(shorten(label)), fontsize=10)
+        legend(figure)
+        ends = [f"{one.number} from {duration(one.started - begin)} to {duration(one.ended - begin)}" for one in shown]
+        pictures.append(Picture("attempts", f"Attempts of {label} on a time line: {enumerated(ends)}.", figure))
+    return pictures

@@ -1,0 +1,70 @@
+"""Gradient norms by kind of parameter: which part of a model a rising gradient comes from."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tape.model.names import BLOCKS, block_of
+from megatron_tape.training.gradients import own_part
+from megatron_tape.training.hooks import Hook, HookResult, Training
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import Engine, StepResult
+
+
+class GradientNorms(Hook):
+    """Norms of the gradients of the embeddings, attention, the MLP and so on, before they are clipped.
+
+    The root of the sum of their squares is the norm of all. Each rank adds up the squares of what its own optimizer
+    updates, so that no gradient is sent; only logged steps compute them.
+    """
+
+    def __init__(self) -> None:
+        self._squares = torch.empty(0)
+
+    def before_step(self, trainer: Training, step: int) -> None:
+        if trainer.logs(step):
+            trainer.engine.before_update = functools.partial(self._measure, trainer.engine)
+
+    def due(self, trainer: Training, step: int) -> bool:
+        return False
+
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+        """Return `gradient_norm_BLOCK` for each of `BLOCKS` of which a parameter is trained."""
+        if not trainer.logs(step):
+            return HookResult()
+        trainer.engine.before_update = None
+        dist.all_reduce(self._squares)
+        squares, counts = self._squares.tolist()
+        found = zip(BLOCKS, squares, counts)
+        return HookResult(scalars={f"gradient_norm_{block}": square**0.5 for block, square, count in found if count})
+
+    def _measure(self, engine: Engine) -> None:
+        self._squares = squares_by_block(engine)
+
+
+@torch.no_grad()
+def squares_by_block(engine: Engine) -> Tensor:
+    """Return, in fp64, the sums of squares of this rank's gradients by `BLOCKS`, and how many parameters it counts.
+
+    Over all ranks, every element of a gradient is counted once; call it before the optimizer's step.
+    """
+    layout = engine.layout
+    found: dict[str, list[Tensor]] = {block: [] for block in BLOCKS}
+    for name, parameter in engine.trained.items():
+        whole = not getattr(parameter, "tensor_model_parallel", False)
+        if whole and layout.tensor_parallel_rank > 0 or engine.zero_stage == 0 and layout.replica_rank > 0:
+            continue  # another rank has the same gradient
+        if (part := own_part(parameter, engine.zero_stage)) is not None:
+            found[block_of(name)].append(part)
+    sums = torch.zeros(2, len(BLOCKS), dtype=torch.float64, device=layout.device)
+    for number, parts in enumerate(found.values()):
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts)).to(layout.device, torch.float64)
+            sums[0, number], sums[1, number] = norms.square().sum(), len(parts)
+    return sums

@@ -1,0 +1,77 @@
+"""Traces of a few training steps, for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_tape.config.monitoring import ProfileSettings
+from megatron_tape.training.hooks import Hook, HookResult, Training
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import StepResult
+
+logger = logging.getLogger(__name__)
+
+ON_SIGNAL = 2
+"""Steps that are profiled after a signal."""
+ALLOCATIONS = 100_000
+"""The most allocations that a memory snapshot shows."""
+
+
+class Profiling(Hook):
+    """Profiles the steps of `train.profile`, and the next two after a signal, on the ranks that it names."""
+
+    def __init__(self, settings: ProfileSettings):
+        self._settings = settings
+        self._asked = settings.steps
+        """The first and the last step of the next trace."""
+        self._active: profile | None = None
+        self._first = 0
+
+    def due(self, trainer: Training, step: int) -> bool:
+        return False
+
+    def before_step(self, trainer: Training, step: int) -> None:
+        if trainer.watch.take_profile_request() and self._active is None:
+            self._asked = [step, step + ON_SIGNAL - 1]
+        if self._asked is None or self._active is not None or trainer.layout.rank not in self._settings.ranks:
+            return
+        if self._asked[0] <= step <= self._asked[1]:
+            self._begin(trainer, step)
+
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+        if self._active is not None and step in (self._asked[1], trainer.config.train.steps):
+            self._end(trainer, step)
+        return HookResult()
+
+    def _begin(self, trainer: Training, step: int) -> None:
+        on_gpu = trainer.layout.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        if self._settings.memory and on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+        self._active, self._first = profile(activities=activities, profile_memory=self._settings.memory), step
+        self._active.start()
+
+    def _end(self, trainer: Training, step: int) -> None:
+        finished, self._active, self._asked = self._active, None, None
+        finished.stop()
+        directory = Path(trainer.config.logging.directory) / "profile"
+        stem = f"steps-{self._first}-{step}-rank-{trainer.layout.rank}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"{stem}.json.gz"
+            finished.export_chrome_trace(str(path))
+            if self._settings.memory and trainer.layout.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(directory / f"{stem}-memory.pickle"))
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
+            logger.warning("warning: the profile of steps %d to %d cannot be written: %s", self._first, step, error)
+        else:
+            logger.info("profiled steps %d to %d: %s", self._first, step, path)
+        finally:
+            if self._settings.memory and trainer.layout.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,112 @@
+"""What logged steps say of time: seconds by phase, memory, the slowest rank, and ranks that stay slow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tape.planning.hardware import peak_of
+from megatron_tape.training.hooks import Hook, HookResult, Training
+from megatron_tape.training.step_clock import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import StepResult
+
+logger = logging.getLogger(__name__)
+
+COMPUTING = (FORWARD, BACKWARD, FORWARD_BACKWARD)
+MOST_MARKS = 10_000
+"""Changes of phase that are kept until they are added up."""
+WINDOW = 10
+"""The fewest steps over which ranks are compared."""
+
+
+class StepTimes(Hook):
+    """Figures of every logged step, as means over the steps since the one before; every run has this hook.
+
+    `seconds/PHASE` are those of rank 0. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
+    those of a rank's own forward and backward passes, `seconds/data_slowest` is the longest any rank waited for data,
+    and `slowest_rank` names the slowest with its node.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._names: list[str] = []
+        """What every rank computes on."""
+        self._compared = 0
+        self._computed: list[float] = []
+        """Seconds by rank, over the steps that have been compared."""
+        self._reported: set[int] = set()
+
+    def due(self, trainer: Training, step: int) -> bool:
+        return False
+
+    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+        clock = trainer.engine.clock
+        self._steps += 1
+        if not trainer.logs(step):
+            clock.add_up(MOST_MARKS)
+            return HookResult()
+        steps, self._steps = self._steps, 0
+        seconds = {name: total / steps for name, total in clock.read().items()}
+        found = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
+        if trainer.layout.device.type == "cuda":
+            found.scalars["usage/memory_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found.scalars["usage/memory_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        if trainer.layout.world_size > 1:
+            self._compare(trainer, step, steps, seconds, found)
+        return found
+
+    def _compare(self, trainer: Training, step: int, steps: int, seconds: dict[str, float], found: HookResult) -> None:
+        """Add the slowest rank's figures to `found`, and report ranks that are slow; all ranks call it together."""
+        if not self._names:
+            self._names = trainer.layout.gather(_own_name(trainer.layout.device))
+        own = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
+        own = torch.tensor(own, dtype=torch.float64, device=trainer.layout.device)
+        of_ranks = own.new_empty(trainer.layout.world_size, 2)
+        dist.all_gather_into_tensor(of_ranks.view(-1), own)
+        computing, waiting = of_ranks.T.tolist()
+        slowest = max(range(len(computing)), key=computing.__getitem__)
+        found.scalars["seconds/compute_median"] = statistics.median_low(computing)
+        found.scalars["seconds/compute_slowest"] = computing[slowest]
+        found.scalars["seconds/data_slowest"] = max(waiting)
+        found.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
+        if step > 1 and trainer.config.train.straggler_factor is not None:  # the first step also prepares much
+            self._judge(trainer, step, steps, computing)
+
+    def _judge(self, trainer: Training, step: int, steps: int, computing: list[float]) -> None:
+        self._computed = [a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)]
+        self._compared += steps
+        if self._compared < WINDOW:
+            return
+        means = [total / self._compared for total in self._computed]
+        self._compared, self._computed = 0, []
+        median = statistics.median_low(means)
+        for rank, mean in enumerate(means):
+            if mean > trainer.config.train.straggler_factor * median and rank not in self._reported:
+                self._reported.add(rank)
+                if trainer.layout.rank == 0:
+                    where, times = self._names[rank], mean / median
+                    message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s a step)"
+                    logger.warning(message, rank, where, times, mean)
+                    straggler = {"rank": rank, "place": where, "step": step, "seconds": mean, "times": times}
+                    trainer.watch.record_straggler(straggler)
+
+
+def _own_name(device: torch.device) -> str:
+    node = os.uname().nodename
+    if device.type != "cuda":
+        return node
+    return f"{node}, GPU {device.index} ({torch.cuda.get_device_properties(device).uuid})"
+
+
+def utilization(flops_per_second: float, layout: Any) -> dict[str, float]:
+    """Return the MFU of a run's FLOP/s over all ranks as `mfu`, or nothing where the GPU's peak is not known."""
+    peak = peak_of(torch.cuda.get_device_name(layout.device)) if layout.device.type == "cuda" else None
+    return {} if peak is None else {"mfu": flops_per_second / (peak * layout.world_size)}

@@ -1,0 +1,110 @@
+"""What became of a run's time, by the records that attempts leave."""
+
+import time
+
+import pytest
+
+from megatron_tape.io.records import write_record
+from megatron_tape.run import watch as watching
+from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.goodput import BETWEEN, EVALUATION, KEPT, KINDS, REPEATED, SAVES, STALLS, START, shares, spent
+from megatron_tape.run.goodput import totals as totals_of
+from megatron_tape.run.judging import read_attempts
+from megatron_tape.run.watch import Watch
+
+
+def record(run, number, started, ended=None, outcome="failed", **beat):
+    """An attempt with its start and, if they are given, its end and its last heartbeat."""
+    attempt = Attempt.open(run, run / "checkpoints", number)
+    attempt.directory.mkdir(parents=True)
+    write_record(attempt.directory / "attempt.json", {"started": started, "nodes": []})
+    if beat:
+        defaults = {"time": beat["since"], "stage": "training", "step": None, "hang_timeout": None}
+        write_record(attempt.directory / "heartbeat.json", defaults | beat)
+    if ended is not None:
+        end = {"rank": 0, "outcome": outcome, "message": "", "detail": "", "time": ended}
+        write_record(attempt.directory / "rank-00000.json", end)
+
+
+def totals(run, until=None):
+    found = totals_of(spent(read_attempts(run)), until)
+    assert list(found) == list(KINDS)
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def test_an_uninterrupted_run_is_divided_by_its_stages(tmp_path):
+    stages = {"training": 70.0, "saving": 6.0, "waiting to save": 1.0, "evaluating": 9.0, "sampling text": 1.0}
+    record(tmp_path, 1, 1000, 1100, "finished", since=1098, began=1011, from_step=0, step=50, stages=stages)
+    found = totals(tmp_path)
+    assert found == {KEPT: 72.0, SAVES: 7.0, EVALUATION: 10.0, START: 11.0}
+    assert sum(found.values()) == 100 and shares(totals_of(spent(read_attempts(tmp_path))))[KEPT] == 0.72
+
+
+def test_steps_after_the_one_from_which_a_later_attempt_went_on_are_repeated_ones(tmp_path):
+    record(tmp_path, 1, 0, 110, since=110, began=10, from_step=0, step=10, stages={"training": 100.0})
+    record(tmp_path, 2, 120, 180, since=180, began=130, from_step=8, step=13, stages={"training": 50.0})
+    # Its checkpoints were damaged, so that the third attempt goes on from one of the first.
+    record(tmp_path, 3, 180, 250, since=250, began=190, from_step=6, step=12, stages={"training": 60.0})
+    assert totals(tmp_path) == {KEPT: 60.0 + 60, REPEATED: 40.0 + 50, START: 10.0 + 10 + 10, BETWEEN: 10.0}
+    assert totals(tmp_path, until=300)[BETWEEN] == 10 + 50
+    assert [(one.number, one.started, one.ended) for one in spent(read_attempts(tmp_path))] == [
+        (1, 0, 110),
+        (2, 120, 180),
+        (3, 180, 250),
+    ]
+
+
+def test_an_attempt_that_never_trained_leaves_the_steps_before_it_as_they_are(tmp_path):
+    record(tmp_path, 1, 0, 20, since=20, began=10, from_step=0, step=10, stages={"training": 10.0})
+    record(tmp_path, 2, 30, 70, since=40, stage="reading the checkpoint", step=0)
+    assert totals(tmp_path) == {KEPT: 10.0, START: 10.0 + 40, BETWEEN: 10.0}
+
+
+@pytest.mark.parametrize("outcome, limit", [("hung", 1000.0), ("failed", 29.0)])
+def test_the_silence_before_a_hang_ends_is_a_stall(tmp_path, outcome, limit):
+    stages = {"training": 40.0}
+    beat = {"since": 50, "time": 80, "began": 10, "from_step": 0, "step": 4, "stages": stages, "hang_timeout": limit}
+    record(tmp_path, 1, 0, 80, outcome, **beat)
+    assert totals(tmp_path) == {KEPT: 40.0, START: 10.0, STALLS: 30.0}
+
+
+def test_a_killed_attempt_ended_with_its_last_heartbeat_or_when_the_next_one_began(tmp_path):
+    beat = {"since": 20, "began": 10, "from_step": 0, "step": 4, "stages": {"training": 10.0}}
+    record(tmp_path, 1, 0, time=25, **beat)
+    record(tmp_path, 2, 40, time=90, **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8})
+    record(tmp_path, 3, 80)
+    first, second, third = spent(read_attempts(tmp_path))
+    assert (first.ended, second.ended, third.ended) == (25, 80, 80)
+    assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
+
+
+def test_a_run_without_records_of_time_has_no_shares(tmp_path):
+    record(tmp_path, 1, 1000)
+    assert totals(tmp_path) == {} and shares(totals_of(spent(read_attempts(tmp_path)))) == {}
+
+
+def test_a_watch_counts_each_stage_from_the_beginning_of_training(tmp_path, monkeypatch):
+    moment = [100.0]
+    monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
+    monkeypatch.setattr(watching.threading.Thread, "start", lambda thread: None)
+    watch = Watch(None)
+    try:
+        watch.attach(Attempt.claim(tmp_path, tmp_path / "checkpoints", {"nodes": []}), 0)
+        for seconds, call in (
+            (7, lambda: watch.progress("building the model")),
+            (8, lambda: watch.begin_training(3)),
+            (1, lambda: watch.progress("training", 4)),
+            (2, lambda: watch.progress("saving")),
+            (4, lambda: watch.progress("training")),
+            (8, lambda: watch.progress("training", 5)),
+        ):
+            moment[0] += seconds
+            call()
+        before = time.time()
+        watch.record_end("finished", "")
+    finally:
+        watch.close()
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt.heartbeat["stages"] == {"training": 1.0 + 2 + 8, "saving": 4.0}
+    assert (attempt.heartbeat["from_step"], attempt.heartbeat["step"]) == (3, 5)
+    assert attempt.heartbeat["began"] <= before <= attempt.ended

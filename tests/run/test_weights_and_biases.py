@@ -1,0 +1,105 @@
+"""Weights & Biases as a second place for a run's metrics; a small module stands in for its package."""
+
+import json
+import sys
+
+import pytest
+from datasets_for_tests import write_all
+from training_cases import RECIPE, option, rows
+
+from megatron_tape.config.monitoring import WandbSettings
+from megatron_tape.run import weights_and_biases
+from megatron_tape.run.metrics import MetricsWriter
+from megatron_tape.run.weights_and_biases import WandbRun, installed, read_wandb
+from pretrain import status, train
+
+STUB = """
+import json, os
+
+Settings = dict
+
+class Run:
+    def __init__(self, id, dir, project, **settings):
+        self.id, self.url, self.file = id, f"https://wandb.example/{project}/{id}", os.path.join(dir, "logged.jsonl")
+        self.write({"init": id, **{key: settings[key] for key in ("name", "mode", "resume", "entity")}})
+
+    def write(self, what):
+        if os.path.exists(os.path.join(os.path.dirname(self.file), "fails")):
+            raise ConnectionError("no answer")
+        with open(self.file, "a") as file:
+            file.write(json.dumps(what) + "\\n")
+
+    def define_metric(self, name, step_metric):
+        self.write({"by": step_metric})
+
+    def log(self, values):
+        self.write(values)
+
+    def finish(self):
+        self.write("finished")
+
+def init(**settings):
+    return Run(**settings)
+"""
+SETTINGS = WandbSettings(project="tape")
+
+
+@pytest.fixture(autouse=True)
+def stub(tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(STUB)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield
+    sys.modules.pop("wandb", None)
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
+
+
+def test_a_continued_run_is_the_same_run_there_and_trains_as_without_it(tmp_path, capfd):
+    def start(name, *overrides):
+        given = ["--config", str(RECIPE), option("data.prefix", f"{write_all(tmp_path / name)}/a"), *overrides]
+        assert train.main([*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=null"]) == 0
+        return tmp_path / name
+
+    wandb = ["--logging.wandb={project: tape, entity: us}", "--schedule.kind=constant"]
+    start("run", *wandb, "--train.steps=3")
+    run, alone = start("run", *wandb, "--train.steps=4"), start("alone", "--train.steps=4", "--schedule.kind=constant")
+    assert [row["loss"] for row in rows(run)] == [row["loss"] for row in rows(alone)]
+    begun = {"init": read_wandb(run)["id"], "name": "run", "mode": "online", "resume": "allow", "entity": "us"}
+    found = logged(run)
+    assert [entry for entry in found if "step" not in entry] == [begun, {"by": "step"}, "finished"] * 2
+    losses = [(entry["step"], entry["loss/train"]) for entry in found if "step" in entry]
+    assert losses == [(row["step"], row["loss"]) for row in rows(run)]
+    assert status.main([str(run)]) == 0
+    assert f"wandb       https://wandb.example/tape/{begun['init']}\n" in capfd.readouterr().out
+
+
+def test_what_fails_there_is_a_warning_and_metrics_are_still_written(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path, 9, tensorboard=False, wandb=WandbRun(SETTINGS, tmp_path, {}))
+    writer.log(1, {"loss": 1.0})
+    (tmp_path / "fails").touch()
+    for step in (2, 3):
+        writer.log(step, {"loss": 1.0})
+    writer.close()
+    assert [entry.get("step") for entry in logged(tmp_path) if "by" not in entry] == [None, 1]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+    WandbRun(SETTINGS, tmp_path, {}).log(4, {})
+    assert [record.message.endswith("(no answer)") for record in caplog.records] == [True, True]
+
+
+def test_a_folder_of_its_files_is_not_its_package(tmp_path, monkeypatch):
+    assert installed()
+    (tmp_path / "modules" / "wandb.py").unlink()
+    (tmp_path / "modules" / "wandb").mkdir()
+    monkeypatch.setattr(weights_and_biases.importlib.util, "find_spec", lambda name: FOLDER)
+    assert not installed()
+    assert read_wandb(tmp_path) is None
+
+
+class FOLDER:
+    """What `find_spec` returns for a folder without modules."""
+
+    origin = None
