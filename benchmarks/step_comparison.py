@@ -17,13 +17,14 @@ from benchmarks.environment import Record
 from benchmarks.measured_model import MeasuredModel, dtype_of, free_memory, training_backend
 from benchmarks.rivals import Rival
 from benchmarks.shapes import ENCODINGS, Shape, run_config
-from benchmarks.step_results import peak_flops, summarize
+from benchmarks.step_results import summarize
 from benchmarks.timing import matmul_peak, reason
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import verified_backend
 from megatron_tape.ops.backends import BACKENDS
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.planning.hardware import peak_flops
 from megatron_tape.planning.parameters import parameter_count
 
 EQUAL = 1e-4

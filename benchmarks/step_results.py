@@ -1,21 +1,12 @@
 """What measured training steps say: medians, utilization of the GPU, ratios, and the table. Imports no torch."""
 
-import re
 import statistics
 from collections.abc import Iterator
 
 from benchmarks.shapes import ENCODINGS
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.planning.hardware import KINDS
 from megatron_tape.planning.parameters import parameter_count
-
-
-def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if its kind is not known."""
-    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower kind of the same name
-        return None
-    return next((kind.peak for name, kind in KINDS.items() if re.search(rf"\b{name.split('-')[0]}\b", gpu)), None)
 
 
 def utilization(

@@ -5,6 +5,7 @@ sizes; `python -m benchmarks.rates` measures the same rates where there are GPUs
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from math import ceil, log2
 from pathlib import Path
@@ -86,9 +87,11 @@ KINDS = {
 """Kinds of GPUs by name."""
 
 
-def peak_of(gpu: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of a GPU as CUDA names it, or None if it is not among `KINDS`."""
-    return next((kind.peak for name, kind in KINDS.items() if name.split("-")[0] in gpu), None)
+def peak_flops(gpu: str) -> float | None:
+    """Return the dense bf16 FLOP/s of a GPU, given its name as CUDA states it; None if its kind is not known."""
+    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower kind of the same name
+        return None
+    return next((kind.peak for name, kind in KINDS.items() if re.search(rf"\b{name.split('-')[0]}\b", gpu)), None)
 
 
 class Rates(TypedDict):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_tape.planning.hardware import peak_of
+from megatron_tape.planning.hardware import peak_flops
 from megatron_tape.training.hooks import Hook, HookResult, Training
 from megatron_tape.training.step_clock import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
 
 if TYPE_CHECKING:
+    from megatron_tape.config.schema import RunConfig
+    from megatron_tape.parallel.layout import ParallelLayout
     from megatron_tape.training.engine import StepResult
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class StepTimes(Hook):
         self._steps = 0
         self._names: list[str] = []
         """What every rank computes on."""
+        self._warm = False
+        """Whether what is compared comes after the first logged step, since the first steps also prepare much."""
         self._compared = 0
         self._computed: list[float] = []
         """Seconds by rank, over the steps that have been compared."""
@@ -77,8 +81,9 @@ class StepTimes(Hook):
         found.scalars["seconds/compute_slowest"] = computing[slowest]
         found.scalars["seconds/data_slowest"] = max(waiting)
         found.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
-        if step > 1 and trainer.config.train.straggler_factor is not None:  # the first step also prepares much
+        if self._warm and trainer.config.train.straggler_factor is not None:
             self._judge(trainer, step, steps, computing)
+        self._warm = True
 
     def _judge(self, trainer: Training, step: int, steps: int, computing: list[float]) -> None:
         self._computed = [a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)]
@@ -89,7 +94,7 @@ class StepTimes(Hook):
         self._compared, self._computed = 0, []
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
-            if mean > trainer.config.train.straggler_factor * median and rank not in self._reported:
+            if 0 < trainer.config.train.straggler_factor * median < mean and rank not in self._reported:
                 self._reported.add(rank)
                 if trainer.layout.rank == 0:
                     where, times = self._names[rank], mean / median
@@ -106,7 +111,9 @@ def _own_name(device: torch.device) -> str:
     return f"{node}, GPU {device.index} ({torch.cuda.get_device_properties(device).uuid})"
 
 
-def utilization(flops_per_second: float, layout: Any) -> dict[str, float]:
-    """Return the MFU of a run's FLOP/s over all ranks as `mfu`, or nothing where the GPU's peak is not known."""
-    peak = peak_of(torch.cuda.get_device_name(layout.device)) if layout.device.type == "cuda" else None
+def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
+    """Return as `mfu` the share of the GPUs' bf16 peak that a run's FLOP/s are, or nothing where it is not known."""
+    if layout.device.type != "cuda" or config.train.precision != "bf16":
+        return {}
+    peak = peak_flops(torch.cuda.get_device_name(layout.device))
     return {} if peak is None else {"mfu": flops_per_second / (peak * layout.world_size)}

@@ -288,7 +288,7 @@ class Trainer:
             "tokens": self.samples * self.config.model.seq_length,
             "tokens_per_second": speed,
             "tflops_per_second": (flops := speed * flops_per_token(self.config.model, self.config.extension)) / 1e12,
-            **utilization(flops, self.layout),
+            **utilization(flops, self.config, self.layout),
         }
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}

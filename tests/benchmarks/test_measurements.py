@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import (
     cpu_parts,
     encodings,
     generate,
+    monitoring,
     perplexity,
     position_update,
     preprocess,
@@ -201,6 +203,13 @@ def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     assert "differ" in row["failed"] and "step_over_rope" not in row
     with pytest.raises(SystemExit):
         encodings.parse(["--only", "alibi", "dream"])
+
+
+def test_a_watched_step_is_measured_beside_one_that_is_not(capfd):
+    assert monitoring.main(["--pairs=1"]) == 0
+    sentence = r"a step of (.+) ms takes (.+) ms longer .*; the hooks alone take (.+) ms,"
+    step, _, hooks = map(float, re.search(sentence, capfd.readouterr().out).groups())
+    assert step > 0 and hooks > 0
 
 
 def test_the_parts_of_a_layer_are_added_up(monkeypatch, capsys):

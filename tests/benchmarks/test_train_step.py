@@ -15,12 +15,12 @@ from benchmarks.measured_model import MeasuredModel
 from benchmarks.rivals import Megatron, Rival
 from benchmarks.shapes import ENCODINGS, SHAPES, run_config
 from benchmarks.step_comparison import turns
-from benchmarks.step_results import peak_flops, utilization
+from benchmarks.step_results import utilization
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.planning.hardware import KINDS
+from megatron_tape.planning.hardware import KINDS, peak_flops
 from megatron_tape.position.tape import TapePosition
 
 TOY = "--shape=toy"

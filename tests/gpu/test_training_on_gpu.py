@@ -92,6 +92,13 @@ def test_a_run_gives_what_the_cpu_gives(name, device, expected):
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "nothing is learned"
 
 
+@pytest.mark.parametrize("name", [slow("tape bf16 ZeRO 2")])
+def test_the_phases_of_a_step_are_measured(name, device):
+    for row in device.rows(name):
+        assert all(row[f"seconds/{phase}"] > 0 for phase in ("forward", "backward", "optimizer"))
+        assert (row.get("usage/memory_allocated_gib", 0) > 0) == ON_GPU
+
+
 @pytest.mark.parametrize("name", [slow("tape packed fp32")])
 def test_packed_documents_do_not_see_each_other(name, device):
     assert device.rows(name)[0]["loss"] != pytest.approx(device.rows("tape fp32")[0]["loss"], rel=1e-5)
