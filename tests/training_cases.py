@@ -31,7 +31,7 @@ def assert_close(rows, expected, steps=STEPS):
     """Assert that a run's figures are another's."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
-        for key in ("loss", "grad_norm", "validation_loss"):
+        for key in ("loss", "grad_norm", "z_loss", "validation_loss"):
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
@@ -66,6 +66,9 @@ def run(folder, name, *overrides, expect=0, trains=None):
 
 def option(section_key, value):
     return f"--{section_key}={value}"
+
+
+Z_LOSS = option("optimizer.z_loss", 0.01)
 
 
 def tp(size):
@@ -174,7 +177,7 @@ def ramp():
 
 
 def generated():
-    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
+    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}"), Z_LOSS]
 
 
 def evaluated(data):
@@ -188,7 +191,7 @@ def evaluated(data):
 
 
 def packed(data):
-    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json")]
+    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json"), Z_LOSS]
 
 
 def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, interval=2, trains=None):

@@ -180,6 +180,9 @@ class OptimizerConfig:
     """Added to the denominator."""
     clip_grad: NotNegative = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 turns clipping off."""
+    z_loss: NotNegative = 0.0
+    """Also minimize so much times the mean of log(sum(exp(logits)))^2, which keeps logits from growing; such as 1e-4.
+    It is logged as z_loss, and is part of neither loss nor validation_loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

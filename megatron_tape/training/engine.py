@@ -37,6 +37,8 @@ class StepResult:
     loss: float
     grad_norm: float
     skipped: bool
+    z_loss: float | None = None
+    """What `optimizer.z_loss` adds to the loss whose gradient is taken; `loss` is without it."""
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
@@ -119,6 +121,7 @@ class Engine:
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
         self.layout = layout
         self._seed = config.train.seed
+        self._has_z_loss = config.optimizer.z_loss > 0
         self.zero_stage = config.deepspeed.zero_stage
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
@@ -165,11 +168,16 @@ class Engine:
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         total = run(itertools.islice(batches, self.micro_batches), step)
         loss = self.layout.tokens.average(total / self.micro_batches).item()
+        z_loss = self._z_loss() if self._has_z_loss else None
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
-        return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped)
+        return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped, z_loss)
+
+    def _z_loss(self) -> float:
+        of_stage = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
+        return self.layout.tokens.average(self.layout.from_last_stage(of_stage) / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
         """Compute the gradients and update; return the sum of the losses."""

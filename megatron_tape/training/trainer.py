@@ -278,6 +278,8 @@ class Trainer:
             "tokens_per_second": speed,
             "tflops_per_second": speed * flops_per_token(self.config.model, self.config.extension) / 1e12,
         }
+        if result.z_loss is not None:
+            own["z_loss"] = result.z_loss
         found = [("training", HookResult(scalars=own)), *found]
         due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
         found += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]

@@ -131,6 +131,14 @@ def test_bf16_stays_near_fp32(equal, size):
         assert row["loss"] != exact["loss"]
 
 
+@pytest.mark.parametrize("variant", ["packed", "generated"])
+def test_the_z_loss_is_logged_beside_the_loss_and_falls(equal, variant):
+    rows = equal[1][variant]
+    assert rows[-1]["z_loss"] < rows[0]["z_loss"]
+    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["z_loss"], rel=0.2), "logits are small at first"
+    assert "z_loss" not in equal[1]["accumulation"][0]
+
+
 def test_the_loss_falls(equal):
     rows = equal[1]["tp1_zero1"]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
