@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_manifest
 from megatron_tape.model.names import kind_of
-from megatron_tape.training import engine
+from megatron_tape.training import engine, trainer
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -69,6 +69,7 @@ def option(section_key, value):
 
 
 Z_LOSS = option("optimizer.z_loss", 0.01)
+SPIKES = "{action: %s, window: 3, threshold: 300, limit: 1}"
 
 
 def tp(size):
@@ -212,6 +213,47 @@ def resumed_run(folder, name, *overrides, then=(), steps=RESUMED_STEPS, at=2, in
     return {"whole": whole, "continued": continued, **states}
 
 
+@contextlib.contextmanager
+def spikes(step, times):
+    """Make the gradient a thousand times larger in these ones of all the times that this step is trained."""
+    train_step, scaled, seen = engine.Engine.train_step, engine._scaled, []
+
+    def changed(self, batches, lr, number=0):
+        seen.extend([number] * (number == step))
+        spike = number == step and len(seen) in times
+        with mock.patch.object(engine, "_scaled", lambda loss: scaled(1000 * loss) if spike else scaled(loss)):
+            return train_step(self, batches, lr, number)
+
+    with mock.patch.object(engine.Engine, "train_step", changed):
+        yield
+
+
+def spike_runs(folder, prefix):
+    """Runs of 8 steps with a spike in the sixth, saved after every second."""
+    results, eight = {}, {"steps": 8, "interval": 2}
+
+    def settings(action):
+        return [prefix, option("train.spikes", SPIKES % action)]
+
+    with spikes(6, (1, 2)):
+        results["spike_skip"] = resumed_run(folder, "spike-skip", *settings("skip"), tp(2), zero(1), at=4, **eight)
+    with spikes(6, (1,)):
+        results["spike_rewind"] = resumed_run(folder, "spike-rewind", *settings("rewind"), zero(3), at=6, **eight)
+    # What a rewind does, by hand: from the fourth step on, with the data after the sixth.
+    checkpoint = option("checkpoint.resume", f"{folder}/spike-rewind/checkpoints/step-00000004")
+    build = trainer.Trainer._build
+
+    def elsewhere(self):
+        self.samples = 6 * 4
+        build(self)
+
+    with mock.patch.object(trainer.Trainer, "_build", elsewhere):
+        results["rewound"] = run(folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8))
+    records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
+    results["spike_records"] = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    return results
+
+
 def checksums(folder, name, step):
     """The manifest's, of the weights and moments of one checkpoint."""
     files = read_manifest(f"{folder}/{name}/checkpoints/step-{step:08d}")["files"]
@@ -269,4 +311,10 @@ def main(folder, data, what):
     with gathering_all():
         results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, *hierarchy(2))
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
-    return results | frozen_runs(folder, prefix)
+    results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
+    # The last one, as processes leave their groups after an error.
+    with spikes(6, (1, 2)):
+        again = [prefix, option("train.spikes", SPIKES % "rewind"), option("train.steps", 8)]
+        arguments = ["--config", str(RECIPE), f"--logging.directory={folder}/spike-twice", *again]
+        results["spike_twice"] = {"status": train.main(arguments), "rows": rows(Path(folder, "spike-twice"))}
+    return results

@@ -20,6 +20,7 @@ from megatron_tape.config.schema import (
     blend,
     split_shares,
 )
+from megatron_tape.config.steering import spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
@@ -74,6 +75,8 @@ def _validate_optimizer(config: RunConfig) -> None:
         for kind in getattr(optimizer, key):
             refuse(kind not in kinds, f"optimizer.{key}", f"names the kind {kind}", f"choose from {', '.join(kinds)}")
     clashes(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
+    if config.train.spikes is not None:
+        spikes_of(config.train.spikes)
 
 
 def _validate_schedule(config: RunConfig) -> None:

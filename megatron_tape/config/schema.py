@@ -318,6 +318,12 @@ class TrainConfig:
     """Global batches per evaluation."""
     max_bad_steps: Count = 5
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    spikes: dict[str, int | float | str] | None = None
+    """Look for steps whose loss or gradient norm is far above that of the last updates, and do something about them:
+    {action: skip, window: 100, threshold: 6, limit: 10}, of which all but action are these by default. action is warn;
+    skip, which leaves the update out; or rewind, which goes back to the newest checkpoint and passes over the data
+    since then. A spike is threshold standard deviations above the median of the last window updates; limit is how many
+    may be skipped, or how often the run may go back, before it ends. null does not look."""
     garbage_interval: Count = 100
     """Steps between two collections of Python's garbage, which all ranks make together."""
     hang_timeout: Positive | None = 1800.0

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_tape.config.steering import spikes_of
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training, register
 from megatron_tape.training.position_norms import PositionNorms
+from megatron_tape.training.spikes import SpikeHook
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
@@ -70,5 +72,6 @@ for _name, _kind in {"validation_loss": ValidationLoss, "sample": Sample, "posit
 
 
 def hooks_of(config: RunConfig) -> dict[str, Hook]:
-    """Return the hooks that `train.evaluations` names, in their order."""
-    return {name: HOOKS[name]() for name in config.train.evaluations}
+    """Return the hooks that `train.evaluations` names, in their order, and the one that looks for spikes."""
+    found = {name: HOOKS[name]() for name in config.train.evaluations}
+    return found if config.train.spikes is None else {"spikes": SpikeHook(spikes_of(config.train.spikes)), **found}

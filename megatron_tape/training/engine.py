@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor
 
@@ -32,13 +33,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; `skipped` when its loss or gradient was not finite and nothing was updated."""
+    """What one optimizer step did; `skipped` when its loss or gradient was not finite, or `leaves_out` said so."""
 
     loss: float
     grad_norm: float
     skipped: bool
     z_loss: float | None = None
     """What `optimizer.z_loss` adds to the loss whose gradient is taken; `loss` is without it."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
@@ -149,6 +155,38 @@ class Engine:
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = ReplicatedGradients(model, self.deepspeed_engine.optimizer, config.deepspeed, layout)
+        self._total = torch.zeros((), device=layout.device)
+        """The sum of the losses of a step's micro-batches so far."""
+        self._norm_left_out: float | None = None
+
+    def leave_out(self, judge: Callable[[float, float], bool]) -> None:
+        """Make no update from now on where `judge` returns true for the loss and the gradient norm on any rank.
+
+        The norm of such a step is reported to DeepSpeed as infinite, so that it cleans up as after one that is.
+        """
+
+        def leaves_out(norm: float) -> bool:
+            if not math.isfinite(norm) or not self.layout.any_rank(judge(self._mean_loss(), norm)):
+                return False
+            self._norm_left_out = norm
+            return True
+
+        optimizer = self.deepspeed_engine.optimizer
+        if self.zero_stage == 0:
+            optimizer.leaves_out = leaves_out
+            return
+        groups_of_norms = self.zero_stage == 3  # of which DeepSpeed takes the norm itself
+        name = "_get_norm_groups" if groups_of_norms else "scaled_global_norm"
+        of_deepspeed = getattr(optimizer, name)
+
+        def changed() -> Any:
+            found = of_deepspeed()
+            norm = combine_grad_norm_groups(found) if groups_of_norms else found
+            if not leaves_out(float(norm)):
+                return found
+            return [*found, torch.full_like(norm, math.inf)] if groups_of_norms else torch.full_like(norm, math.inf)
+
+        setattr(optimizer, name, changed)
 
     def set_batch_size(self, sequences: int) -> None:
         """Take so many sequences over all ranks from the next step on."""
@@ -166,32 +204,35 @@ class Engine:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
-        total = run(itertools.islice(batches, self.micro_batches), step)
-        loss = self.layout.tokens.average(total / self.micro_batches).item()
+        self._total, self._norm_left_out = torch.zeros((), device=self.layout.device), None
+        run(itertools.islice(batches, self.micro_batches), step)
+        loss = self._mean_loss()
         z_loss = self._z_loss() if self._has_z_loss else None
         norm = self.deepspeed_engine.get_global_grad_norm()
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
-        return StepResult(loss, math.nan if skipped and math.isfinite(norm) else norm, skipped, z_loss)
+        norm = math.nan if skipped and math.isfinite(norm) else norm
+        return StepResult(loss, norm if self._norm_left_out is None else self._norm_left_out, skipped, z_loss)
+
+    def _mean_loss(self) -> float:
+        return self.layout.tokens.average(self._total / self.micro_batches).item()
 
     def _z_loss(self) -> float:
         of_stage = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
         return self.layout.tokens.average(self.layout.from_last_stage(of_stage) / self.micro_batches).item()
 
-    def _run(self, batches: Iterable[Batch], step: int) -> Tensor:
-        """Compute the gradients and update; return the sum of the losses."""
-        total = torch.zeros((), device=self.layout.device)
+    def _run(self, batches: Iterable[Batch], step: int) -> None:
+        """Compute the gradients, adding up the losses, and update."""
         for batch in batches:
             loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
-            total += loss.detach()
+            self._total += loss.detach()
             self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._replicated.sum()
             self.deepspeed_engine.step()
-        return total
 
-    def _run_pipeline(self, batches: Iterable[Batch], step: int) -> Tensor:
+    def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
         """Do the same with Megatron's schedule, which calls the model itself.
 
         DeepSpeed's hooks stay in place: gradients are added up as elsewhere, and averaged beside the last backward
@@ -205,6 +246,7 @@ class Engine:
         if waits and (gradient := self._tied.gradient()) is not None:
             weight = self.names[TIED]
             self._scattered.add(weight, gradient) if zero else weight.grad.add_(gradient)
+        self._total = self.layout.from_last_stage(total)
         engine.allreduce_gradients()
         self._replicated.sum()
         engine.step()
@@ -212,7 +254,6 @@ class Engine:
             engine.optimizer.clear_backward_seen_flag()
         if self._tied is not None:
             self._tied.share()
-        return self.layout.from_last_stage(total)
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:

@@ -87,6 +87,8 @@ class ClippingAdamW(torch.optim.AdamW):
         self._group = layout.mpu.get_model_parallel_group()
         self.overflow = False
         self._global_grad_norm = 0.0
+        self.leaves_out: Callable[[float], bool] = lambda norm: False
+        """Whether to skip a step with this gradient norm, which is finite."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -99,7 +101,7 @@ class ClippingAdamW(torch.optim.AdamW):
             dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
         self._global_grad_norm = norm.item()
-        self.overflow = not math.isfinite(self._global_grad_norm)
+        self.overflow = not math.isfinite(self._global_grad_norm) or self.leaves_out(self._global_grad_norm)
         if self.overflow:
             return None
         if parameters and 0 < self._clip < self._global_grad_norm:

@@ -78,6 +78,7 @@ def test_a_malformed_split_is_refused(split):
         (1, {"data__tokenizer": None, "logging__sample_tokens": 0}),
         (1, {"data__reset_attention_mask": True, "data__long_documents": {"minimum": 8192, "share": 1}}),
         (1, {"data__reset_attention_mask": True, "deepspeed__offload_optimizer": True}),
+        (1, {"train__spikes": {"action": "skip", "window": 9}}),
         (1, {"optimizer__clip_grad": 0.0, "optimizer__weight_decay": 0.0, "optimizer__min_lr": 1e-4}),
         (1, {**GENERATED, "data__generator": {"task": "addition", "digits": 9}, "data__split": "1,0,0",
              "logging__sample_tokens": 0}),
@@ -174,6 +175,9 @@ def test_what_can_run_is_accepted(world_size, changes):
         ("schedule.decay_steps", {"schedule__decay_steps": 50}),
         ("optimizer.min_lr", {"optimizer__min_lr": 0.1}),
         ("optimizer.lr", {"optimizer__lr": float("nan")}),
+        ("train.spikes.action", {"train__spikes": {"action": "stop"}}),
+        ("train.spikes.window", {"train__spikes": {"window": 2}}),
+        ("train.spikes.size", {"train__spikes": {"size": 100}}),
         ("optimizer.beta2", {"optimizer__beta2": 1.0}),
         ("optimizer.weight_decay_of", {"optimizer__weight_decay_of": {"tape": 0.0}}),
         ("optimizer.weight_decay_of.position", {"optimizer__weight_decay_of": {"position": -0.1}}),
@@ -270,7 +274,7 @@ POSITIVE = [
     "logging interval",
 ]
 NOT_NEGATIVE = ["optimizer__min_lr", "optimizer__weight_decay", "optimizer__clip_grad", "schedule__warmup_steps"]
-NOT_NEGATIVE += ["train__seed", "data__num_workers", "logging__sample_tokens"]
+NOT_NEGATIVE += ["optimizer__z_loss", "train__seed", "data__num_workers", "logging__sample_tokens"]
 
 
 @pytest.mark.parametrize(
