@@ -31,7 +31,7 @@ def assert_close(rows, expected, steps=STEPS):
     """Assert that a run's figures are another's."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, other in zip(rows, expected):
-        for key in ("loss", "grad_norm", "z_loss", "validation_loss"):
+        for key in ("loss", "grad_norm", "z_loss", "validation_loss", "validation_loss_average"):
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
@@ -69,6 +69,7 @@ def option(section_key, value):
 
 
 Z_LOSS = option("optimizer.z_loss", 0.01)
+AVERAGE = option("train.average", "{kind: ema, decay: 0.8}")
 SPIKES = "{action: %s, window: 3, threshold: 300, limit: 1}"
 
 
@@ -114,7 +115,7 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
             rows[f"tp{size}_zero{stage}"] = run(folder, f"equal-{size}-{stage}", prefix, tp(size), zero(stage))
     last = sizes[-1]
     blend = option("data.prefix", f"[0.3,{data}/a,0.7,{data}/b]")
-    accumulate = [option("train.global_batch_size", 8)]
+    accumulate = [option("train.global_batch_size", 8), AVERAGE]
     between = sizes == (1, 2)  # on two processes, not all that one and four do
     if not between:
         rows["blend"] = run(folder, "blend", blend, tp(last))
@@ -159,7 +160,7 @@ def context_runs(folder, data, size):
         name = f"tp{tensor_size}_cp{context_size}_zero{stage}"
         rows[name] = run(folder, name, prefix, tp(tensor_size), cp(context_size), zero(stage))
     rows["said_of_groups"] = [message for message in said if "context-parallel" in message]
-    accumulate = [option("train.global_batch_size", 8)]
+    accumulate = [option("train.global_batch_size", 8), AVERAGE]
     rows["context_generated"] = run(folder, "context-generated", *generated(), cp(2), zero(3), *accumulate)
     if size == 2:
         rows["context_packed"] = run(folder, "context-packed", prefix, cp(2), zero(2), *packed(data))
@@ -173,8 +174,9 @@ def many_samples():
 
 
 def ramp():
-    """Steps of 4, 4, 8 and 12 sequences."""
-    return [option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
+    """Steps of 4, 4, 8 and 12 sequences; the weights of the last three are averaged."""
+    last = option("train.average", "{kind: last, count: 3, every: 1}")
+    return [last, option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
 
 
 def generated():
@@ -273,7 +275,7 @@ def frozen_runs(folder, prefix):
     }
     # Begins at step 3 with the weights of another run, which a third layout saved.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
-    alone = [prefix, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
+    alone = [prefix, AVERAGE, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
     first = {"at": 3, "interval": 1, "trains": trains}
     results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
     return results
@@ -291,7 +293,7 @@ def main(folder, data, what):
         for stage in (0, 1, 2, 3):
             name = f"tp{tensor_size}_zero{stage}"
             results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
-    bf16 = [prefix, zero(2), option("train.precision", "bf16")]
+    bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)
     results["offload"] = resumed_run(folder, "offload", prefix, zero(2), OFFLOAD)
@@ -303,13 +305,14 @@ def main(folder, data, what):
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
     results["ramp_offload"] = resumed_run(folder, "ramp-offload", prefix, zero(2), OFFLOAD, *ramp())
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
-    before, after = [prefix, tp(1), zero(1)], [prefix, tp(2), zero(3)]
+    before, after = [prefix, AVERAGE, tp(1), zero(1)], [prefix, AVERAGE, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
     before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)
     with gathering_all():
-        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, *hierarchy(2))
+        results["hierarchical"] = resumed_run(folder, "hierarchical", prefix, AVERAGE, *hierarchy(2))
+    results["begins_average"] = resumed_run(folder, "begins-average", prefix, then=[prefix, AVERAGE])
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
     # The last one, as processes leave their groups after an error.

@@ -20,7 +20,7 @@ from megatron_tape.config.schema import (
     blend,
     split_shares,
 )
-from megatron_tape.config.steering import spikes_of
+from megatron_tape.config.steering import average_of, spikes_of
 from megatron_tape.config.values import check_section, clashes, shown
 from megatron_tape.errors import refuse
 from megatron_tape.evaluation.during_training import build_tasks
@@ -77,6 +77,8 @@ def _validate_optimizer(config: RunConfig) -> None:
     clashes(config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", "lower it")
     if config.train.spikes is not None:
         spikes_of(config.train.spikes)
+    if config.train.average is not None:
+        average_of(config.train.average, config.train.steps)
 
 
 def _validate_schedule(config: RunConfig) -> None:

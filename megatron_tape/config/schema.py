@@ -324,6 +324,11 @@ class TrainConfig:
     skip, which leaves the update out; or rewind, which goes back to the newest checkpoint and passes over the data
     since then. A spike is threshold standard deviations above the median of the last window updates; limit is how many
     may be skipped, or how often the run may go back, before it ends. null does not look."""
+    average: dict[str, int | float | str] | None = None
+    """Also keep an average of the weights, in fp32 and divided as the optimizer's state is: {kind: ema, decay: 0.999},
+    a moving average, or {kind: last, count: 10, every: 100}, the mean of the weights of 10 steps, a hundred apart, the
+    last of which is the last of the run. It is saved, evaluated as validation_loss_average, and exported with
+    --average. null keeps none."""
     garbage_interval: Count = 100
     """Steps between two collections of Python's garbage, which all ranks make together."""
     hang_timeout: Positive | None = 1800.0

@@ -29,6 +29,7 @@ TAGS = {
     "tokens_per_second": "speed/tokens_per_second",
     "tflops_per_second": "speed/tflops_per_second",
     "validation_loss": "validation/loss",
+    "validation_loss_average": "validation/loss_average",
     "validation_perplexity": "validation/perplexity",
 }
 # TensorBoard sorts groups of tags by name and opens the first two. These names put the losses first; under their other

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 
 class ValidationLoss(Hook):
-    """The mean loss of `train.eval_steps` global batches of the validation split."""
+    """The mean loss of `train.eval_steps` global batches of the validation split, also of averaged weights."""
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
-        return HookResult(scalars={"validation_loss": trainer.engine.evaluate(batches)})
+        found = {"validation_loss": self._loss(trainer)}
+        if trainer.engine.averages:
+            with trainer.engine.averaged():
+                found["validation_loss_average"] = self._loss(trainer)
+        return HookResult(scalars=found)
+
+    def _loss(self, trainer: Training) -> float:
+        return trainer.engine.evaluate(trainer.watch.each("evaluating", trainer.batches.evaluation()))
 
 
 class Sample(Hook):

@@ -21,9 +21,11 @@ from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_full_opti
 from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.pipeline import TIED
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_3, zero_shares
+from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
 from megatron_tape.training.optimizer import build_optimizer
 
@@ -128,6 +130,7 @@ class Engine:
         self.layout = layout
         self._seed = config.train.seed
         self._has_z_loss = config.optimizer.z_loss > 0
+        self._average = None
         self.zero_stage = config.deepspeed.zero_stage
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
@@ -143,6 +146,8 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        if config.train.average is not None:
+            self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks()
             zero_3.gather_for_whole_layers(model)
@@ -212,8 +217,36 @@ class Engine:
         norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
+        if self.averages:
+            self._average.add(step)
         norm = math.nan if skipped and math.isfinite(norm) else norm
         return StepResult(loss, norm if self._norm_left_out is None else self._norm_left_out, skipped, z_loss)
+
+    @property
+    def averages(self) -> bool:
+        """Whether there is an average of the weights."""
+        return self._average is not None and self.optimizer_steps > 0
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model have the averaged weights in the block, in which it is only evaluated."""
+        return self._average.in_place()
+
+    def _update_weights(self) -> None:
+        """Let the model have the weights of `_masters`, as after a step."""
+        zero = self.deepspeed_engine.optimizer
+        if self.zero_stage in (1, 2):
+            zero.update_lp_params()
+        elif self.zero_stage == 3:
+            zero_3.update_weights(zero)
+        if self._tied is not None:
+            self._tied.share()
+
+    def _masters(self) -> list[Tensor]:
+        """Return the fp32 tensors that the optimizer updates, of which each rank has its share."""
+        if self.zero_stage == 0:
+            return list(self.trained.values())
+        zero = self.deepspeed_engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
         return self.layout.tokens.average(self._total / self.micro_batches).item()
@@ -305,7 +338,7 @@ class Engine:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 shares.append(zero_shares.Share(key, shape, cut[name], owner(key), held))
             elif owner(key) == me:
-                whole = self.adam.state[parameter][kind] if kind in MOMENTS else parameter
+                whole = parameter if kind == "weight" else self.adam.state[parameter][kind]
                 state[key] = whole.detach().to("cpu", torch.float32).clone().contiguous()
         for key, tensor in zero_shares.to_owners(shares, self.layout.groups.dp_cp, self.layout.device):
             state[key] = tensor.to("cpu").contiguous()
@@ -322,12 +355,13 @@ class Engine:
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.names.items():
             if frozen or name in self.trained:
-                for key in self.keys_of(name, self.optimizer_steps):
+                for key in self._keys_of(name, name in self.trained):
                     yield f"{key}/{name}", parameter
 
-    def keys_of(self, name: str, optimizer_steps: int) -> tuple[str, ...]:
-        """Return what the state holds of a parameter after `optimizer_steps`: `weight` and, if trained, moments."""
-        return ("weight", *(MOMENTS if optimizer_steps and name in self.trained else ()))
+    def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
+        """Return what the state holds of a parameter: `weight` and, if it is trained and was updated, moments."""
+        moments = self._moments() if trained and self.optimizer_steps else ()
+        return ("weight", *moments)
 
     def load_training_state(
         self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
@@ -342,7 +376,7 @@ class Engine:
         if optimizer_steps:
             self._make_moments(optimizer_steps)
         for name in self.trained if names is None else names:
-            for key in ("weight", *(MOMENTS if optimizer_steps else ())):
+            for key in self._keys_of(name, trained=True):
                 if (value := read(f"{key}/{name}")) is not None:
                     self._set(self.trained[name], key, value)
         zero_3.drop_copies(self.module)
@@ -359,20 +393,17 @@ class Engine:
 
     def _make_moments(self, steps: int) -> None:
         """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
-        zero = self.deepspeed_engine.optimizer
-        if self.zero_stage == 0:
-            tensors = list(self.trained.values())
-        elif self.zero_stage == 3:
-            tensors = zero.fp32_partitioned_groups_flat
-        else:
-            tensors = zero.single_partition_of_fp32_groups
         fused = self.adam.defaults.get("fused", False)
-        for tensor in tensors:
+        for tensor in self._masters():
             self.adam.state[tensor] = {
                 "step": torch.tensor(float(steps), device=tensor.device if fused else "cpu"),
-                **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in MOMENTS},
+                **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in self._moments()},
             }
         self._show_moments()
+
+    def _moments(self) -> tuple[str, ...]:
+        """Return what the optimizer's state has of a tensor; the average is kept there, since it is divided as well."""
+        return MOMENTS if self._average is None else (*MOMENTS, AVERAGE)
 
     def _show_moments(self) -> None:
         """Let ZeRO 1 and 2 find Adam's state by parameter.

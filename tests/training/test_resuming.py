@@ -31,6 +31,13 @@ def test_training_a_part_is_the_same_under_every_zero_stage(resumed, stage):
     assert rows[-1]["position/update_norm/layer_00"] > 0
 
 
+def test_a_continued_run_may_begin_to_average(resumed):
+    averages = [row.get("validation_loss_average") for row in resumed["begins_average"]["continued"]]
+    assert averages[:3] == [None] * 3 and averages[3] is not None
+    without = [{k: v for k, v in row.items() if "average" not in k} for row in resumed["begins_average"]["continued"]]
+    assert without_speed(without) == without_speed(resumed["begins_average"]["whole"])
+
+
 def test_the_update_of_a_spike_is_left_out(resumed):
     rows = resumed["spike_skip"]["whole"]
     assert [row["step"] for row in rows] == list(range(1, 9))
