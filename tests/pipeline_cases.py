@@ -42,6 +42,7 @@ def cases(data):
         "full": [option("train.recompute", "full"), *packed(data)],
         "bf16": [option("train.precision", "bf16")],
         "bf16_tied": [option("train.precision", "bf16"), option("model.tie_embeddings", "true")],
+        "muon": [option("optimizer.kind", "muon")],
         "zero0": [option("deepspeed.zero_stage", 0), option("model.tie_embeddings", "true")],
     }
 

@@ -70,6 +70,7 @@ def option(section_key, value):
 
 Z_LOSS = option("optimizer.z_loss", 0.01)
 AVERAGE = option("train.average", "{kind: ema, decay: 0.8}")
+MUON = option("optimizer.kind", "muon")
 SPIKES = "{action: %s, window: 3, threshold: 300, limit: 1}"
 
 
@@ -122,6 +123,10 @@ def equal_runs(folder, data, sizes, stages=(0, 1, 2, 3)):
         rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tp(last), *many_samples())
     rows["accumulation"] = run(folder, "accumulation", prefix, tp(last), *accumulate)
     rows["ramp"] = run(folder, "ramp", prefix, tp(last), *ramp())
+    # On four processes, two tensor-parallel ones share each matrix, of which ZeRO gives parts to two others.
+    of_muon = {1: [("muon", 1, 0)], 2: [("muon", 2, 0), ("muon_zero2", 1, 2)], 4: [("muon", 2, 1)]}
+    for name, size, stage in of_muon[dist.get_world_size()]:
+        rows[name] = run(folder, name, prefix, MUON, AVERAGE, tp(size), zero(stage))
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     for name, size, stage in (("generated", last, 1), ("generated_zero3", 1, 3))[between:]:
         rows[name] = run(folder, name, *generated(), tp(size), zero(stage), *accumulate)
@@ -307,6 +312,9 @@ def main(folder, data, what):
     results["unsaved"] = run(folder, "unsaved", *bf16, option("train.steps", RESUMED_STEPS))
     before, after = [prefix, AVERAGE, tp(1), zero(1)], [prefix, AVERAGE, tp(2), zero(3)]
     results["another_layout"] = resumed_run(folder, "another-layout", *before, then=after)
+    muon = [prefix, MUON, AVERAGE]
+    results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
+    results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(0)])
     before, after = [prefix, cp(2), zero(2)], [prefix, tp(2), zero(3)]
     results["from_context_to_tensor_parallel"] = resumed_run(folder, "from-context", *before, then=after)
     results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *after, then=before)

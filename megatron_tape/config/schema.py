@@ -155,8 +155,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW, or Muon for matrices and AdamW for the rest."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon updates the matrices of attention and the MLP with orthogonalized momentum (0.95, Nesterov's), scaled so
+    that it takes AdamW's learning rates and weight decay; embeddings, the output layer, norms, biases and the
+    parameters of the positional encoding get AdamW. Not with ZeRO 3 or offload_optimizer."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0

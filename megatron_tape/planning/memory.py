@@ -120,7 +120,7 @@ def zero_state(plan: Plan) -> State:
 def _moments(plan: Plan, ranks: int) -> int:
     """Return the bytes of a rank's moments, and of what `train.average` keeps, if they are divided over `ranks`."""
     of_weight = 8 if plan.config.train.average is None else 12
-    return of_weight * -(-plan.trained_elements // ranks)
+    return of_weight * -(-plan.trained_elements // ranks) - 4 * -(-plan.muon_elements // ranks)
 
 
 def _scattering(plan: Plan) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_3, zero_shares
 from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import ReplicatedGradients, ScatteredGradients
+from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
 from megatron_tape.training.optimizer import build_optimizer
 
 Batch = dict[str, Tensor]
@@ -131,6 +132,7 @@ class Engine:
         self._seed = config.train.seed
         self._has_z_loss = config.optimizer.z_loss > 0
         self._average = None
+        self._uses_muon = config.optimizer.kind == "muon"
         self.zero_stage = config.deepspeed.zero_stage
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
@@ -148,6 +150,10 @@ class Engine:
             )
         if config.train.average is not None:
             self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
+        if self._uses_muon:
+            zero = self.deepspeed_engine.optimizer if self.zero_stage else None
+            dtype = next(model.parameters()).dtype
+            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, zero)
         if self.zero_stage == 3:
             zero_3.replace_loops_over_ranks()
             zero_3.gather_for_whole_layers(model)
@@ -360,7 +366,7 @@ class Engine:
 
     def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
         """Return what the state holds of a parameter: `weight` and, if it is trained and was updated, moments."""
-        moments = self._moments() if trained and self.optimizer_steps else ()
+        moments = self._moments(self._uses_muon and is_matrix(name)) if trained and self.optimizer_steps else ()
         return ("weight", *moments)
 
     def load_training_state(
@@ -394,16 +400,19 @@ class Engine:
     def _make_moments(self, steps: int) -> None:
         """Create Adam's state, which torch creates only at the first step, and link it with ZeRO."""
         fused = self.adam.defaults.get("fused", False)
+        of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
         for tensor in self._masters():
-            self.adam.state[tensor] = {
-                "step": torch.tensor(float(steps), device=tensor.device if fused else "cpu"),
-                **{key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in self._moments()},
-            }
+            keys = self._moments(tensor in of_muon)
+            state = {key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys}
+            if tensor not in of_muon:
+                state["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
+            self.adam.state[tensor] = state
         self._show_moments()
 
-    def _moments(self) -> tuple[str, ...]:
+    def _moments(self, of_muon: bool) -> tuple[str, ...]:
         """Return what the optimizer's state has of a tensor; the average is kept there, since it is divided as well."""
-        return MOMENTS if self._average is None else (*MOMENTS, AVERAGE)
+        moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
+        return moments if self._average is None else (*moments, AVERAGE)
 
     def _show_moments(self) -> None:
         """Let ZeRO 1 and 2 find Adam's state by parameter.

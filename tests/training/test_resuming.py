@@ -11,7 +11,7 @@ def resumed(tmp_path_factory):
     return run_group("training_cases", 2, write_all(tmp_path_factory.mktemp("data")), "resume")
 
 
-STEERED = ["spike_skip", "spike_rewind"]
+STEERED = ["spike_skip", "spike_rewind", "muon"]
 FROZEN = [*(f"frozen_zero{stage}" for stage in (0, 1, 2, 3)), "adapters"]
 
 
@@ -66,7 +66,7 @@ def test_saving_changes_nothing(resumed):
 OTHER_LAYOUTS = ["another_layout", "from_context_to_tensor_parallel", "from_tensor_to_context_parallel"]
 
 
-@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp"])
+@pytest.mark.parametrize("case", [*OTHER_LAYOUTS, "generated", "ramp", "muon_another_layout"])
 def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"], RESUMED_STEPS)
 

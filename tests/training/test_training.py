@@ -48,6 +48,17 @@ def test_groups_that_ranks_cannot_divide_are_named_in_the_log(equal):
     ]
 
 
+@pytest.mark.parametrize("size, variant", [(2, "muon"), (2, "muon_zero2"), (4, "muon")])
+def test_muon_under_every_layout_equals_one_process(equal, size, variant):
+    assert_close(equal[size][variant], equal[1]["muon"])
+
+
+def test_muon_learns_in_another_way(equal):
+    muon, adamw = equal[1]["muon"], equal[1]["tp1_zero0"]
+    assert muon[0]["loss"] == adamw[0]["loss"] and muon[-1]["loss"] != adamw[-1]["loss"]
+    assert muon[-1]["loss"] < muon[0]["loss"] - 0.3
+
+
 @pytest.mark.parametrize("size, variant", [(2, "packed"), (2, "generated"), (4, "generated")])
 def test_variants_with_shared_sequences_equal_one_process(equal, size, variant):
     assert_close(equal[size][f"context_{variant}"], equal[1][variant])
